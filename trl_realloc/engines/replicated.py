@@ -1,0 +1,152 @@
+"""Training and scoring with a full replica of the role on every rank of the mesh: `zero_stage: 0`.
+
+Plain torch, so one process needs neither DeepSpeed nor a launcher. Gradients are summed over the mesh after the last
+micro-batch; the loss is already divided by the global number of tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from ..ppo import TokenLoss
+from ..rollout import Ragged, Rollouts
+from . import Bucket
+from .forward import RoleHead, run_forward, run_training
+from .group import MeshGroup
+from .weights import BUCKET_BYTES, buckets
+
+
+class ReplicatedEngine:
+    """Args:
+    head: the role's model and what is asked of it.
+    group: the mesh.
+    device: where the model lives while it computes.
+    compute_dtype: bfloat16 or float16 for mixed precision (float32 parameters, autocast), `None` for the model's own.
+    make_optimizer: from the module to its optimizer; `None` for a frozen role.
+    max_grad_norm: clip the global gradient to this norm; 0 or less for never.
+    """
+
+    def __init__(
+        self,
+        head: RoleHead,
+        group: MeshGroup,
+        device: torch.device,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        max_grad_norm: float = 0.0,
+    ) -> None:
+        self.head, self.group, self.device = head.to(device), group, device
+        self.compute_dtype, self.max_grad_norm = compute_dtype, max_grad_norm
+        self.optimizer = make_optimizer(head.model) if make_optimizer else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype is torch.float16)
+        self.version = 0
+        if self.optimizer is None:
+            head.requires_grad_(False).eval()
+
+    def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
+        with self._evaluating():
+            return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device)
+
+    def train(
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: float
+    ) -> dict[str, Tensor]:
+        assert self.optimizer is not None, "a frozen role was asked to train"
+        self.head.train()
+        statistics = run_training(
+            self._call,
+            samples,
+            loss,
+            micro_batch_tokens,
+            self.group,
+            self.device,
+            lambda value, is_last: self.scaler.scale(value).backward(),
+        )
+        self._sum_gradients()
+        self.scaler.unscale_(self.optimizer)
+        if self.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.max_grad_norm)
+        set_learning_rate(self.optimizer, learning_rate)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        return statistics
+
+    def export(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+        return buckets(self.head.model, bucket_bytes=bucket_bytes)
+
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """The model with all its parameters, for generating in place."""
+        with self._evaluating(), self._autocast():
+            yield self.head.model
+
+    def state_dict(self) -> dict[str, object]:
+        """`optimizer`: the optimizer's state by parameter name (tensors of the parameter's shape, and its step)."""
+        if self.optimizer is None:
+            return {}
+        names = {parameter: name for name, parameter in self.head.model.named_parameters()}
+        state = {names[p]: dict(slots) for p, slots in self.optimizer.state.items()}
+        return {"version": self.version, "optimizer": state}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        assert self.optimizer is not None, "a frozen role has no state to load"
+        slots = state["optimizer"]
+        assert isinstance(slots, Mapping)
+        for name, parameter in self.head.model.named_parameters():
+            if name in slots:
+                self.optimizer.state[parameter] = {
+                    key: (cell.to(parameter.device) if cell.dim() else cell.clone()) if torch.is_tensor(cell) else cell
+                    for key, cell in slots[name].items()
+                }
+        self.version = int(state["version"])  # type: ignore[call-overload]
+
+    def offload(self, to: torch.device) -> None:
+        """Move the parameters (a frozen role's whole memory)."""
+        self.head.to(to)
+
+    def close(self) -> None:
+        pass
+
+    def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
+        with self._autocast():
+            outputs: Mapping[str, Ragged] = self.head(samples)
+        return outputs
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.compute_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.head.training
+        self.head.eval()
+        try:
+            yield
+        finally:
+            self.head.train(was_training)
+
+    def _sum_gradients(self) -> None:
+        if self.group.size == 1:
+            return
+        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        has = torch.tensor([float(p.grad is not None) for p in parameters], device=self.group.device)
+        self.group.sum_([has])  # a rank without samples has no gradients; a parameter without use has none anywhere
+        used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.group.sum_([p.grad for p in used if p.grad is not None])
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """To every parameter group; one made with an `lr_ratio` keeps its ratio to the others."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_ratio", 1.0)

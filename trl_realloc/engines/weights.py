@@ -1,0 +1,108 @@
+"""A model's parameters under the names a checkpoint has, adapters merged in, in buckets.
+
+What a generation engine loads. Owns no transport; where parameters are partitioned (ZeRO-3) the caller says how to
+gather a few of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import Bucket
+
+
+Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
+BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One tensor of a checkpoint: the parameters that make it, and how, once they are whole."""
+
+    name: str
+    sources: tuple[nn.Parameter, ...]
+    make: Callable[[], Tensor]
+
+
+def buckets(model: nn.Module, gather: Gather | None = None, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Full tensors in checkpoint names, in buckets of about `bucket_bytes`; a larger tensor has one of its own.
+
+    The tensors may be the live parameters: a receiver copies what it keeps. Collective if `gather` is.
+    """
+    gather = gather or (lambda parameters: contextlib.nullcontext())
+    bucket: list[_Weight] = []
+    size = 0
+    for weight in _weights(model):
+        bytes_ = _full_bytes(weight.sources[0])
+        if bucket and size + bytes_ > bucket_bytes:
+            yield from _whole(bucket, gather)
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += bytes_
+    if bucket:
+        yield from _whole(bucket, gather)
+
+
+def _whole(bucket: Sequence[_Weight], gather: Gather) -> Iterator[Bucket]:
+    with torch.no_grad(), gather([p for weight in bucket for p in weight.sources]):
+        yield [(weight.name, weight.make()) for weight in bucket]
+
+
+def _full_bytes(parameter: nn.Parameter) -> int:
+    # under ZeRO-3 numel() is 0 between gathers; DeepSpeed keeps the true one in ds_numel
+    return int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
+
+
+def _weights(model: nn.Module) -> Iterator[_Weight]:
+    if not hasattr(model, "get_base_model"):
+        for name, parameter in model.named_parameters():
+            yield _Weight(name, (parameter,), lambda p=parameter: p.detach())
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    tuned = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    for name, parameter in model.named_parameters():
+        owner = next((layer for layer in tuned if name.startswith(f"{layer}.")), None)
+        if owner is None:
+            if (kept := _saved_name(name)) is not None:
+                yield _Weight(kept, (parameter,), lambda p=parameter: p.detach())
+        elif name.startswith(f"{owner}.base_layer."):
+            layer = tuned[owner]
+            clean = _clean(name.replace(".base_layer.", "."))
+            if name.endswith("base_layer.weight") and layer.active_adapters:
+                yield _Weight(clean, (parameter, *_adapter_parameters(layer)), lambda q=parameter, m=layer: _merged(q, m))
+            else:
+                yield _Weight(clean, (parameter,), lambda p=parameter: p.detach())
+
+
+def _adapter_parameters(layer: nn.Module) -> tuple[nn.Parameter, ...]:
+    return tuple(p for name, p in layer.named_parameters() if not name.startswith("base_layer."))
+
+
+def _merged(weight: Tensor, layer: Any) -> Tensor:
+    merged = weight.detach().clone()
+    for adapter in layer.active_adapters:
+        merged += layer.get_delta_weight(adapter).to(merged.dtype)
+    return merged
+
+
+def _saved_name(name: str) -> str | None:
+    """The checkpoint name of a parameter outside the adapters; None for the original that `modules_to_save` replaced."""
+    if ".original_module." in name:
+        return None
+    parts = name.split(".")
+    if "modules_to_save" in parts:
+        at = parts.index("modules_to_save")
+        del parts[at : at + 2]  # and the adapter's name
+    return _clean(".".join(parts))
+
+
+def _clean(name: str) -> str:
+    return name.removeprefix("base_model.model.")

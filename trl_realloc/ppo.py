@@ -1,0 +1,346 @@
+"""PPO's arithmetic as plain functions on ragged samples, in the order it happens: rewards, advantages, mini-batches,
+losses, statistics.
+
+A loss is a weighted sum over the tokens of one global mini-batch, with weights known before it is cut into
+micro-batches: so no plan can change it. Formulas: PPO (Schulman et al. 2017, arXiv 1707.06347), GAE (Schulman et al.
+2016, arXiv 1506.02438), the KL estimators of http://joschu.net/blog/kl-approx.html, details as TRL 1.12 has them
+("The N Implementation Details of RLHF with PPO", Huang et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .rollout import Ragged, Rollouts
+
+
+@dataclass(frozen=True)
+class PPOSettings:
+    """The numbers of `PPOConfig` that this arithmetic needs, under its names.
+
+    Args:
+        response_length: most tokens of a response.
+        local_batch_size, per_device_train_batch_size: only read where `match_trl`.
+        match_trl: reproduce what in TRL 1.12 depends on the batch's layout: whitening per rank, a loss that is the
+            mean over micro-batches of each one's token mean, statistics over padded positions, and "the longest
+            response of the rank's batch" in place of `response_length`.
+    """
+
+    response_length: int
+    num_ppo_epochs: int = 4
+    num_mini_batches: int = 1
+    kl_coef: float = 0.05
+    kl_estimator: Literal["k1", "k3"] = "k1"
+    whiten_rewards: bool = False
+    missing_eos_penalty: float | None = None
+    gamma: float = 1.0
+    lam: float = 0.95
+    cliprange: float = 0.2
+    cliprange_value: float = 0.2
+    vf_coef: float = 0.1
+    local_batch_size: int = 0
+    per_device_train_batch_size: int = 0
+    match_trl: bool = False
+
+
+# --- rewards and advantages -------------------------------------------------------------------------------------------
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:
+    """Per-token KL(policy || reference), any shape, nats. k1 = log p/q; k3 = q/p - 1 - log q/p, never negative."""
+    log_ratio = ref_logprobs - logprobs
+    return -log_ratio if estimator == "k1" else torch.expm1(log_ratio) - log_ratio
+
+
+def row_groups(n: int, group_size: int, device: torch.device) -> tuple[Tensor, int]:
+    """(n,) int64 group of each row when consecutive `group_size` rows form a group (0: all in one), and how many."""
+    size = group_size or max(n, 1)
+    return torch.arange(n, device=device) // size, -(-n // size)
+
+
+def whiten(values: Ragged, mask: Tensor, *, shift_mean: bool, group_size: int = 0) -> Ragged:
+    """Values to variance 1 (and to mean 0 where `shift_mean`), both over the masked tokens of each group of rows.
+
+    Args:
+        values: (total,) float32.
+        mask: (total,) bool, the tokens that count.
+        group_size: rows per group; 0 is the global batch.
+
+    The variance has Bessel's correction, as TRL's `masked_whiten` has it. A group with fewer than two masked tokens
+    has no variance: its values are left as they are.
+    """
+    row_group, groups = row_groups(len(values), group_size, values.values.device)
+    group = values.spread(row_group)
+
+    def group_sum(x: Tensor) -> Tensor:
+        return torch.zeros(groups, dtype=x.dtype, device=x.device).index_add(0, group, x * mask)
+
+    count = group_sum(torch.ones_like(values.values))
+    mean = group_sum(values.values) / count.clamp(min=1)
+    centered = values.values - mean[group]
+    variance = group_sum(centered**2) / (count - 1).clamp(min=1)
+    whitened = centered * torch.rsqrt(variance + 1e-8)[group] + (0 if shift_mean else mean[group])
+    return values.like(torch.where((count > 1)[group], whitened, values.values))
+
+
+def value_lengths(samples: Rollouts, settings: PPOSettings) -> Tensor:
+    """(n,) int64: over how many positions a sample's value function is trained.
+
+    A response of L tokens has L states to act in; one that ended before the limit also has a last state, after its
+    final token, in which the score is received (TRL's `padding_mask_p1`). At the limit there is no room for it and
+    the score falls on the last token.
+    """
+    lengths = samples.ragged("responses").lengths
+    if not settings.match_trl:
+        return lengths + (lengths < settings.response_length).long()
+    row_group, groups = row_groups(len(samples), settings.local_batch_size, lengths.device)
+    longest = torch.zeros(groups, dtype=torch.long, device=lengths.device)
+    longest = longest.scatter_reduce(0, row_group, lengths, "amax", include_self=False)
+    return lengths + (lengths < longest[row_group]).long()
+
+
+def token_rewards(kl: Ragged, scores: Tensor, lengths: Tensor, kl_coef: float) -> Ragged:
+    """-kl_coef·KL on every response token, and the score on the last of the `lengths` positions.
+
+    Args:
+        kl: (total,) float32 nats over the response tokens.
+        scores: (n,) float32.
+        lengths: (n,) int64 from `value_lengths`, a response's length or one more.
+    """
+    ends = torch.cumsum(lengths, 0) - 1
+    extra = lengths - kl.lengths
+    rewards = torch.zeros(int(lengths.sum()), dtype=torch.float32)
+    is_token = torch.ones_like(rewards, dtype=torch.bool)
+    is_token[ends[extra > 0]] = False
+    rewards[is_token] = -kl_coef * kl.values
+    rewards[ends] += scores
+    return Ragged(rewards, lengths)
+
+
+def gae(rewards: Ragged, values: Ragged, gamma: float, lam: float) -> tuple[Ragged, Ragged]:
+    """Advantages and returns by generalised advantage estimation (arXiv 1506.02438, eq. 16), undiscounted end value 0.
+
+    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t; returns are A + V. All (total,) float32.
+    """
+    r, v = rewards.pad(), values.pad()
+    advantages = torch.zeros_like(v)
+    last = torch.zeros(v.shape[0])
+    next_value = torch.zeros(v.shape[0])
+    for t in range(v.shape[1] - 1, -1, -1):  # rows shorter than t are zero there, so they pass 0 on
+        delta = r[:, t] + gamma * next_value - v[:, t]
+        last = delta + gamma * lam * last
+        advantages[:, t] = last
+        next_value = v[:, t]
+    ragged = Ragged.unpad(advantages, rewards.lengths)
+    return ragged, ragged.like(ragged.values + values.values)
+
+
+def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
+    """Adds what the two trainings need, from the whole global batch (whitening is over all of it).
+
+    Reads `responses`, `logprobs`, `ref_logprobs`, `values` (a response's length + 1 each), `scores` (n,), `has_eos`
+    (n,) bool; adds `penalized_scores` (n,), `kl`, `advantages` (per response token), `old_values`, `returns` (per
+    position of `value_lengths`).
+    """
+    logprobs, lengths = samples.ragged("logprobs"), value_lengths(samples, settings)
+    scores = samples.tensor("scores").clone()
+    if settings.missing_eos_penalty is not None:
+        scores -= settings.missing_eos_penalty * (~samples.tensor("has_eos")).float()
+    kl = logprobs.like(kl_estimate(logprobs.values, samples.ragged("ref_logprobs").values, settings.kl_estimator))
+    values = samples.ragged("values").crop(lengths)
+    rewards = token_rewards(kl, scores, lengths, settings.kl_coef)
+    group_size = settings.local_batch_size if settings.match_trl else 0
+    if settings.whiten_rewards:
+        everywhere = torch.ones_like(rewards.values, dtype=torch.bool)
+        rewards = whiten(rewards, everywhere, shift_mean=False, group_size=group_size)
+    advantages, returns = gae(rewards, values, settings.gamma, settings.lam)
+    advantages = advantages.crop(logprobs.lengths)
+    everywhere = torch.ones_like(advantages.values, dtype=torch.bool)
+    advantages = whiten(advantages, everywhere, shift_mean=True, group_size=group_size)
+    return samples.plus(penalized_scores=scores, kl=kl, advantages=advantages, old_values=values, returns=returns)
+
+
+# --- mini-batches and weights -----------------------------------------------------------------------------------------
+
+
+def mini_batches(n: int, settings: PPOSettings, seed: int, step: int) -> list[list[int]]:
+    """Positions of every mini-batch of one iteration, epoch after epoch; each epoch a new draw from (seed, step,
+    epoch). Where `match_trl`, each rank's samples are drawn apart, so every mini-batch has as many of each rank."""
+    local = settings.local_batch_size if settings.match_trl else n
+    size = local // settings.num_mini_batches
+    batches = []
+    for epoch in range(settings.num_ppo_epochs):
+        draws = [
+            start + np.random.default_rng((seed, step, epoch, start)).permutation(local)
+            for start in range(0, n, local)
+        ]
+        for at in range(0, size * settings.num_mini_batches, size):
+            batches.append([int(i) for draw in draws for i in draw[at : at + size]])
+    return batches
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What one sample's sums over tokens count for in one mini-batch; (n,) float32 each, in the mini-batch's order.
+
+    Args:
+        policy: on sums over response tokens; the policy loss is the weighted sum of them.
+        value: on sums over value positions.
+        statistic: on the statistics that TRL averages over padded positions too (`policy` otherwise).
+        group: (n,) int64, the group whose mean it is part of.
+    """
+
+    policy: Tensor
+    value: Tensor
+    statistic: Tensor
+    group: Tensor
+
+
+def sample_weights(samples: Rollouts, settings: PPOSettings) -> Weights:
+    """The weights of one mini-batch: one over its number of tokens; with `match_trl` one over the number of TRL's
+    micro-batches times the micro-batch's tokens."""
+    tokens = samples.ragged("responses").lengths.float()
+    positions = samples.ragged("returns").lengths.float()
+    if not settings.match_trl:
+        n = torch.ones_like(tokens)
+        policy = n / tokens.sum()
+        return Weights(policy, n / positions.sum(), policy, torch.zeros_like(tokens, dtype=torch.long))
+    group = _trl_micro_batches(samples, settings)
+    groups = int(group.max()) + 1
+    count = torch.bincount(group, minlength=groups).float()
+
+    def mean_of(x: Tensor) -> Tensor:
+        return 1 / (groups * torch.zeros(groups).index_add(0, group, x)[group])
+
+    width = samples.tensor("width").float()  # TRL pads every response to the longest of its rank's batch
+    return Weights(mean_of(tokens), mean_of(positions), 1 / (groups * count[group] * width), group)
+
+
+def _trl_micro_batches(samples: Rollouts, settings: PPOSettings) -> Tensor:
+    """(n,) int64: the micro-batch that TRL would have each sample of this mini-batch in."""
+    local = settings.local_batch_size // settings.num_mini_batches
+    size = min(settings.per_device_train_batch_size or local, local)
+    per_rank = -(-local // size)
+    at = torch.arange(len(samples))
+    return (at // local) * per_rank + (at % local) // size
+
+
+def response_widths(samples: Rollouts, settings: PPOSettings) -> Tensor:
+    """(n,) int64: the width of the rectangle that TRL would hold each sample's response in."""
+    lengths = samples.ragged("responses").lengths
+    row_group, groups = row_groups(len(samples), settings.local_batch_size, lengths.device)
+    return torch.zeros(groups, dtype=torch.long).scatter_reduce(0, row_group, lengths, "amax")[row_group]
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+class TokenLoss(Protocol):
+    """A loss of one micro-batch: the weighted sum to differentiate, and (n,) sums per sample to report."""
+
+    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), negated: max(-A·r, -A·clip(r, 1-ε, 1+ε)), r = exp(logp' -
+    logp). Reads `logprobs`, `advantages`, `policy_weight`; the head's `logprobs` and `entropy`."""
+
+    cliprange: float
+
+    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        new = outputs["logprobs"]
+        difference = new.values - samples.ragged("logprobs").values
+        ratio = torch.exp(difference)
+        advantages = samples.ragged("advantages").values
+        unclipped = -advantages * ratio
+        clipped = -advantages * torch.clamp(ratio, 1.0 - self.cliprange, 1.0 + self.cliprange)
+        per_sample = new.like(torch.max(unclipped, clipped)).sum()
+        with torch.no_grad():
+            statistics = {
+                "policy_loss": per_sample.detach(),
+                "clipped": new.like((clipped > unclipped).float()).sum(),
+                "approxkl": new.like(0.5 * difference**2).sum(),
+                "excess_ratio": new.like(ratio - 1).sum(),
+                "entropy": outputs["entropy"].sum(),
+            }
+        return (per_sample * samples.tensor("policy_weight")).sum(), statistics
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The clipped value loss, ½·max((V' - R)², (clip(V', V-ε, V+ε) - R)²), times `vf_coef`. Reads `old_values`,
+    `returns`, `value_weight`; the head's `values` (a response's length + 1 each)."""
+
+    cliprange_value: float
+    vf_coef: float
+
+    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        old, returns = samples.ragged("old_values"), samples.ragged("returns").values
+        new = outputs["values"].crop(old.lengths)
+        clipped = torch.clamp(new.values, old.values - self.cliprange_value, old.values + self.cliprange_value)
+        error, clipped_error = (new.values - returns) ** 2, (clipped - returns) ** 2
+        per_sample = new.like(0.5 * torch.max(error, clipped_error)).sum()
+        with torch.no_grad():
+            statistics = {
+                "value_loss": per_sample.detach(),
+                "value_clipped": new.like((clipped_error > error).float()).sum(),
+            }
+        return self.vf_coef * (per_sample * samples.tensor("value_weight")).sum(), statistics
+
+
+# --- statistics, under TRL's names ------------------------------------------------------------------------------------
+
+
+def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: int | None) -> dict[str, float]:
+    """`objective/*` and `val/num_eos_tokens` of one global batch after `prepare`. Sums over a response, then the mean
+    over samples, as TRL has them."""
+    kl, logprobs, scores = samples.ragged("kl"), samples.ragged("logprobs"), samples.tensor("penalized_scores")
+    mean_kl = float(kl.sum().mean())
+    non_score = -settings.kl_coef * mean_kl
+    eos = 0 if eos_token_id is None else int((samples.ragged("responses").values == eos_token_id).sum())
+    return {
+        "objective/kl": mean_kl,
+        "objective/entropy": float((-logprobs.values).sum() / max(len(samples), 1)),
+        "objective/non_score_reward": non_score,
+        "objective/rlhf_reward": non_score + float(scores.mean()),
+        "objective/scores": float(scores.mean()),
+        "val/num_eos_tokens": eos,
+    }
+
+
+_POLICY = {"policy/approxkl_avg": "approxkl", "policy/entropy_avg": "entropy"}  # TRL averages these over padding too
+
+
+def update_metrics(steps: Sequence[tuple[Weights, Mapping[str, Tensor]]]) -> dict[str, float]:
+    """`policy/*`, `loss/*`, `val/*` over the optimizer steps of one iteration: `steps` holds each mini-batch's weights
+    and its (n,) sums per sample (of both losses, or of one of them)."""
+    metrics: dict[str, list[float]] = {}
+    ratios: list[float] = []
+
+    def note(name: str, weight: Tensor, sums: Tensor) -> None:
+        metrics.setdefault(name, []).append(float((weight * sums).sum()))
+
+    for weights, sums in steps:
+        if "policy_loss" in sums:
+            note("loss/policy_avg", weights.policy, sums["policy_loss"])
+            note("policy/clipfrac_avg", weights.policy, sums["clipped"])
+            for name, key in _POLICY.items():
+                note(name, weights.statistic, sums[key])
+            groups = int(weights.group.max()) + 1
+            excess = torch.zeros(groups).index_add(0, weights.group, weights.statistic * sums["excess_ratio"])
+            ratios += (1 + groups * excess).tolist()
+        if "value_loss" in sums:
+            note("loss/value_avg", weights.value, sums["value_loss"])
+            note("val/clipfrac_avg", weights.value, sums["value_clipped"])
+    out = {name: float(np.mean(values)) for name, values in metrics.items()}
+    if ratios:
+        out["val/ratio"] = float(np.mean(ratios))
+        out["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else float("nan")
+    return out

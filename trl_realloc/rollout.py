@@ -1,0 +1,233 @@
+"""The samples of one iteration as ragged columns, and how they are dealt out: to data-parallel ranks by tokens, to
+micro-batches by a token budget.
+
+Owns no arithmetic of PPO and no padding: rectangles are made inside an engine, where a kernel wants them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """`n` rows of differing length, one after the other.
+
+    Args:
+        values: (total,) any dtype; row i is `values[offsets[i] : offsets[i] + lengths[i]]`.
+        lengths: (n,) int64, at least 0; their sum is total.
+    """
+
+    values: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        if int(self.lengths.sum()) != self.values.shape[0]:
+            raise ValueError(
+                f"a ragged column's lengths sum to {int(self.lengths.sum())}, but it has {self.values.shape[0]} values"
+            )
+
+    def __len__(self) -> int:
+        return self.lengths.shape[0]
+
+    def __getitem__(self, row: int) -> Tensor:
+        start = int(self.lengths[:row].sum())
+        return self.values[start : start + int(self.lengths[row])]
+
+    def rows(self) -> tuple[Tensor, ...]:
+        return self.values.split(self.lengths.tolist())
+
+    @property
+    def row_of(self) -> Tensor:
+        """(total,) int64: which row each value belongs to."""
+        lengths = self.lengths.to(self.values.device)
+        return torch.repeat_interleave(torch.arange(len(self), device=lengths.device), lengths)
+
+    def sum(self) -> Tensor:
+        """(n,): the sum of each row, differentiable."""
+        out = torch.zeros(len(self), dtype=self.values.dtype, device=self.values.device)
+        return out.index_add(0, self.row_of, self.values)
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """(total,): each row's entry of `per_row` (n,), repeated along the row."""
+        return per_row[self.row_of]
+
+    def like(self, values: Tensor) -> Ragged:
+        """The same rows with other values."""
+        return Ragged(values, self.lengths)
+
+    def select(self, index: Sequence[int] | Tensor) -> Ragged:
+        rows = self.rows()
+        picked = [rows[int(i)] for i in index]
+        lengths = self.lengths[torch.as_tensor(index, dtype=torch.long)]
+        return Ragged(torch.cat(picked) if picked else self.values[:0], lengths)
+
+    def crop(self, lengths: Tensor) -> Ragged:
+        """Each row cut to its first `lengths[i]` values."""
+        place = torch.cat([torch.arange(n) for n in self.lengths.tolist()]) if len(self) else self.lengths
+        keep = place.to(self.values.device) < self.spread(lengths.to(self.values.device))
+        return Ragged(self.values[keep], lengths)
+
+    def pad(self, fill: float = 0) -> Tensor:
+        """(n, longest): right-padded with `fill`. For arithmetic across time; it leaves no room that calls it."""
+        if not len(self):
+            return self.values.new_zeros((0, 0))
+        return torch.nn.utils.rnn.pad_sequence(list(self.rows()), batch_first=True, padding_value=fill)
+
+    def to(self, device: torch.device | str) -> Ragged:
+        return Ragged(self.values.to(device), self.lengths.to(device))
+
+    @staticmethod
+    def of(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Ragged:
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        lengths = torch.tensor([t.shape[0] for t in tensors], dtype=torch.long)
+        return Ragged(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), lengths)
+
+    @staticmethod
+    def unpad(rectangle: Tensor, lengths: Tensor) -> Ragged:
+        """The inverse of `pad`: the first `lengths[i]` values of each row of (n, width)."""
+        mask = torch.arange(rectangle.shape[1], device=rectangle.device) < lengths.to(rectangle.device)[:, None]
+        return Ragged(rectangle[mask], lengths)
+
+    @staticmethod
+    def cat(parts: Sequence[Ragged]) -> Ragged:
+        return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+
+Column = Ragged | Tensor
+
+
+class Rollouts(Mapping[str, Column]):
+    """Samples by column: `Ragged` (one value per token) or a tensor (n, …) (one entry per sample). Immutable.
+
+    Every batch has `index` (n,) int64, a sample's place in the global batch, and `prompts`, `responses` (ragged,
+    int64 token ids without padding). The calls add `logprobs`, `ref_logprobs`, `values`, `scores`, …
+    """
+
+    def __init__(self, **columns: Column) -> None:
+        sizes = {name: len(column) for name, column in columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the columns of a batch of samples differ in length: {sizes}")
+        self._columns = columns
+        self._size = next(iter(sizes.values()), 0)
+
+    def __getitem__(self, name: str) -> Column:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        """The number of samples (not of columns)."""
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"Rollouts({self._size} samples: {', '.join(self._columns)})"
+
+    def ragged(self, name: str) -> Ragged:
+        column = self._columns[name]
+        assert isinstance(column, Ragged), f"{name} has one entry per sample, not per token"
+        return column
+
+    def tensor(self, name: str) -> Tensor:
+        column = self._columns[name]
+        assert isinstance(column, Tensor), f"{name} has one entry per token, not per sample"
+        return column
+
+    @property
+    def lengths(self) -> Tensor:
+        """(n,) int64: prompt and response tokens of each sample."""
+        return self.ragged("prompts").lengths + self.ragged("responses").lengths
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def plus(self, **columns: Column) -> Rollouts:
+        return Rollouts(**{**self._columns, **columns})
+
+    def only(self, names: Iterable[str]) -> Rollouts:
+        return Rollouts(**{name: self._columns[name] for name in names})
+
+    def select(self, index: Sequence[int] | Tensor) -> Rollouts:
+        """The samples at these positions (not `index` values), in this order."""
+        at = torch.as_tensor(index, dtype=torch.long)
+        return Rollouts(**{k: c.select(at) if isinstance(c, Ragged) else c[at] for k, c in self._columns.items()})
+
+    def sorted(self) -> Rollouts:
+        """In the order of the global batch, wherever and whenever the samples were finished."""
+        return self.select(torch.argsort(self.tensor("index")))
+
+    def to(self, device: torch.device | str) -> Rollouts:
+        return Rollouts(**{name: column.to(device) for name, column in self._columns.items()})
+
+    @staticmethod
+    def cat(parts: Sequence[Rollouts]) -> Rollouts:
+        full = [p for p in parts if len(p)] or list(parts[:1])
+        columns: dict[str, Column] = {}
+        for name in full[0]:
+            cells = [p[name] for p in full]
+            if isinstance(cells[0], Ragged):
+                columns[name] = Ragged.cat([c for c in cells if isinstance(c, Ragged)])
+            else:
+                columns[name] = torch.cat([c for c in cells if isinstance(c, Tensor)])
+        return Rollouts(**columns)
+
+    def to_bytes(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save({k: (c.values, c.lengths) if isinstance(c, Ragged) else c for k, c in self._columns.items()}, buffer)
+        return buffer.getvalue()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Rollouts:
+        columns = torch.load(io.BytesIO(data), weights_only=True)
+        return Rollouts(**{k: Ragged(*c) if isinstance(c, tuple) else c for k, c in columns.items()})
+
+
+def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Deal samples to `parts` ranks so that tokens are even: longest first, to the rank with the fewest tokens
+    (Graham's LPT rule: the fullest rank has at most 4/3 of the best possible). Deterministic, so that every rank of a
+    mesh computes the same deal; within a part the samples keep their order.
+
+    Returns `parts` lists of positions, together each of `range(len(lengths))` once; some may be empty.
+    """
+    heap = [(0, 0, part) for part in range(parts)]
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, count, part = heapq.heappop(heap)
+        dealt[part].append(position)
+        heapq.heappush(heap, (tokens + lengths[position], count + 1, part))
+    return [sorted(part) for part in dealt]
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Pack samples into micro-batches of at most `budget` tokens (a longer sample is alone in its own): first fit,
+    longest first, so samples of like length lie together and an engine that must pad pads little.
+
+    Returns lists of positions; none is empty.
+    """
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for batch, free in enumerate(room):
+            if lengths[position] <= free:
+                batches[batch].append(position)
+                room[batch] -= lengths[position]
+                break
+        else:
+            batches.append([position])
+            room.append(budget - lengths[position])
+    return batches
+
+
+def split_evenly(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Exactly `count` micro-batches with even tokens; some are empty if there are fewer samples. For engines whose
+    ranks must make the same number of steps because each step is a collective."""
+    return balance(lengths, count)
