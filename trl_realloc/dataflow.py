@@ -1,0 +1,208 @@
+"""What one iteration of an algorithm consists of: its model function calls and the edges between them.
+
+Knows the columns that a call reads and writes, and that a role's training feeds its other calls in the next
+iteration. Knows nothing of where or how a call runs: that is the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from .errors import PlanError, suggest
+
+
+class Role(StrEnum):
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+
+
+class CallKind(StrEnum):
+    GENERATE = "generate"
+    FORWARD = "forward"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of one role in one iteration. `inputs` and `outputs` are names of columns of the samples."""
+
+    role: Role
+    kind: CallKind
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.kind}"
+
+    @property
+    def trains(self) -> bool:
+        return self.kind is CallKind.TRAIN
+
+
+class DataEdge(NamedTuple):
+    """`columns` go from one call's mesh to another's, within an iteration."""
+
+    producer: str
+    consumer: str
+    columns: tuple[str, ...]
+
+
+class ParameterEdge(NamedTuple):
+    """The parameters that `source` trains in iteration t are those that `target` uses in iteration t + 1."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class DataflowGraph:
+    """The calls of one iteration. `sources` are the columns that come from the data set.
+
+    Raises:
+        PlanError: all that is wrong, a sentence each: a call or a column that is made twice, an input that nothing
+            makes, calls that wait for each other in a circle.
+    """
+
+    calls: tuple[Call, ...]
+    sources: tuple[str, ...] = ("prompts",)
+
+    def __post_init__(self) -> None:
+        problems = [*self._duplicates(), *self._unknown_inputs()]
+        if not problems and (stuck := [c.name for c in self.calls if c.name not in self.order]):
+            problems = [f"the calls {', '.join(stuck)} wait for each other's outputs in a circle; break it."]
+        if problems:
+            raise PlanError(*problems)
+
+    def _duplicates(self) -> list[str]:
+        names = [call.name for call in self.calls]
+        problems = [
+            f"the call {name} appears {names.count(name)} times."
+            for name in sorted(set(names))
+            if names.count(name) > 1
+        ]
+        makers: dict[str, str] = dict.fromkeys(self.sources, "the data set")
+        for call in self.calls:
+            for column in call.outputs:
+                if column in makers:
+                    problems.append(f"the column {column!r} is made twice, by {makers[column]} and by {call.name}.")
+                makers[column] = call.name
+        return problems
+
+    def _unknown_inputs(self) -> list[str]:
+        known = [*self.sources, *(column for call in self.calls for column in call.outputs)]
+        return [
+            f"{call.name} reads the column {column!r}, which no call makes; {suggest(column, known)}"
+            for call in self.calls
+            for column in call.inputs
+            if column not in known
+        ]
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Call names, every call after those it reads from; otherwise as they were given."""
+        made, order, waiting = set(self.sources), [], list(self.calls)
+        while ready := next((call for call in waiting if made.issuperset(call.inputs)), None):
+            order.append(ready.name)
+            made.update(ready.outputs)
+            waiting.remove(ready)
+        return tuple(order)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Call]:
+        return {call.name: call for call in self.calls}
+
+    def call(self, name: str) -> Call:
+        """The call of that name. Raises `PlanError` with the nearest right one."""
+        if name not in self._by_name:
+            raise PlanError(f"there is no call {name!r}; {suggest(name, self.order)}")
+        return self._by_name[name]
+
+    def producer(self, column: str) -> str | None:
+        """The name of the call that makes `column`, `None` for a column of the data set. Raises `PlanError`."""
+        if column in self.sources:
+            return None
+        makers = {made: call.name for call in self.calls for made in call.outputs}
+        if column not in makers:
+            raise PlanError(f"no call makes the column {column!r}; {suggest(column, [*self.sources, *makers])}")
+        return makers[column]
+
+    @cached_property
+    def data_edges(self) -> tuple[DataEdge, ...]:
+        """One edge for each pair of calls that hands columns on, by consumer and then producer in order."""
+        edges = []
+        for consumer in map(self.call, self.order):
+            for producer in map(self.call, self.order):
+                columns = tuple(column for column in consumer.inputs if column in producer.outputs)
+                if columns:
+                    edges.append(DataEdge(producer.name, consumer.name, columns))
+        return tuple(edges)
+
+    @cached_property
+    def parameter_edges(self) -> tuple[ParameterEdge, ...]:
+        """From each training call to every other call of its role, across iterations."""
+        return tuple(
+            ParameterEdge(source.name, target.name)
+            for source in map(self.call, self.order)
+            if source.trains
+            for target in map(self.call, self.order)
+            if target.role is source.role and not target.trains
+        )
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that have a call, in order of first use."""
+        return tuple(dict.fromkeys(self.call(name).role for name in self.order))
+
+    def train_call(self, role: Role) -> str | None:
+        """The name of the call that trains `role`; `None` for a frozen role."""
+        return next((call.name for call in self.calls if call.role is role and call.trains), None)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "sources": list(self.sources),
+            "calls": {c.name: {"inputs": list(c.inputs), "outputs": list(c.outputs)} for c in self.calls},
+        }
+
+    @staticmethod
+    def from_dict(value: Mapping[str, Any]) -> DataflowGraph:
+        """The inverse of `to_dict`. Raises `PlanError` for a role, kind or key that does not exist."""
+        names = {f"{role}.{kind}": (role, kind) for role in Role for kind in CallKind}
+        calls, problems = [], []
+        for name, columns in value.get("calls", {}).items():
+            problems += [
+                f"graph, {name}: no key {key!r}; it has inputs and outputs."
+                for key in set(columns) - {"inputs", "outputs"}
+            ]
+            if name not in names:
+                problems.append(f"graph: there is no call {name!r}; {suggest(name, names)}")
+            else:
+                calls.append(Call(*names[name], tuple(columns.get("inputs", ())), tuple(columns.get("outputs", ()))))
+        problems += [f"graph: no key {key!r}; it has sources and calls." for key in set(value) - {"sources", "calls"}]
+        if problems:
+            raise PlanError(*problems)
+        return DataflowGraph(tuple(calls), tuple(value.get("sources", ("prompts",))))
+
+
+_LEARNING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")
+
+
+def ppo_graph() -> DataflowGraph:
+    """PPO's six calls. Equal graphs come from every call of this function."""
+    sample = ("prompts", "responses")
+    return DataflowGraph(
+        (
+            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
+            Call(Role.REFERENCE, CallKind.FORWARD, sample, ("ref_logprobs",)),
+            Call(Role.REWARD, CallKind.FORWARD, sample, ("scores",)),
+            Call(Role.CRITIC, CallKind.FORWARD, sample, ("values",)),
+            Call(Role.ACTOR, CallKind.TRAIN, _LEARNING),
+            Call(Role.CRITIC, CallKind.TRAIN, _LEARNING),
+        )
+    )

@@ -1,0 +1,1 @@
+"""Choosing an execution plan: pure, and without torch."""

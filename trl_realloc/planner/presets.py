@@ -1,0 +1,95 @@
+"""Plans that a name stands for, for any number of devices; and `resolve_plan`, which takes a plan in whatever form a
+person gave it. Measures and searches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..cluster import Cluster, DeviceMesh, halves
+from ..dataflow import CallKind, DataflowGraph, Role, ppo_graph
+from ..errors import PlanError, suggest
+from ..plan import Assignment, ExecutionPlan, ParallelStrategy
+
+
+class Preset(Protocol):
+    def __call__(self, cluster: Cluster, *, generation_engine: str = ..., zero_stage: int = ...) -> ExecutionPlan: ...
+
+
+def flatten(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+    """Every call on all devices, one after the other, as TRL does."""
+    return _data_parallel("flatten", cluster, {}, generation_engine, zero_stage)
+
+
+def interleave(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+    """The reference scores on one half of the devices while the reward model scores on the other; every other call is
+    on all of them. On one device it is `flatten`."""
+    if cluster.size == 1:
+        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+    first, second = halves(cluster)
+    return _data_parallel(
+        "interleave", cluster, {Role.REFERENCE: first, Role.REWARD: second}, generation_engine, zero_stage
+    )
+
+
+PRESETS: Mapping[str, Preset] = {"flatten": flatten, "interleave": interleave}
+
+
+def resolve_plan(
+    plan: str | Path | Mapping[str, Any] | ExecutionPlan,
+    cluster: Cluster,
+    *,
+    generation_engine: str = "vllm",
+    zero_stage: int = 0,
+) -> ExecutionPlan:
+    """The plan for a job on `cluster`, whatever form it was given in.
+
+    Args:
+        plan: a preset's name, the path of a YAML file, a plan as a dictionary, or a plan.
+        generation_engine: `vllm` or `transformers`, for a preset. A written plan says it itself.
+        zero_stage: the trained roles' ZeRO stage, for a preset. A written plan says it itself.
+
+    Raises:
+        PlanError: no such preset or file, a plan that cannot be, or one for another number of devices.
+    """
+    if isinstance(plan, str) and plan in PRESETS:
+        return PRESETS[plan](cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+    if isinstance(plan, (str, Path)):
+        resolved = _load(plan)
+    elif isinstance(plan, Mapping):
+        resolved = ExecutionPlan.from_dict(plan)
+    else:
+        resolved = plan
+    resolved.check_world(cluster.size)
+    return resolved
+
+
+def _load(plan: str | Path) -> ExecutionPlan:
+    path = Path(plan)
+    if path.is_file():
+        return ExecutionPlan.load(path)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        raise PlanError(f"there is no plan file {str(plan)!r}; the presets are {', '.join(PRESETS)}.")
+    raise PlanError(
+        f"{str(plan)!r} is neither a preset nor a file; {suggest(plan, PRESETS)} The presets are {', '.join(PRESETS)}."
+    )
+
+
+def _data_parallel(
+    name: str, cluster: Cluster, meshes: Mapping[Role, DeviceMesh], generation_engine: str, zero_stage: int
+) -> ExecutionPlan:
+    """Every call data-parallel on its role's mesh, all devices where `meshes` does not say. Frozen roles have no
+    optimizer state or gradients to shard, so theirs is stage 3 with the trained roles', and else 0."""
+    graph: DataflowGraph = ppo_graph()
+    assignments = {}
+    for call in graph.calls:
+        mesh = meshes.get(call.role, cluster.mesh)
+        if call.kind is CallKind.GENERATE:
+            assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size), generation_engine)
+        else:
+            trained = graph.train_call(call.role) is not None
+            stage = zero_stage if trained or zero_stage == 3 else 0
+            assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size, zero_stage=stage), "zero")
+    return ExecutionPlan(cluster, assignments, graph, name)
