@@ -265,10 +265,7 @@ def cut(samples: Rollouts, budget: int, group: MeshGroup, in_step: bool) -> list
     same number, some of them empty."""
     lengths = samples.lengths.tolist()
     batches = micro_batches(lengths, budget)
-    if not in_step:
-        return batches
-    count = group.max(len(batches))
-    return [batch for batch in split_evenly(lengths, count) if batch] + [[]] * (count - min(count, len(lengths)))
+    return split_evenly(lengths, group.max(len(batches))) if in_step else batches
 
 
 def _nothing(samples: Rollouts) -> Rollouts:

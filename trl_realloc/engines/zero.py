@@ -1,0 +1,249 @@
+"""Training and scoring with DeepSpeed ZeRO on the ranks of one mesh: stages 1 to 3. The only import of deepspeed.
+
+Several of these engines live in one job, each on its own mesh, which Accelerate cannot give (its DeepSpeed path spans
+the world): `deepspeed.initialize` is called here with the mesh's groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..ppo import TokenLoss
+from ..rollout import Ragged, Rollouts
+from . import Bucket
+from .forward import RoleHead, run_forward, run_training
+from .group import MeshGroup
+from .replicated import set_learning_rate
+from .weights import BUCKET_BYTES, buckets
+
+
+@dataclass(frozen=True)
+class _Topology:
+    """What DeepSpeed calls an mpu: a data-parallel group over the mesh, each rank its own model-parallel group."""
+
+    group: MeshGroup
+    alone: Any
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group.group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.group.index
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.group.size
+
+    def get_model_parallel_group(self) -> Any:
+        return self.alone
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+
+def deepspeed_config(stage: int, given: Mapping[str, Any] | None, max_grad_norm: float) -> dict[str, Any]:
+    """The user's DeepSpeed config (that of `accelerate launch`) as this engine runs it: its ZeRO options, offload,
+    precision and clipping are kept; batch sizes, optimizer and scheduler are the trainer's."""
+    config = _without_auto(copy.deepcopy(dict(given or {})))
+    for key in ("train_batch_size", "optimizer", "scheduler"):
+        config.pop(key, None)
+    config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+    config["train_micro_batch_size_per_gpu"] = config["gradient_accumulation_steps"] = 1
+    config.setdefault("gradient_clipping", max(max_grad_norm, 0.0))
+    config.setdefault("steps_per_print", 1 << 60)
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    return config
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's own default wherever a config for Transformers says "auto"."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value != "auto"
+    }
+
+
+class ZeroEngine:
+    """Arguments as `ReplicatedEngine`'s, and:
+
+    Args:
+        stage: 1, 2 or 3; a frozen role only 3.
+        alone: a process group of this rank by itself.
+        config: the user's DeepSpeed config, or `None`.
+    """
+
+    def __init__(
+        self,
+        head: RoleHead,
+        group: MeshGroup,
+        device: torch.device,
+        *,
+        stage: int,
+        alone: Any,
+        config: Mapping[str, Any] | None = None,
+        compute_dtype: torch.dtype | None = None,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        max_grad_norm: float = 0.0,
+    ) -> None:
+        import deepspeed
+
+        _build_shared_memory_op(group, device)
+        self.head, self.group, self.device, self.stage = head, group, device, stage
+        settings = deepspeed_config(stage, config, max_grad_norm)
+        own_precision = any(settings.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+        self.compute_dtype = None if own_precision else compute_dtype
+        self.frozen = make_optimizer is None
+        if self.frozen:
+            head.requires_grad_(False).eval()
+        self.engine, *_ = deepspeed.initialize(
+            model=head,
+            optimizer=make_optimizer(head.model) if make_optimizer else None,
+            config=settings,
+            mpu=_Topology(group, alone),
+            dist_init_required=False,
+        )
+        self.version = 0
+
+    def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
+        self.engine.eval()
+        return run_forward(
+            self._call, samples, micro_batch_tokens, self.group, self.device, in_step=self.stage == 3
+        )
+
+    def train(
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: float
+    ) -> dict[str, Tensor]:
+        self.engine.train()
+        set_learning_rate(self.engine.optimizer, learning_rate)
+
+        def backward(value: Tensor, is_last: bool) -> None:
+            self.engine.set_gradient_accumulation_boundary(is_last)
+            self.engine.backward(value * self.group.size)  # DeepSpeed averages over the mesh; the loss wants the sum
+            self.engine.step()
+
+        statistics = run_training(
+            self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
+        )
+        self.version += 1
+        return statistics
+
+    def export(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+        return buckets(self.head.model, self._gather, bucket_bytes)
+
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """The model with all its parameters, for generating in place. Collective over the mesh."""
+        self.engine.eval()
+        with self._gather(list(self.head.model.parameters())), self._autocast():
+            yield self.head.model
+
+    def state_dict(self) -> dict[str, object]:
+        """As `ReplicatedEngine.state_dict`, so that one stage's checkpoint loads under another; float32 masters under
+        the key `master`. Collective; every rank has the whole."""
+        if self.frozen:
+            return {}
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self._trained():
+            slots = {key: safe_get_full_optimizer_state(parameter, key) for key in self._slot_names()}
+            slots["master"] = safe_get_full_fp32_param(parameter)
+            state[name] = {key: cell.detach().clone().cpu() for key, cell in slots.items() if cell is not None}
+            state[name].update({key: cell.clone() for key, cell in self._scalars().items()})
+        return {"version": self.version, "optimizer": state}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        slots = state["optimizer"]
+        assert isinstance(slots, Mapping)
+        scalars: dict[str, Tensor] = {}
+        for name, parameter in self._trained():
+            for key, cell in slots[name].items():
+                if not torch.is_tensor(cell) or cell.dim() == 0:
+                    scalars[key] = cell
+                elif key == "master":
+                    safe_set_full_fp32_param(parameter, cell.to(self.device))
+                else:
+                    safe_set_full_optimizer_state(parameter, cell.to(self.device), key)
+        for flat in self._flat_states():
+            flat.update({key: cell.clone() if torch.is_tensor(cell) else cell for key, cell in scalars.items()})
+        self.version = int(state["version"])  # type: ignore[call-overload]
+
+    def offload(self, to: torch.device) -> None:
+        """Partitioned parameters stay where DeepSpeed's own offload options put them."""
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+    def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
+        with self._autocast():
+            outputs: Mapping[str, Ragged] = self.engine(samples)
+        return outputs
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.compute_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
+
+    def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+        if self.stage < 3:
+            return contextlib.nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(parameters, modifier_rank=None)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]
+
+    def _flat_states(self) -> list[dict[str, Any]]:
+        """The states that the user's optimizer keeps of this rank's flat partitions."""
+        return list(self.engine.optimizer.optimizer.state.values())
+
+    def _slot_names(self) -> list[str]:
+        """`exp_avg`, … : what the optimizer keeps per element. The same on every rank, for each is a collective."""
+        flat = self._flat_states()
+        names = {key for state in flat for key, cell in state.items() if torch.is_tensor(cell) and cell.dim() > 0}
+        return sorted(names)
+
+    def _scalars(self) -> dict[str, Tensor]:
+        flat = self._flat_states()
+        cells = {key: cell for state in flat for key, cell in state.items()}
+        return {key: cell for key, cell in cells.items() if torch.is_tensor(cell) and cell.dim() == 0}
+
+
+def _build_shared_memory_op(group: MeshGroup, device: torch.device) -> None:
+    """On the CPU DeepSpeed compiles a small op at its first use (some 20 s, once per machine). The mesh's first rank
+    does it alone: of six first runs in which two ranks compiled at once, one died with SIGABRT."""
+    if device.type != "cpu":
+        return
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    if group.is_leader:
+        with contextlib.suppress(RuntimeError, OSError):  # without a compiler DeepSpeed falls back to gloo by itself
+            ShareMemCommBuilder().load(verbose=False)
+    group.barrier()
+
+
+def ensure_process_group() -> None:
+    """DeepSpeed needs a process group even for one process; without a launcher this makes one of this process."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
