@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .errors import PlanError
 
 
-__all__ = ["Cluster", "DeviceMesh", "PlanError", "check_mesh", "halves", "legal_meshes", "nearest_mesh"]
+__all__ = ["Cluster", "DeviceMesh", "PlanError", "check_mesh", "halves", "is_legal", "legal_meshes", "nearest_mesh"]
 
 
 @dataclass(frozen=True, order=True)
@@ -72,16 +72,10 @@ class DeviceMesh:
         """
         if isinstance(value, (list, tuple)):
             devices = list(value)
-            if (
-                not devices
-                or not all(_whole(d) for d in devices)
-                or devices != [devices[0] + i for i in range(len(devices))]
-            ):
-                raise PlanError(
-                    f"the devices of a mesh are consecutive and ascending, like [0, 1, 2, 3], not {devices}."
-                )
-            return DeviceMesh(devices[0], len(devices))
-        first, dash, last = str(value).replace(" ", "").partition("-")
+            if devices and all(map(_whole, devices)) and devices == [devices[0] + i for i in range(len(devices))]:
+                return DeviceMesh(devices[0], len(devices))
+            raise PlanError(f"a mesh's devices are consecutive and ascending, like [0, 1, 2, 3], not {devices}.")
+        first, dash, last = (part.strip() for part in str(value).partition("-"))
         if isinstance(value, bool) or not _digits(first) or (dash and not _digits(last)):
             raise PlanError(f"a mesh is written as 0-3, 2 or [0, 1, 2, 3], not {value!r}.")
         if dash and int(last) < int(first):
@@ -147,9 +141,9 @@ def check_mesh(mesh: DeviceMesh, cluster: Cluster) -> None:
     if is_legal(mesh, cluster):
         return
     if mesh.last >= cluster.size:
-        reason = f"mesh {mesh} is outside {cluster} (devices {cluster.mesh})"
+        reason = f"mesh {mesh} is not within the cluster's devices {cluster.mesh} ({cluster})"
     else:
-        reason = f"mesh {mesh} is neither whole nodes nor an aligned power-of-two part of one node of {cluster}"
+        reason = f"mesh {mesh} is neither whole nodes nor an aligned power-of-two part of one node ({cluster})"
     raise PlanError(f"{reason}; the nearest legal mesh is {nearest_mesh(mesh, cluster)}.")
 
 
@@ -170,11 +164,27 @@ def legal_meshes(cluster: Cluster) -> tuple[DeviceMesh, ...]:
 
 
 def nearest_mesh(mesh: DeviceMesh, cluster: Cluster) -> DeviceMesh:
-    """The legal mesh nearest in size, then in first device; of two, the larger, then the earlier."""
-    return min(
-        legal_meshes(cluster),
-        key=lambda legal: (abs(legal.size - mesh.size), abs(legal.first - mesh.first), -legal.size, legal.first),
-    )
+    """The legal mesh nearest in size, then in first device; of two, the larger, then the earlier.
+
+    Looks only at the meshes around `mesh`: all of them are half a million in a cluster of a thousand nodes.
+    """
+    per_node = cluster.devices_per_node
+    node = min(mesh.first // per_node, cluster.nodes - 1)
+    around = [n for n in (node - 1, node, node + 1) if 0 <= n < cluster.nodes]
+    found = []
+    for count in {min(max(mesh.size // per_node + more, 1), cluster.nodes) for more in (0, 1)}:
+        found += [DeviceMesh(min(n, cluster.nodes - count) * per_node, count * per_node) for n in around]
+    for exponent in range(per_node.bit_length()):
+        size = 1 << exponent
+        last_part = per_node // size - 1
+        for n in around:
+            part = min(max(mesh.first - n * per_node, 0) // size, last_part)
+            found += [DeviceMesh(n * per_node + p * size, size) for p in {part, min(part + 1, last_part)}]
+
+    def distance(legal: DeviceMesh) -> tuple[int, int, int, int]:
+        return abs(legal.size - mesh.size), abs(legal.first - mesh.first), -legal.size, legal.first
+
+    return min(found, key=distance)
 
 
 def halves(cluster: Cluster) -> tuple[DeviceMesh, DeviceMesh]:

@@ -6,7 +6,7 @@ iteration. Knows nothing of where or how a call runs: that is the plan's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -171,23 +171,32 @@ class DataflowGraph:
         }
 
     @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> DataflowGraph:
-        """The inverse of `to_dict`. Raises `PlanError` for a role, kind or key that does not exist."""
+    def from_dict(value: object) -> DataflowGraph:
+        """The inverse of `to_dict`. Raises `PlanError` for a call or key that does not exist, or what is no list."""
         names = {f"{role}.{kind}": (role, kind) for role in Role for kind in CallKind}
-        calls, problems = [], []
-        for name, columns in value.get("calls", {}).items():
-            problems += [
-                f"graph, {name}: no key {key!r}; it has inputs and outputs."
-                for key in set(columns) - {"inputs", "outputs"}
-            ]
-            if name not in names:
-                problems.append(f"graph: there is no call {name!r}; {suggest(name, names)}")
-            else:
-                calls.append(Call(*names[name], tuple(columns.get("inputs", ())), tuple(columns.get("outputs", ()))))
-        problems += [f"graph: no key {key!r}; it has sources and calls." for key in set(value) - {"sources", "calls"}]
-        if problems:
-            raise PlanError(*problems)
-        return DataflowGraph(tuple(calls), tuple(value.get("sources", ("prompts",))))
+        graph = _table("graph", value, ("sources", "calls"))
+        written = _table("graph, calls", graph.get("calls", {}), names)
+        calls = []
+        for name, columns in written.items():
+            columns = _table(f"graph, {name}", columns, ("inputs", "outputs"))
+            inputs, outputs = (_columns(name, columns.get(key, [])) for key in ("inputs", "outputs"))
+            calls.append(Call(*names[name], inputs, outputs))
+        return DataflowGraph(tuple(calls), _columns("sources", graph.get("sources", [])))
+
+
+def _table(where: str, value: object, keys: Iterable[str]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{where}: {value!r} is no table of {', '.join(keys)}.")
+    problems = [f"{where}: there is no {key!r}; {suggest(key, keys)}" for key in value if key not in keys]
+    if problems:
+        raise PlanError(*problems)
+    return value
+
+
+def _columns(where: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(column, str) for column in value):
+        raise PlanError(f"graph, {where}: the columns are a list like [prompts, responses], not {value!r}.")
+    return tuple(value)
 
 
 _LEARNING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")

@@ -1,12 +1,12 @@
 """How a wrong plan is refused: `PlanError`, and the nearest right word for a misspelt one.
 
-Owns no checks: each vocabulary file checks its own values. Imports nothing, so that every floor may use it.
+Owns no checks: each vocabulary file checks its own values. Imports nothing of ours, so that every floor may use it.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+from difflib import SequenceMatcher
 
 
 class PlanError(ValueError):
@@ -24,8 +24,18 @@ class PlanError(ValueError):
         return "\n".join(self.problems)
 
 
+def nearest(word: object, right: Iterable[str]) -> str | None:
+    """The first of the words most like `word`, or `None` where less than half of it is alike."""
+
+    def likeness(candidate: str) -> float:
+        return SequenceMatcher(None, str(word).lower(), candidate.lower()).ratio()
+
+    best = max(right, key=likeness, default=None)
+    return best if best is not None and likeness(best) >= 0.5 else None
+
+
 def suggest(word: object, right: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the nearest of `right`, or all of them where none is near."""
+    """The end of a refusal of `word`: the nearest of the right words, or all of them where none is near."""
     right = list(right)
-    near = difflib.get_close_matches(str(word), right, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(right)}."
+    near = nearest(word, right)
+    return f"did you mean {near!r}?" if near else f"choose from {', '.join(right) or 'none'}."

@@ -6,162 +6,20 @@ with everything that is wrong with it at once. How plans are chosen is the plann
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .cluster import Cluster, DeviceMesh, check_mesh
-from .dataflow import Call, CallKind, DataflowGraph, ppo_graph
-from .errors import PlanError, suggest
+from .assignment import ENGINES, Assignment, ParallelStrategy, assignment_problems
+from .cluster import Cluster, DeviceMesh
+from .dataflow import CallKind, DataflowGraph, ppo_graph
+from .errors import PlanError, nearest, suggest
 
 
-__all__ = ["ENGINES", "Assignment", "ExecutionPlan", "ParallelStrategy", "PlanError"]
-
-
-@dataclass(frozen=True)
-class Ability:
-    """What an engine can do: the kinds of call, which degrees may exceed 1, the ZeRO stages; or why it is absent."""
-
-    kinds: frozenset[CallKind]
-    degrees: tuple[str, ...]
-    zero_stages: tuple[int, ...] = (0,)
-    absent: str = ""
-
-
-_LEARNS = frozenset({CallKind.FORWARD, CallKind.TRAIN})
-_GENERATES = frozenset({CallKind.GENERATE})
-
-# The one place that says what an engine can do: to open an engine or a degree, change its row.
-ABILITIES: Mapping[str, Ability] = {
-    "zero": Ability(_LEARNS, ("dp",), (0, 1, 2, 3)),
-    "megatron": Ability(_LEARNS, ("dp", "tp", "pp"), (0, 1), absent="is not in this release; use zero"),
-    "vllm": Ability(_GENERATES, ("dp", "tp")),
-    "transformers": Ability(_GENERATES, ("dp",)),
-}
-ENGINES = tuple(ABILITIES)
-
-
-@dataclass(frozen=True)
-class ParallelStrategy:
-    """How a call is spread over its mesh, of exactly `size` devices.
-
-    Args:
-        dp: data-parallel degree; the samples are dealt out to so many groups.
-        tp: tensor-parallel degree.
-        pp: pipeline-parallel degree.
-        zero_stage: what the data-parallel group shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
-        micro_batch_tokens: most tokens of one forward, prompt and response together; `None` leaves it to the trainer.
-
-    Raises:
-        PlanError: a number that is none, or out of its range.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    zero_stage: int = 0
-    micro_batch_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} is a whole number from 1, not {value!r}."
-            for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp))
-            if not _whole(value) or value < 1
-        ]
-        if not _whole(self.zero_stage) or not 0 <= self.zero_stage <= 3:
-            problems.append(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage!r}.")
-        if self.micro_batch_tokens is not None and (
-            not _whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1
-        ):
-            problems.append(
-                f"micro_batch_tokens is a number of tokens from 1, not {self.micro_batch_tokens!r}; "
-                f"leave it out for the trainer's own."
-            )
-        if problems:
-            raise PlanError(*problems)
-
-    @property
-    def size(self) -> int:
-        return self.dp * self.tp * self.pp
-
-    @property
-    def layout(self) -> tuple[int, int, int, int]:
-        """(dp, tp, pp, zero_stage): what decides which device holds which part of a parameter."""
-        return self.dp, self.tp, self.pp, self.zero_stage
-
-    def __str__(self) -> str:
-        degrees = [
-            f"{name}{value}" for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value > 1
-        ]
-        zero = [f"zero{self.zero_stage}"] if self.zero_stage else []
-        tokens = [f"{self.micro_batch_tokens} tokens"] if self.micro_batch_tokens else []
-        return " ".join([*(degrees or ["dp1"]), *zero, *tokens])
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """Where and how one call runs. `offload` moves its parameters to host memory between its turns.
-
-    Raises:
-        PlanError: an engine that does not exist, or a value of the wrong kind.
-    """
-
-    mesh: DeviceMesh
-    strategy: ParallelStrategy
-    engine: str
-    offload: bool = False
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not isinstance(self.mesh, DeviceMesh):
-            problems.append(f"mesh is a DeviceMesh, not {self.mesh!r}; DeviceMesh.parse reads 0-3, 2 or a list.")
-        if not isinstance(self.strategy, ParallelStrategy):
-            problems.append(f"strategy is a ParallelStrategy, not {self.strategy!r}.")
-        if self.engine not in ENGINES:
-            problems.append(f"there is no engine {self.engine!r}; {suggest(self.engine, ENGINES)}")
-        if not isinstance(self.offload, bool):
-            problems.append(f"offload is true or false, not {self.offload!r}.")
-        if problems:
-            raise PlanError(*problems)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Flat: mesh, engine, dp, and the rest where it is not the default."""
-        mesh = self.mesh.first if self.mesh.size == 1 else str(self.mesh)
-        flat: dict[str, Any] = {"mesh": mesh, "engine": self.engine, "dp": self.strategy.dp}
-        for part in fields(ParallelStrategy):
-            value = getattr(self.strategy, part.name)
-            if value != part.default:
-                flat[part.name] = value
-        return {**flat, "offload": True} if self.offload else flat
-
-    @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> Assignment:
-        """The inverse of `to_dict`. Raises `PlanError` with all that is wrong, unknown and missing keys included."""
-        if not isinstance(value, Mapping):
-            raise PlanError(f"an assignment reads like {{mesh: 0-1, engine: zero, dp: 2}}, not {value!r}.")
-        strategy_keys = [part.name for part in fields(ParallelStrategy)]
-        keys = ["mesh", "engine", *strategy_keys, "offload"]
-        problems = [f"there is no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys]
-        problems += [f"{key} is missing." for key in ("mesh", "engine") if key not in value]
-        mesh, strategy = DeviceMesh(0, 1), ParallelStrategy()
-        try:
-            mesh = DeviceMesh.parse(value.get("mesh", 0))
-        except PlanError as error:
-            problems += error.problems
-        try:
-            strategy = ParallelStrategy(**{key: value[key] for key in strategy_keys if key in value})
-        except PlanError as error:
-            problems += error.problems
-        try:
-            assignment = Assignment(mesh, strategy, value.get("engine", ENGINES[0]), value.get("offload", False))
-        except PlanError as error:
-            problems += error.problems
-        if problems:
-            raise PlanError(*problems)
-        return assignment
+__all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]
 
 
 class Assignments(Mapping[str, Assignment]):
@@ -226,10 +84,11 @@ class ExecutionPlan:
     def check_world(self, world_size: int) -> None:
         """Raises `PlanError` where the job has another number of processes than the plan has devices."""
         if world_size != self.cluster.size:
+            name = f" {self.name!r}" if self.name else ""
             raise PlanError(
-                f"the plan{f' {self.name!r}' if self.name else ''} is for {self.cluster.size} devices ({self.cluster}), "
-                f"but this job has {world_size} processes; launch with --num_processes {self.cluster.size}, "
-                f"edit the plan's cluster and meshes, or name a preset, which fits any job."
+                f"the plan{name} is for {self.cluster.size} devices ({self.cluster}), but this job's number of "
+                f"processes is {world_size}; launch with --num_processes {self.cluster.size}, edit the plan's cluster "
+                f"and meshes, or name a preset, which fits any job."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -246,6 +105,9 @@ class ExecutionPlan:
             raise PlanError(f"a plan has the keys cluster and calls; this is {value!r}.")
         keys = ("name", "cluster", "graph", "calls")
         problems = [f"a plan has no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys]
+        name = value.get("name", "")
+        if not isinstance(name, str):
+            problems.append(f"a plan's name is text, not {name!r}; put it in quotes or leave it out.")
         cluster = graph = None
         try:
             cluster = _read_cluster(value.get("cluster"))
@@ -262,18 +124,17 @@ class ExecutionPlan:
             )
             calls = {}
         assignments, unread = {}, []
-        for name, assignment in calls.items():
+        for call, assignment in calls.items():
             try:
-                assignments[name] = Assignment.from_dict(assignment)
+                assignments[call] = Assignment.from_dict(assignment)
             except PlanError as error:
-                unread.append(name)
-                problems += [f"{name}: {problem}" for problem in error.problems]
-        if problems:
+                unread.append(call)
+                problems += [f"{call}: {problem}" for problem in error.problems]
+        if problems or cluster is None or graph is None:
             if cluster and graph and calls:
                 problems += _problems(cluster, assignments, graph, unread)
             raise PlanError(*problems)
-        assert cluster and graph
-        return ExecutionPlan(cluster, assignments, graph, str(value.get("name") or ""))
+        return ExecutionPlan(cluster, assignments, graph, name)
 
     def to_yaml(self) -> str:
         """The plan as a file: a line for each call, under a comment that says what may stand there."""
@@ -290,7 +151,9 @@ class ExecutionPlan:
         """The plan that a file's text describes. Raises `PlanError`, for text that is no YAML too."""
         try:
             value = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError as error:
+        except PlanError:
+            raise
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python has no value for
             raise PlanError(f"the plan is not YAML: {' '.join(str(error).split())}.") from None
         return ExecutionPlan.from_dict(value)
 
@@ -309,57 +172,21 @@ class ExecutionPlan:
 
 
 def _problems(
-    cluster: Cluster, assignments: Mapping[str, Assignment], graph: DataflowGraph, unread: Iterable[str] = ()
+    cluster: Cluster, assignments: Mapping[str, Assignment], graph: DataflowGraph, unread: Sequence[str] = ()
 ) -> list[str]:
     """A sentence for each thing that is wrong. `unread` calls are there, but could not be read: not missing."""
-    problems = [
-        f"there is no call {name!r}; {suggest(name, graph.order)}"
-        for name in [*assignments, *unread]
-        if name not in graph.order
+    unknown = [name for name in [*assignments, *unread] if name not in graph.order]
+    problems = [f"there is no call {name!r}; {suggest(name, graph.order)}" for name in unknown]
+    present = {*assignments, *unread, *(nearest(name, graph.order) for name in unknown)}
+    problems += [
+        f"{name} is missing; say which mesh and engine it runs on." for name in graph.order if name not in present
     ]
     here = {name: assignments[name] for name in graph.order if name in assignments}
-    problems += [
-        f"{name} is missing; say which mesh and engine it runs on."
-        for name in graph.order
-        if name not in here and name not in unread
-    ]
     for name, assignment in here.items():
-        trained = graph.train_call(graph.call(name).role) is not None
-        problems += [f"{name}: {p}" for p in _assignment_problems(graph.call(name), assignment, cluster, trained)]
+        call = graph.call(name)
+        trained = graph.train_call(call.role) is not None
+        problems += [f"{name}: {problem}" for problem in assignment_problems(call, assignment, cluster, trained)]
     return problems + list(_until_training_layouts_reallocate(here, graph))
-
-
-def _assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, trained: bool) -> Iterator[str]:
-    mesh, strategy, engine = assignment.mesh, assignment.strategy, assignment.engine
-    try:
-        check_mesh(mesh, cluster)
-    except PlanError as error:
-        yield from error.problems
-    ability = ABILITIES[engine]
-    if call.kind not in ability.kinds:
-        able = [name for name, other in ABILITIES.items() if call.kind in other.kinds and not other.absent]
-        yield f"engine {engine} cannot {call.kind}; use {' or '.join(able)}."
-        return
-    if ability.absent:
-        yield f"engine {engine} {ability.absent}."
-        return
-    unable = [name for name in ("dp", "tp", "pp") if getattr(strategy, name) > 1 and name not in ability.degrees]
-    for name in unable:
-        yield f"engine {engine} cannot split by {name} ({name}: {getattr(strategy, name)}); set {name}: 1."
-    if strategy.zero_stage not in ability.zero_stages:
-        yield f"engine {engine} has no zero_stage {strategy.zero_stage}; leave it out."
-    elif strategy.zero_stage in (1, 2) and not trained:
-        yield (
-            f"zero_stage {strategy.zero_stage} shards optimizer state and gradients, which a frozen role has none of; "
-            f"use 0, or 3 to shard its parameters."
-        )
-    if strategy.size != mesh.size:
-        inner = 1 if unable else strategy.tp * strategy.pp
-        fits = f"dp: {mesh.size // inner}" if mesh.size % inner == 0 else f"dp: {mesh.size}, tp: 1, pp: 1"
-        yield (
-            f"dp {strategy.dp} x tp {strategy.tp} x pp {strategy.pp} = {strategy.size} devices, but mesh {mesh} has "
-            f"{mesh.size}; {fits} would fit."
-        )
 
 
 def _until_training_layouts_reallocate(here: Mapping[str, Assignment], graph: DataflowGraph) -> Iterator[str]:
@@ -377,7 +204,10 @@ def _until_training_layouts_reallocate(here: Mapping[str, Assignment], graph: Da
                     f"zero_stage {home.strategy.zero_stage}), until training layouts can be reallocated."
                 )
         elif not other.mesh.inside(home.mesh):
-            yield f"{target}'s mesh {other.mesh} must be inside {source}'s mesh {home.mesh}, which holds its parameters."
+            yield (
+                f"{target}'s mesh {other.mesh} must be inside {source}'s mesh {home.mesh}, which holds its "
+                f"parameters, until training layouts can be reallocated."
+            )
         elif other.engine == "transformers" and home.strategy.zero_stage == 3 and other.mesh != home.mesh:
             yield (
                 f"{target} on engine transformers gathers the parameters that zero_stage 3 shards, so its mesh "
@@ -394,10 +224,6 @@ def _read_cluster(value: object) -> Cluster:
     if problems:
         raise PlanError(*problems)
     return Cluster(**value)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 _HEADER = """\
@@ -420,9 +246,12 @@ def _block(value: object) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML that refuses a key written twice, of which plain YAML keeps the last without a word."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        written = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in written:
-            if written.count(key) > 1:
-                raise PlanError(f"{key!r} is written {written.count(key)} times (line {node.start_mark.line + 1} on).")
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        written: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in written:
+                    raise PlanError(f"{key.value!r} is written twice (line {key.start_mark.line + 1}); keep one.")
+                written.add(key.value)
+        return node

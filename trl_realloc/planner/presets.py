@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..cluster import Cluster, DeviceMesh, halves
 from ..dataflow import CallKind, DataflowGraph, Role, ppo_graph
-from ..errors import PlanError, suggest
+from ..errors import PlanError, nearest
 from ..plan import Assignment, ExecutionPlan, ParallelStrategy
 
 
@@ -57,7 +57,7 @@ def resolve_plan(
     if isinstance(plan, str) and plan in PRESETS:
         return PRESETS[plan](cluster, generation_engine=generation_engine, zero_stage=zero_stage)
     if isinstance(plan, (str, Path)):
-        resolved = _load(plan)
+        resolved = load_plan(plan)
     elif isinstance(plan, Mapping):
         resolved = ExecutionPlan.from_dict(plan)
     else:
@@ -66,15 +66,17 @@ def resolve_plan(
     return resolved
 
 
-def _load(plan: str | Path) -> ExecutionPlan:
-    path = Path(plan)
-    if path.is_file():
-        return ExecutionPlan.load(path)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise PlanError(f"there is no plan file {str(plan)!r}; the presets are {', '.join(PRESETS)}.")
-    raise PlanError(
-        f"{str(plan)!r} is neither a preset nor a file; {suggest(plan, PRESETS)} The presets are {', '.join(PRESETS)}."
-    )
+def load_plan(path: str | Path) -> ExecutionPlan:
+    """The plan in a YAML file. Raises `PlanError`; where there is no such file, with the presets it may have meant."""
+    file = Path(path)
+    if file.is_file():
+        return ExecutionPlan.load(file)
+    presets = f"The presets are {', '.join(PRESETS)}."
+    if file.suffix in (".yaml", ".yml") or len(file.parts) > 1:
+        raise PlanError(f"there is no plan file {str(path)!r}. {presets}")
+    near = nearest(path, PRESETS)
+    hint = f"did you mean {near!r}? " if near else ""
+    raise PlanError(f"{str(path)!r} is neither a preset nor a file; {hint}{presets}")
 
 
 def _data_parallel(

@@ -1,0 +1,195 @@
+"""What one call is assigned: device mesh, parallel strategy, engine, offload; and what each engine can be assigned.
+
+Knows one call at a time. How the assignments of several calls go together is the plan's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .cluster import Cluster, DeviceMesh, check_mesh
+from .dataflow import Call, CallKind
+from .errors import PlanError, suggest
+
+
+@dataclass(frozen=True)
+class Ability:
+    """What an engine can do: the kinds of call, which degrees may exceed 1, the ZeRO stages; or why it is absent."""
+
+    kinds: frozenset[CallKind]
+    degrees: tuple[str, ...]
+    zero_stages: tuple[int, ...] = (0,)
+    absent: str = ""
+
+
+_LEARNS = frozenset({CallKind.FORWARD, CallKind.TRAIN})
+_GENERATES = frozenset({CallKind.GENERATE})
+
+# The one place that says what an engine can do: to open an engine or a degree, change its row.
+ABILITIES: Mapping[str, Ability] = {
+    "zero": Ability(_LEARNS, ("dp",), (0, 1, 2, 3)),
+    "megatron": Ability(_LEARNS, ("dp", "tp", "pp"), (0, 1), absent="is not in this release; use zero"),
+    "vllm": Ability(_GENERATES, ("dp", "tp")),
+    "transformers": Ability(_GENERATES, ("dp",)),
+}
+ENGINES = tuple(ABILITIES)
+
+
+@dataclass(frozen=True)
+class ParallelStrategy:
+    """How a call is spread over its mesh, of exactly `size` devices.
+
+    Args:
+        dp: data-parallel degree; the samples are dealt out to so many groups.
+        tp: tensor-parallel degree.
+        pp: pipeline-parallel degree.
+        zero_stage: what the data-parallel group shards: 0 nothing, 1 the optimizer's state, 2 gradients too,
+            3 parameters too.
+        micro_batch_tokens: most tokens of one forward, prompts included; `None` leaves it to the trainer.
+
+    Raises:
+        PlanError: a number that is none, or out of its range.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero_stage: int = 0
+    micro_batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is a whole number from 1, not {value!r}."
+            for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp))
+            if not _whole(value) or value < 1
+        ]
+        if not _whole(self.zero_stage) or not 0 <= self.zero_stage <= 3:
+            problems.append(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage!r}.")
+        if self.micro_batch_tokens is not None and (
+            not _whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1
+        ):
+            problems.append(
+                f"micro_batch_tokens is a number of tokens from 1, not {self.micro_batch_tokens!r}; "
+                f"leave it out for the trainer's own."
+            )
+        if problems:
+            raise PlanError(*problems)
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """(dp, tp, pp, zero_stage): what decides which device holds which part of a parameter."""
+        return self.dp, self.tp, self.pp, self.zero_stage
+
+    def __str__(self) -> str:
+        degrees = [
+            f"{name}{value}" for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value > 1
+        ]
+        zero = [f"zero{self.zero_stage}"] if self.zero_stage else []
+        tokens = [f"{self.micro_batch_tokens} tokens"] if self.micro_batch_tokens else []
+        return " ".join([*(degrees or ["dp1"]), *zero, *tokens])
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where and how one call runs. `offload` moves its parameters to host memory between its turns.
+
+    Raises:
+        PlanError: an engine that does not exist, or a value of the wrong kind.
+    """
+
+    mesh: DeviceMesh
+    strategy: ParallelStrategy
+    engine: str
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not isinstance(self.mesh, DeviceMesh):
+            problems.append(f"mesh is a DeviceMesh, not {self.mesh!r}; DeviceMesh.parse reads 0-3, 2 or a list.")
+        if not isinstance(self.strategy, ParallelStrategy):
+            problems.append(f"strategy is a ParallelStrategy, not {self.strategy!r}.")
+        if self.engine not in ENGINES:
+            problems.append(f"there is no engine {self.engine!r}; {suggest(self.engine, ENGINES)}")
+        if not isinstance(self.offload, bool):
+            problems.append(f"offload is true or false, not {self.offload!r}.")
+        if problems:
+            raise PlanError(*problems)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat: mesh, engine, dp, and the rest where it is not the default."""
+        mesh = self.mesh.first if self.mesh.size == 1 else str(self.mesh)
+        flat: dict[str, Any] = {"mesh": mesh, "engine": self.engine, "dp": self.strategy.dp}
+        for part in fields(ParallelStrategy):
+            value = getattr(self.strategy, part.name)
+            if value != part.default:
+                flat[part.name] = value
+        return {**flat, "offload": True} if self.offload else flat
+
+    @staticmethod
+    def from_dict(value: Mapping[str, Any]) -> Assignment:
+        """The inverse of `to_dict`. Raises `PlanError` with all that is wrong, unknown and missing keys included."""
+        if not isinstance(value, Mapping):
+            raise PlanError(f"an assignment reads like {{mesh: 0-1, engine: zero, dp: 2}}, not {value!r}.")
+        strategy_keys = [part.name for part in fields(ParallelStrategy)]
+        keys = ["mesh", "engine", *strategy_keys, "offload"]
+        problems = [f"there is no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys]
+        problems += [f"{key} is missing." for key in ("mesh", "engine") if key not in value]
+        mesh, strategy = DeviceMesh(0, 1), ParallelStrategy()
+        try:
+            mesh = DeviceMesh.parse(value.get("mesh", 0))
+        except PlanError as error:
+            problems += error.problems
+        try:
+            strategy = ParallelStrategy(**{key: value[key] for key in strategy_keys if key in value})
+        except PlanError as error:
+            problems += error.problems
+        try:
+            assignment = Assignment(mesh, strategy, value.get("engine", ENGINES[0]), value.get("offload", False))
+        except PlanError as error:
+            problems += error.problems
+        if problems:
+            raise PlanError(*problems)
+        return assignment
+
+
+def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, trained: bool) -> Iterator[str]:
+    mesh, strategy, engine = assignment.mesh, assignment.strategy, assignment.engine
+    try:
+        check_mesh(mesh, cluster)
+    except PlanError as error:
+        yield from error.problems
+    ability = ABILITIES[engine]
+    if call.kind not in ability.kinds:
+        able = [name for name, other in ABILITIES.items() if call.kind in other.kinds and not other.absent]
+        yield f"engine {engine} cannot {call.kind}; use {' or '.join(able)}."
+        return
+    if ability.absent:
+        yield f"engine {engine} {ability.absent}."
+        return
+    unable = [name for name in ("dp", "tp", "pp") if getattr(strategy, name) > 1 and name not in ability.degrees]
+    for name in unable:
+        yield f"engine {engine} cannot split by {name} ({name}: {getattr(strategy, name)}); set {name}: 1."
+    if strategy.zero_stage not in ability.zero_stages:
+        yield f"engine {engine} has no zero_stage {strategy.zero_stage}; leave it out."
+    elif strategy.zero_stage in (1, 2) and not trained:
+        yield (
+            f"zero_stage {strategy.zero_stage} shards optimizer state and gradients, which a frozen role has none of; "
+            f"use 0, or 3 to shard its parameters."
+        )
+    if strategy.size != mesh.size:
+        inner = 1 if unable else strategy.tp * strategy.pp
+        fits = f"dp: {mesh.size // inner}" if mesh.size % inner == 0 else f"dp: {mesh.size}, tp: 1, pp: 1"
+        yield (
+            f"dp {strategy.dp} x tp {strategy.tp} x pp {strategy.pp} = {strategy.size} devices, but mesh {mesh} has "
+            f"{mesh.size}; {fits} would fit."
+        )
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
