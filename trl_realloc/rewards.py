@@ -1,0 +1,176 @@
+"""Rewards as GRPO's users know them: reward models and Python functions, sync or async, several with weights.
+
+What they return is checked here, before anything is trained on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .rollout import Ragged, Rollouts
+
+
+RewardFunction = Callable[..., Any]
+
+
+class RewardError(ValueError):
+    """A reward that cannot be trained on. The message names the function, the sample and the value."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a reward function is called with: prompts and completions as text or as conversations, and the dataset's
+    other columns, each a list with one entry per sample."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    columns: dict[str, list[Any]]
+
+
+class Scorer(Protocol):
+    """Scores samples: one number each, NaN where it does not apply. `texts` is made only if it is asked for."""
+
+    name: str
+
+    def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor: ...
+
+
+def decode(samples: Rollouts, rows: Sequence[Mapping[str, Any]], processing_class: Any) -> Texts:
+    """Samples as text: the dataset's own `prompt` where it has one, completions without special tokens; a completion
+    to a conversation is a conversation of one message, as in GRPO."""
+    prompt_ids = [row.tolist() for row in samples.ragged("prompts").rows()]
+    decoded = processing_class.batch_decode(prompt_ids, skip_special_tokens=True)
+    prompts = [row.get("prompt", text) for row, text in zip(rows, decoded, strict=True)]
+    completion_ids = [row.tolist() for row in samples.ragged("responses").rows()]
+    texts = processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    return Texts(prompts, completions, {name: [row.get(name) for row in rows] for name in names})
+
+
+@dataclass(frozen=True)
+class FunctionReward:
+    """`function(prompts=…, completions=…, completion_ids=…, **columns)` -> one number (or None: does not apply) per
+    sample; may be async. It is given those of its parameters' names, all of them if it takes `**kwargs`."""
+
+    function: RewardFunction
+    name: str
+
+    def check_parameters(self, columns: Sequence[str]) -> None:
+        """Refuse a function that asks for what there is not. Raises `RewardError`."""
+        given = ["prompts", "completions", "completion_ids", *columns]
+        parameters = inspect.signature(self.function).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        missing = [name for name in needed if name not in given]
+        if missing:
+            raise RewardError(
+                f"reward function {self.name!r} takes {', '.join(map(repr, missing))}, which is no column of the "
+                f"dataset; it can be given {', '.join(given)}."
+            )
+
+    def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor:
+        given = texts()
+        arguments: dict[str, Any] = {
+            **given.columns,
+            "prompts": given.prompts,
+            "completions": given.completions,
+            "completion_ids": [row.tolist() for row in samples.ragged("responses").rows()],
+        }
+        parameters = inspect.signature(self.function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            arguments = {name: value for name, value in arguments.items() if name in parameters}
+        scores = self.function(**arguments)
+        if inspect.isawaitable(scores):
+            scores = asyncio.run(_wait_for(scores))
+        return self._checked(scores, samples)
+
+    def _checked(self, scores: Any, samples: Rollouts) -> Tensor:
+        try:
+            scores = [None if score is None else float(score) for score in scores]
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"reward function {self.name!r} must return a list of numbers, one for each completion ({error})."
+            ) from None
+        if len(scores) != len(samples):
+            raise RewardError(
+                f"reward function {self.name!r} returned {len(scores)} scores for {len(samples)} completions; it must "
+                f"return one for each. Nothing was trained on this batch."
+            )
+        for at, score in enumerate(scores):
+            if score is not None and not math.isfinite(score):
+                raise RewardError(
+                    f"reward function {self.name!r} returned {score} for sample {int(samples.tensor('index')[at])} of "
+                    f"the batch; scores must be finite. Nothing was trained on this batch."
+                )
+        return torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
+
+
+async def _wait_for(awaitable: Any) -> Any:
+    return await awaitable
+
+
+class ModelReward:
+    """A reward model in an engine. With a tokenizer of its own (`processing_class`) it reads the text anew."""
+
+    def __init__(
+        self, name: str, forward: Callable[[Rollouts], Mapping[str, Ragged]], processing_class: Any | None = None
+    ) -> None:
+        self.name, self.forward, self.processing_class = name, forward, processing_class
+
+    def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor:
+        if self.processing_class is not None:
+            samples = self._retokenized(samples, texts())
+        out = self.forward(samples)
+        scores = out["scores"].values if out else torch.empty(0)
+        bad = (~torch.isfinite(scores)).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            raise RewardError(
+                f"reward model {self.name!r} gave {float(scores[at])} for sample {int(samples.tensor('index')[at])} of "
+                f"the batch; scores must be finite. Nothing was trained on this batch."
+            )
+        return scores
+
+    def _retokenized(self, samples: Rollouts, texts: Texts) -> Rollouts:
+        tokenizer: Any = self.processing_class
+        whole = [
+            prompt + completion
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            for prompt, completion in zip(texts.prompts, texts.completions, strict=True)
+        ]
+        ids = tokenizer(text=whole, add_special_tokens=all(isinstance(p, str) for p in texts.prompts))["input_ids"]
+        limit = getattr(tokenizer, "model_max_length", None) or 1 << 30
+        nothing = Ragged.of([[] for _ in ids], torch.long)
+        return Rollouts(
+            index=samples.tensor("index"), prompts=nothing, responses=Ragged.of([row[:limit] for row in ids], torch.long)
+        )
+
+
+def weighted_scores(
+    scorers: Sequence[Scorer], weights: Sequence[float], samples: Rollouts, texts: Callable[[], Texts]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted sum (n,) float32 over the scorers that apply to a sample, and each scorer's own scores by name.
+
+    Raises:
+        RewardError: see `FunctionReward`, or no scorer applies to a sample.
+    """
+    table = {scorer.name: scorer.score(samples, texts) for scorer in scorers}  # names are made unique where they are given
+    stacked = torch.stack(list(table.values()))
+    none = stacked.isnan().all(0).nonzero()
+    if len(samples) and len(none):
+        raise RewardError(
+            f"every reward function returned None for sample {int(samples.tensor('index')[int(none[0])])} of the batch."
+        )
+    return torch.nansum(stacked * torch.tensor(weights, dtype=torch.float32)[:, None], 0), table

@@ -1,0 +1,55 @@
+"""One rank's failure, told to all: so every rank ends with the reason, and none waits for a rank that is gone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+GRACE_S = 10.0  # how long a failed rank stays so that the others can read why; the launcher ends them after it
+
+
+class Alarm:
+    """Rings over the job's key-value store, which answers while collectives are stuck.
+
+    Args:
+        store: a `torch.distributed` store, `None` for a job of one process.
+        world_size: ranks that should hear it.
+    """
+
+    def __init__(self, store: Any, world_size: int) -> None:
+        self.store, self.world_size = store, world_size
+        self._checked = 0.0
+        self._heard = False
+
+    def ring(self, message: str) -> None:
+        """Tell the others, and give them `GRACE_S` to hear. Never raises: the failure itself is what matters."""
+        if self.store is None or self._heard:
+            return
+        try:
+            self._heard = True
+            if self.store.add("trl_realloc/failures", 1) == 1:
+                self.store.set("trl_realloc/failure", message)
+            heard = self.store.add("trl_realloc/heard", 1)
+            deadline = time.monotonic() + GRACE_S
+            while heard < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.1)
+                heard = self.store.add("trl_realloc/heard", 0)
+        except RuntimeError:
+            return
+
+    def check(self, every_s: float = 0.5) -> None:
+        """Raise `JobFailed` if another rank has rung; asks the store at most every `every_s` seconds."""
+        now = time.monotonic()
+        if self.store is None or self._heard or now - self._checked < every_s:
+            return
+        self._checked = now
+        if self.store.check(["trl_realloc/failure"]):
+            message = self.store.get("trl_realloc/failure").decode()
+            self._heard = True
+            self.store.add("trl_realloc/heard", 1)
+            raise JobFailed(message)
+
+
+class JobFailed(RuntimeError):
+    """Another rank failed. The message is that rank's."""

@@ -1,0 +1,152 @@
+"""What each kind of call does on one rank: its share of the samples in, its columns out.
+
+No loop and no communication but that of the engines themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import ppo
+from ..dataflow import Role
+from ..engines import Completion, GenerationRequest, Sampling
+from ..ppo import PPOSettings
+from ..rewards import FunctionReward, ModelReward, Scorer, decode, weighted_scores
+from ..rollout import Ragged, Rollouts, balance
+from .placement import Placement
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the calls need to know besides plan and placement; the same on every rank.
+
+    Args:
+        functions: the reward functions; reward models are the placement's.
+        reward_weights: by the name of each model and function.
+        eos_token_id: ends a response for `missing_eos_penalty` and `val/num_eos_tokens`.
+        processing_class: decodes samples for those that read text.
+    """
+
+    settings: PPOSettings
+    sampling: Sampling
+    seed: int
+    eos_token_id: int | None
+    processing_class: Any
+    functions: Sequence[FunctionReward]
+    reward_weights: dict[str, float]
+
+
+def share(placement: Placement, call: str, lengths: Sequence[int]) -> list[int]:
+    """Positions of this rank's samples of the global batch: even in tokens over the call's data-parallel replicas."""
+    assignment = placement.plan[call]
+    replica = assignment.mesh.index(placement.rank) // (assignment.strategy.tp * assignment.strategy.pp)
+    return balance(lengths, assignment.strategy.dp)[replica]
+
+
+def sample_seed(seed: int, step: int, index: int) -> int:
+    """The seed of one sample's draws: from the run's seed, the step and its place in the batch, on any plan."""
+    return int(np.random.SeedSequence((seed, step, index)).generate_state(1)[0])
+
+
+def generate(
+    placement: Placement, rules: Rules, prompts: Rollouts, step: int, sampling: Sampling, poll: Callable[[], None]
+) -> Rollouts:
+    """`responses`, `logprobs`, `has_eos` of this rank's prompts. `poll` is called as samples come in."""
+    assignment, generator = placement.plan["actor.generate"], placement.generator
+    if generator is None:
+        return Rollouts()
+    replica = assignment.mesh.index(placement.rank) // assignment.strategy.tp
+    rows = prompts.ragged("prompts").rows()
+    requests = [
+        GenerationRequest(at, tuple(rows[at].tolist()), sample_seed(rules.seed, step, at))
+        for at in range(replica, len(prompts), assignment.strategy.dp)
+    ]
+    done = list(_watched(generator.generate(requests, sampling), poll)) if requests else []
+    return completed(done, rules.eos_token_id)
+
+
+def _watched(completions: Iterator[Completion], poll: Callable[[], None]) -> Iterator[Completion]:
+    for completion in completions:
+        poll()
+        yield completion
+
+
+def completed(completions: Sequence[Completion], eos_token_id: int | None) -> Rollouts:
+    """Completions as columns."""
+    responses = Ragged.of([c.token_ids for c in completions], torch.long)
+    return Rollouts(
+        index=torch.tensor([c.index for c in completions], dtype=torch.long),
+        responses=responses,
+        logprobs=Ragged.of([c.logprobs for c in completions], torch.float32),
+        has_eos=torch.tensor([eos_token_id in c.token_ids for c in completions], dtype=torch.bool),
+    )
+
+
+def reference_forward(placement: Placement, samples: Rollouts) -> Rollouts:
+    mine = samples.select(share(placement, "reference.forward", samples.lengths.tolist()))
+    with placement.as_reference() as engine:
+        out = engine.forward(mine, placement.budget("reference.forward"))
+    return Rollouts(index=mine.tensor("index"), ref_logprobs=out["logprobs"]) if out else Rollouts()
+
+
+def critic_forward(placement: Placement, samples: Rollouts) -> Rollouts:
+    mine = samples.select(share(placement, "critic.forward", samples.lengths.tolist()))
+    assert placement.critic is not None
+    out = placement.critic.forward(mine, placement.budget("critic.forward"))
+    return Rollouts(index=mine.tensor("index"), values=out["values"]) if out else Rollouts()
+
+
+def reward_forward(placement: Placement, rules: Rules, samples: Rollouts, rows: Sequence[Any]) -> Rollouts:
+    """`scores`, the weighted sum, and `reward/<name>` for each that makes it up, where there are several."""
+    positions = share(placement, "reward.forward", samples.lengths.tolist())
+    mine = samples.select(positions)
+    scorers: list[Scorer] = [
+        ModelReward(
+            source.name, lambda s, e=engine: e.forward(s, placement.budget("reward.forward")), source.processing_class
+        )
+        for source, engine in placement.reward_models
+    ]
+    scorers += rules.functions if len(mine) else []  # models may be sharded: they run with no sample too
+    weights = [rules.reward_weights[scorer.name] for scorer in scorers]
+    scores, table = weighted_scores(
+        scorers, weights, mine, lambda: decode(mine, [rows[at] for at in positions], rules.processing_class)
+    )
+    if not len(mine):
+        return Rollouts()
+    each = {f"reward/{name}": own for name, own in table.items()} if len(table) > 1 else {}
+    return Rollouts(index=mine.tensor("index"), scores=scores, **each)
+
+
+def train(placement: Placement, rules: Rules, samples: Rollouts, call: str, step: int, learning_rate: float) -> Rollouts:
+    """All epochs and mini-batches of one role's training. Returns every sample's statistics of every optimizer step,
+    `update` (which step) beside `index` (which sample)."""
+    settings = rules.settings
+    is_actor = placement.plan.graph.call(call).role is Role.ACTOR
+    engine = placement.actor if is_actor else placement.critic
+    assert engine is not None
+    loss = (
+        ppo.PolicyLoss(settings.cliprange)
+        if is_actor
+        else ppo.ValueLoss(settings.cliprange_value, settings.vf_coef)
+    )
+    parts = []
+    for update, (batch, weights) in enumerate(updates(samples, rules, step)):
+        batch = batch.plus(policy_weight=weights.policy, value_weight=weights.value)
+        mine = batch.select(share(placement, call, batch.lengths.tolist()))
+        statistics = engine.train(mine, loss, placement.budget(call), learning_rate)
+        if statistics:
+            order = torch.full((len(mine),), update)
+            parts.append(Rollouts(index=mine.tensor("index"), update=order, **statistics))
+    return Rollouts.cat(parts) if parts else Rollouts()
+
+
+def updates(samples: Rollouts, rules: Rules, step: int) -> Iterator[tuple[Rollouts, ppo.Weights]]:
+    """The mini-batches of one iteration in order, with their weights; the same on every rank."""
+    for positions in ppo.mini_batches(len(samples), rules.settings, rules.seed, step):
+        batch = samples.select(positions)
+        yield batch, ppo.sample_weights(batch, rules.settings)

@@ -1,0 +1,185 @@
+"""The loop over the plan's calls: wait for the inputs, run, publish, record.
+
+Every rank runs it; a rank executes the calls whose mesh holds it, in plan order, so calls on disjoint meshes overlap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .. import ppo
+from ..data import PromptBatch
+from ..dataflow import CallKind, Role
+from ..engines import Sampling
+from ..rollout import Rollouts
+from ..timeline import Span
+from . import calls
+from .alarm import Alarm, JobFailed
+from .calls import Rules
+from .exchange import Exchange, Failure, Piece
+from .placement import Placement
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one iteration made: the global batch with every column, metrics under TRL's names, and when what ran."""
+
+    samples: Rollouts
+    metrics: dict[str, float]
+    spans: tuple[Span, ...]
+
+
+class Executor:
+    """Args:
+    placement: this rank's engines.
+    exchange: its post office.
+    rules: PPO's settings, sampling, rewards.
+    alarm: tells the other ranks of a failure here, and this one of theirs.
+    """
+
+    def __init__(self, placement: Placement, exchange: Exchange, rules: Rules, alarm: Alarm) -> None:
+        self.placement, self.exchange, self.rules, self.alarm = placement, exchange, rules, alarm
+        self.plan, self.rank = placement.plan, placement.rank
+        self._failure: Exception | None = None
+        self._prepared: Rollouts | None = None
+
+    def run(
+        self,
+        batch: PromptBatch,
+        step: int,
+        learning_rates: Mapping[Role, float],
+        *,
+        known: Mapping[str, Rollouts] | None = None,
+        only: Collection[str] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Iteration:
+        """One iteration.
+
+        Args:
+            batch: the global batch's prompts, the same on every rank.
+            step: which iteration of the run; it seeds sampling and mini-batches.
+            learning_rates: of each trained role in this iteration.
+            known: outputs of calls that need not run (replayed rollouts), by call name.
+            only: the calls to run, where not all: an evaluation trains nothing.
+            sampling: instead of the run's own.
+
+        Raises:
+            JobFailed: a call failed here or on another rank; nothing is trained on a batch of which a call before the
+                training failed.
+        """
+        self.exchange.begin()
+        self._failure = self._prepared = None
+        for name, samples in (known or {}).items():
+            self.exchange.know(name, samples)
+        names = [n for n in self.plan.order if n not in (known or {}) and (only is None or n in only)]
+        for name in names:
+            if self._takes_part(name):
+                inputs = self._inputs(name, batch.prompts)
+                self._perform(name, step, lambda n=name, i=inputs: self._run(n, i, batch, step, learning_rates, sampling))
+        return self._finish(batch, step, names, known or {})
+
+    def _takes_part(self, name: str) -> bool:
+        """In the call's mesh, or with the actor's parameters that the generating ranks are to get."""
+        generates = self.plan.graph.call(name).kind is CallKind.GENERATE
+        return self.rank in self.plan.mesh(name) or (generates and self.rank in self.plan.mesh("actor.train"))
+
+    def _inputs(self, name: str, samples: Rollouts) -> Rollouts:
+        """The global batch with every column that the call reads."""
+        call = self.plan.graph.call(name)
+        for producer in dict.fromkeys(self.plan.graph.producer(column) for column in call.inputs):
+            if producer is not None:
+                samples = self._with(samples, producer)
+        return self._prepare(samples) if call.trains else samples
+
+    def _with(self, samples: Rollouts, producer: str) -> Rollouts:
+        try:
+            return samples.plus(**self.exchange.collect(producer))
+        except JobFailed as error:
+            raise error from self._failure
+
+    def _prepare(self, samples: Rollouts) -> Rollouts:
+        """Rewards and advantages: on every rank for itself, from the same data, once for both trainings."""
+        if self._prepared is None:
+            if self.rules.settings.match_trl:
+                samples = samples.plus(width=ppo.response_widths(samples, self.rules.settings))
+            self._prepared = ppo.prepare(samples, self.rules.settings)
+        return self._prepared
+
+    def _run(
+        self,
+        name: str,
+        samples: Rollouts,
+        batch: PromptBatch,
+        step: int,
+        learning_rates: Mapping[Role, float],
+        sampling: Sampling | None,
+    ) -> Rollouts:
+        call, placement, rules = self.plan.graph.call(name), self.placement, self.rules
+        match call.role, call.kind:
+            case Role.ACTOR, CallKind.GENERATE:
+                placement.refresh_generator()
+                return calls.generate(placement, rules, samples, step, sampling or rules.sampling, self.alarm.check)
+            case Role.REFERENCE, CallKind.FORWARD:
+                return calls.reference_forward(placement, samples)
+            case Role.REWARD, CallKind.FORWARD:
+                return calls.reward_forward(placement, rules, samples, batch.rows)
+            case Role.CRITIC, CallKind.FORWARD:
+                return calls.critic_forward(placement, samples)
+            case role, CallKind.TRAIN:
+                return calls.train(placement, rules, samples, name, step, learning_rates[role])
+        raise AssertionError(f"no way to run {name}")
+
+    def _perform(self, name: str, step: int, work: Callable[[], Rollouts]) -> None:
+        """Run a call and publish what it made, or that it could not: then all ranks fail at the same place, where the
+        outputs are first needed, with every collective in between whole."""
+        start = time.time()
+        piece: Piece | Failure
+        try:
+            with self.placement.resident(name):
+                made = work()
+            tokens = int(made.ragged("responses").lengths.sum()) if "responses" in made else 0
+            piece = Piece(made, Span(name, self.rank, start, max(start, time.time()), step, tokens))
+        except JobFailed:
+            raise
+        except Exception as error:
+            self._failure = error
+            piece = Failure(self.rank, name, str(error) or type(error).__name__)
+        self.exchange.publish(name, piece)
+
+    def _finish(self, batch: PromptBatch, step: int, names: list[str], known: Mapping[str, Rollouts]) -> Iteration:
+        samples, spans = batch.prompts, list[Span]()
+        for name in known:
+            samples = self._with(samples, name)
+        steps: dict[int, dict[str, torch.Tensor]] = {}
+        for name in names:
+            made = self._with(Rollouts(), name)
+            spans += self.exchange.spans(name)
+            if self.plan.graph.call(name).trains:
+                _by_update(made, len(batch), steps)
+            else:
+                samples = samples.plus(**made)
+        metrics = {}
+        if {"logprobs", "ref_logprobs", "values", "scores"} <= set(samples):
+            samples = self._prepare(samples)
+            metrics = ppo.objective_metrics(samples, self.rules.settings, self.rules.eos_token_id)
+        if steps:
+            rows = []
+            for update, (mini_batch, weights) in enumerate(calls.updates(samples, self.rules, step)):
+                at = mini_batch.tensor("index")
+                rows.append((weights, {name: sums[at] for name, sums in steps[update].items()}))
+            metrics.update(ppo.update_metrics(rows))
+        return Iteration(samples, metrics, tuple(spans))
+
+
+def _by_update(made: Rollouts, n: int, steps: dict[int, dict[str, torch.Tensor]]) -> None:
+    """The statistics that the ranks of a training published, by optimizer step and place in the global batch."""
+    which, index = made.tensor("update"), made.tensor("index")
+    for update in which.unique().tolist():
+        here = which == update
+        for name in set(made) - {"index", "update"}:
+            sums = steps.setdefault(update, {}).setdefault(name, torch.zeros(n))
+            sums[index[here]] = made.tensor(name)[here]

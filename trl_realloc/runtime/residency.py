@@ -1,0 +1,56 @@
+"""A frozen role's parameters on the device while a call of it runs, in host memory between: the plan's `offload`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import Tensor, nn
+
+
+class Residency(ModelHook):
+    """Brings the module's parameters to `device` before its first forward of a call; `release` takes them back.
+
+    In host memory they are pinned where the device is a GPU, so that the copy back runs at the bus's speed. Where the
+    device is the CPU both places are one, and nothing moves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.resident = True
+        self.moves = 0
+        self._module: nn.Module | None = None
+        self._host: dict[str, Tensor] = {}
+
+    @classmethod
+    def attach(cls, module: nn.Module, device: torch.device) -> Residency:
+        """Hook `module` and send it to host memory at once."""
+        hook = cls(device)
+        add_hook_to_module(module, hook, append=True)
+        hook.release()
+        return hook
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        self._module = module
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.resident:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(self.device, non_blocking=True)
+            self.moves += 1
+            self.resident = True
+        return args, kwargs
+
+    def release(self) -> None:
+        """Give the device's memory back. The host's copy is kept from the first time: a frozen role never changes."""
+        assert self._module is not None, "attach the hook first"
+        if not self.resident:
+            return
+        for name, parameter in self._module.named_parameters():
+            if name not in self._host:
+                copy = parameter.data.to("cpu")
+                self._host[name] = copy.pin_memory() if self.device.type == "cuda" else copy
+            parameter.data = self._host[name]
+        self.resident = False
