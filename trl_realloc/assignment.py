@@ -11,7 +11,7 @@ from typing import Any
 
 from .cluster import Cluster, DeviceMesh, check_mesh
 from .dataflow import Call, CallKind
-from .errors import PlanError, suggest
+from .errors import PlanError, Problems, suggest
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ ABILITIES: Mapping[str, Ability] = {
 ENGINES = tuple(ABILITIES)
 
 
+def able(kind: CallKind) -> str:
+    """The engines that can do calls of that kind, as a person would list them."""
+    return " or ".join(name for name, ability in ABILITIES.items() if kind in ability.kinds and not ability.absent)
+
+
 @dataclass(frozen=True)
 class ParallelStrategy:
     """How a call is spread over its mesh, of exactly `size` devices.
@@ -60,11 +65,11 @@ class ParallelStrategy:
     micro_batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        problems = [
+        problems = Problems(
             f"{name} is a whole number from 1, not {value!r}."
             for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp))
             if not _whole(value) or value < 1
-        ]
+        )
         if not _whole(self.zero_stage) or not 0 <= self.zero_stage <= 3:
             problems.append(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage!r}.")
         if self.micro_batch_tokens is not None and (
@@ -74,8 +79,7 @@ class ParallelStrategy:
                 f"micro_batch_tokens is a number of tokens from 1, not {self.micro_batch_tokens!r}; "
                 f"leave it out for the trainer's own."
             )
-        if problems:
-            raise PlanError(*problems)
+        problems.refuse()
 
     @property
     def size(self) -> int:
@@ -109,7 +113,7 @@ class Assignment:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = Problems()
         if not isinstance(self.mesh, DeviceMesh):
             problems.append(f"mesh is a DeviceMesh, not {self.mesh!r}; DeviceMesh.parse reads 0-3, 2 or a list.")
         if not isinstance(self.strategy, ParallelStrategy):
@@ -118,8 +122,7 @@ class Assignment:
             problems.append(f"there is no engine {self.engine!r}; {suggest(self.engine, ENGINES)}")
         if not isinstance(self.offload, bool):
             problems.append(f"offload is true or false, not {self.offload!r}.")
-        if problems:
-            raise PlanError(*problems)
+        problems.refuse()
 
     def to_dict(self) -> dict[str, Any]:
         """Flat: mesh, engine, dp, and the rest where it is not the default."""
@@ -132,42 +135,36 @@ class Assignment:
         return {**flat, "offload": True} if self.offload else flat
 
     @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> Assignment:
+    def from_dict(value: object) -> Assignment:
         """The inverse of `to_dict`. Raises `PlanError` with all that is wrong, unknown and missing keys included."""
         if not isinstance(value, Mapping):
             raise PlanError(f"an assignment reads like {{mesh: 0-1, engine: zero, dp: 2}}, not {value!r}.")
         strategy_keys = [part.name for part in fields(ParallelStrategy)]
         keys = ["mesh", "engine", *strategy_keys, "offload"]
-        problems = [f"there is no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys]
+        problems = Problems(f"there is no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys)
         problems += [f"{key} is missing." for key in ("mesh", "engine") if key not in value]
+        # Where a part cannot be read, another stands in for it, so that the rest is looked at all the same.
         mesh, strategy = DeviceMesh(0, 1), ParallelStrategy()
-        try:
+        with problems.of():
             mesh = DeviceMesh.parse(value.get("mesh", 0))
-        except PlanError as error:
-            problems += error.problems
-        try:
+        with problems.of():
             strategy = ParallelStrategy(**{key: value[key] for key in strategy_keys if key in value})
-        except PlanError as error:
-            problems += error.problems
-        try:
+        with problems.of():
             assignment = Assignment(mesh, strategy, value.get("engine", ENGINES[0]), value.get("offload", False))
-        except PlanError as error:
-            problems += error.problems
-        if problems:
-            raise PlanError(*problems)
+        problems.refuse()
         return assignment
 
 
 def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, trained: bool) -> Iterator[str]:
+    """What is wrong with giving `call` that assignment. `trained`: its role is trained by some call of the graph."""
     mesh, strategy, engine = assignment.mesh, assignment.strategy, assignment.engine
-    try:
+    problems = Problems()
+    with problems.of():
         check_mesh(mesh, cluster)
-    except PlanError as error:
-        yield from error.problems
+    yield from problems
     ability = ABILITIES[engine]
     if call.kind not in ability.kinds:
-        able = [name for name, other in ABILITIES.items() if call.kind in other.kinds and not other.absent]
-        yield f"engine {engine} cannot {call.kind}; use {' or '.join(able)}."
+        yield f"engine {engine} cannot {call.kind}; use {able(call.kind)}."
         return
     if ability.absent:
         yield f"engine {engine} {ability.absent}."

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import __version__
 from .cluster import Cluster
@@ -19,7 +20,7 @@ from .planner.presets import PRESETS, load_plan
 
 def plan_table(plan: ExecutionPlan) -> Table:
     """The plan as a table for people, a row for each call in the order in which they run."""
-    title = f"{plan.name or 'plan'}: {plan.cluster}"
+    title = Text(f"{plan.name or 'plan'}: {plan.cluster}")  # a name is no markup
     table = Table("call", "mesh", "engine", "strategy", "offload", title=title, title_justify="left")
     for name, assignment in plan.assignments.items():
         offload = "yes" if assignment.offload else ""

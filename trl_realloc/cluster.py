@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import PlanError
+from .errors import PlanError, Problems
 
 
 __all__ = ["Cluster", "DeviceMesh", "PlanError", "check_mesh", "halves", "is_legal", "legal_meshes", "nearest_mesh"]
@@ -95,13 +95,12 @@ class Cluster:
     devices_per_node: int
 
     def __post_init__(self) -> None:
-        problems = [
+        problems = Problems(
             f"a cluster's {name} is a whole number from 1, not {value!r}."
             for name, value in (("nodes", self.nodes), ("devices_per_node", self.devices_per_node))
             if not _whole(value) or value < 1
-        ]
-        if problems:
-            raise PlanError(*problems)
+        )
+        problems.refuse()
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .errors import PlanError, suggest
+from .errors import PlanError, Problems, suggest
 
 
 class Role(StrEnum):
@@ -74,11 +74,12 @@ class DataflowGraph:
     sources: tuple[str, ...] = ("prompts",)
 
     def __post_init__(self) -> None:
-        problems = [*self._duplicates(), *self._unknown_inputs()]
+        problems = Problems([*self._duplicates(), *self._unknown_inputs()])
+        if not self.calls:
+            problems.append("a dataflow graph has one call or more; this one has none.")
         if not problems and (stuck := [c.name for c in self.calls if c.name not in self.order]):
-            problems = [f"the calls {', '.join(stuck)} wait for each other's outputs in a circle; break it."]
-        if problems:
-            raise PlanError(*problems)
+            problems.append(f"the calls {', '.join(stuck)} wait for each other's outputs in a circle; break it.")
+        problems.refuse()
 
     def _duplicates(self) -> list[str]:
         names = [call.name for call in self.calls]
@@ -187,9 +188,7 @@ class DataflowGraph:
 def _table(where: str, value: object, keys: Iterable[str]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise PlanError(f"{where}: {value!r} is no table of {', '.join(keys)}.")
-    problems = [f"{where}: there is no {key!r}; {suggest(key, keys)}" for key in value if key not in keys]
-    if problems:
-        raise PlanError(*problems)
+    Problems(f"{where}: there is no {key!r}; {suggest(key, keys)}" for key in value if key not in keys).refuse()
     return value
 
 

@@ -5,7 +5,8 @@ Owns no checks: each vocabulary file checks its own values. Imports nothing of o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import SequenceMatcher
 
 
@@ -22,6 +23,23 @@ class PlanError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
+
+
+class Problems(list[str]):
+    """Sentences gathered while a value is read, so that all of them are refused at once."""
+
+    @contextmanager
+    def of(self, where: str = "") -> Iterator[None]:
+        """Gather the problems of a `PlanError` raised in the block, each after `where`, and go on behind it."""
+        try:
+            yield
+        except PlanError as error:
+            self += [f"{where}: {problem}" if where else problem for problem in error.problems]
+
+    def refuse(self) -> None:
+        """Raises `PlanError` if there are any."""
+        if self:
+            raise PlanError(*self)
 
 
 def nearest(word: object, right: Iterable[str]) -> str | None:

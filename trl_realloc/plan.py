@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from .assignment import ENGINES, Assignment, ParallelStrategy, assignment_problems
+from .assignment import ENGINES, Assignment, ParallelStrategy, able, assignment_problems
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ppo_graph
-from .errors import PlanError, nearest, suggest
+from .errors import PlanError, Problems, nearest, suggest
 
 
 __all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]
@@ -60,9 +60,7 @@ class ExecutionPlan:
     name: str = ""
 
     def __post_init__(self) -> None:
-        problems = _problems(self.cluster, self.assignments, self.graph)
-        if problems:
-            raise PlanError(*problems)
+        Problems(_problems(self.cluster, self.assignments, self.graph)).refuse()
         ordered = Assignments({name: self.assignments[name] for name in self.graph.order})
         object.__setattr__(self, "assignments", ordered)
 
@@ -99,47 +97,40 @@ class ExecutionPlan:
         return {"name": self.name, "cluster": cluster, **graph, "calls": calls}
 
     @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> ExecutionPlan:
+    def from_dict(value: object) -> ExecutionPlan:
         """The inverse of `to_dict`. Raises `PlanError` with all that is wrong at once, unknown keys included."""
         if not isinstance(value, Mapping):
             raise PlanError(f"a plan has the keys cluster and calls; this is {value!r}.")
         keys = ("name", "cluster", "graph", "calls")
-        problems = [f"a plan has no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys]
+        problems = Problems(f"a plan has no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys)
         name = value.get("name", "")
         if not isinstance(name, str):
             problems.append(f"a plan's name is text, not {name!r}; put it in quotes or leave it out.")
         cluster = graph = None
-        try:
+        with problems.of():
             cluster = _read_cluster(value.get("cluster"))
-        except PlanError as error:
-            problems += error.problems
-        try:
+        with problems.of():
             graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else ppo_graph()
-        except PlanError as error:
-            problems += error.problems
         calls = value.get("calls")
         if not isinstance(calls, Mapping):
-            problems.append(
-                f"calls says call by call where it runs, like actor.train: {{mesh: 0-1, …}}, not {calls!r}."
-            )
+            problems.append(f"calls has a line for each call, like actor.train: {{mesh: 0-1, …}}; it is {calls!r}.")
             calls = {}
-        assignments, unread = {}, []
+        assignments = {}
         for call, assignment in calls.items():
-            try:
+            with problems.of(call):
                 assignments[call] = Assignment.from_dict(assignment)
-            except PlanError as error:
-                unread.append(call)
-                problems += [f"{call}: {problem}" for problem in error.problems]
-        if problems or cluster is None or graph is None:
-            if cluster and graph and calls:
-                problems += _problems(cluster, assignments, graph, unread)
-            raise PlanError(*problems)
+        if problems and cluster and graph and calls:
+            unread = [call for call in calls if call not in assignments]
+            problems += _problems(cluster, assignments, graph, unread)
+        problems.refuse()
+        assert cluster is not None
+        assert graph is not None
         return ExecutionPlan(cluster, assignments, graph, name)
 
     def to_yaml(self) -> str:
         """The plan as a file: a line for each call, under a comment that says what may stand there."""
         plain = self.to_dict()
-        lines = [_HEADER, _block({"name": self.name}) if self.name else "", f"cluster: {_flow(plain['cluster'])}\n"]
+        lines = [_HEADER, _named(self.name), f"cluster: {_flow(plain['cluster'])}\n"]
         if "graph" in plain:
             lines += [f"graph:\n  sources: {_flow(plain['graph']['sources'])}\n  calls:\n"]
             lines += [f"    {name}: {_flow(columns)}\n" for name, columns in plain["graph"]["calls"].items()]
@@ -219,17 +210,16 @@ def _read_cluster(value: object) -> Cluster:
     keys = [part.name for part in fields(Cluster)]
     if not isinstance(value, Mapping):
         raise PlanError(f"cluster reads like {{nodes: 1, devices_per_node: 2}}, not {value!r}.")
-    problems = [f"cluster has no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys]
+    problems = Problems(f"cluster has no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys)
     problems += [f"cluster: {key} is missing." for key in keys if key not in value]
-    if problems:
-        raise PlanError(*problems)
+    problems.refuse()
     return Cluster(**value)
 
 
-_HEADER = """\
+_HEADER = f"""\
 # An execution plan: which devices run each call of an iteration, and how. Edit it; it is checked when it is read.
 #   mesh: the devices, like 0-3 or 2: whole nodes, or an aligned power-of-two part of one node
-#   engine: vllm or transformers to generate, zero to score and train
+#   engine: {able(CallKind.GENERATE)} to generate, {able(CallKind.TRAIN)} to score and train
 #   dp, tp, pp: data, tensor and pipeline parallel degrees (1 where left out); dp x tp x pp is the mesh's size
 #   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward; offload: to host memory between turns
 """
@@ -239,8 +229,9 @@ def _flow(value: object) -> str:
     return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))).strip()
 
 
-def _block(value: object) -> str:
-    return str(yaml.safe_dump(value, default_flow_style=False, sort_keys=False, allow_unicode=True))
+def _named(name: str) -> str:
+    # Unprintable characters are written as escapes: PyYAML 6.0.3 folds a bare U+0085 into a space.
+    return str(yaml.safe_dump({"name": name}, allow_unicode=name.isprintable())) if name else ""
 
 
 class _Loader(yaml.SafeLoader):

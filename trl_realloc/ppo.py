@@ -171,17 +171,19 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
 
 def mini_batches(n: int, settings: PPOSettings, seed: int, step: int) -> list[list[int]]:
     """Positions of every mini-batch of one iteration, epoch after epoch; each epoch a new draw from (seed, step,
-    epoch). Where `match_trl`, each rank's samples are drawn apart, so every mini-batch has as many of each rank."""
+    epoch), all of one size or one apart. Where `match_trl`, each rank's samples are drawn apart, so every mini-batch
+    has as many of each rank."""
     local = settings.local_batch_size if settings.match_trl else n
-    size = local // settings.num_mini_batches
-    batches = []
+    batches: list[list[int]] = []
     for epoch in range(settings.num_ppo_epochs):
         draws = [
-            start + np.random.default_rng((seed, step, epoch, start)).permutation(local)
+            np.array_split(
+                start + np.random.default_rng((seed, step, epoch, start)).permutation(min(local, n - start)),
+                settings.num_mini_batches,
+            )
             for start in range(0, n, local)
         ]
-        for at in range(0, size * settings.num_mini_batches, size):
-            batches.append([int(i) for draw in draws for i in draw[at : at + size]])
+        batches += [np.concatenate(parts).tolist() for parts in zip(*draws, strict=True)]
     return batches
 
 
@@ -315,9 +317,6 @@ def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: in
     }
 
 
-_POLICY = {"policy/approxkl_avg": "approxkl", "policy/entropy_avg": "entropy"}  # TRL averages these over padding too
-
-
 def update_metrics(steps: Sequence[tuple[Weights, Mapping[str, Tensor]]]) -> dict[str, float]:
     """`policy/*`, `loss/*`, `val/*` over the optimizer steps of one iteration: `steps` holds each mini-batch's weights
     and its (n,) sums per sample (of both losses, or of one of them)."""
@@ -331,8 +330,9 @@ def update_metrics(steps: Sequence[tuple[Weights, Mapping[str, Tensor]]]) -> dic
         if "policy_loss" in sums:
             note("loss/policy_avg", weights.policy, sums["policy_loss"])
             note("policy/clipfrac_avg", weights.policy, sums["clipped"])
-            for name, key in _POLICY.items():
-                note(name, weights.statistic, sums[key])
+            note("policy/approxkl_avg", weights.statistic, sums["approxkl"])
+            # TRL's entropy has the distributions after padding tokens in its mean: not reproduced, they mean nothing
+            note("policy/entropy_avg", weights.policy, sums["entropy"])
             groups = int(weights.group.max()) + 1
             excess = torch.zeros(groups).index_add(0, weights.group, weights.statistic * sums["excess_ratio"])
             ratios += (1 + groups * excess).tolist()

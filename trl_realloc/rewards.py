@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,15 @@ class Texts:
     prompts: list[Any]
     completions: list[Any]
     columns: dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class RewardModelSource:
+    """A reward model to be scored with: how to get it, and its own tokenizer if it has one."""
+
+    name: str
+    load: Callable[[], Any]
+    processing_class: Any = None
 
 
 class Scorer(Protocol):
@@ -174,3 +184,56 @@ def weighted_scores(
             f"every reward function returned None for sample {int(samples.tensor('index')[int(none[0])])} of the batch."
         )
     return torch.nansum(stacked * torch.tensor(weights, dtype=torch.float32)[:, None], 0), table
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What makes up the score: models, functions, and the weight of each by name."""
+
+    models: tuple[RewardModelSource, ...]
+    functions: tuple[FunctionReward, ...]
+    weights: dict[str, float]
+
+
+def read_rewards(
+    given: Any, load: Callable[[Any], Any], processing_classes: Any = None, weights: Sequence[float] | None = None
+) -> Rewards:
+    """Rewards as a user gives them: a model, a model's name, a function, or a list of those.
+
+    Args:
+        load: from a model or name to the loaded model.
+        processing_classes: the tokenizer of each, `None` for the policy's.
+
+    Raises:
+        RewardError: nothing given, or lists of different lengths.
+    """
+    rewards = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not rewards or any(reward is None for reward in rewards):
+        raise RewardError("reward_model is missing; give a model, a model's name or path, a function, or a list of them.")
+    tokenizers = list(processing_classes) if isinstance(processing_classes, (list, tuple)) else [processing_classes]
+    tokenizers = tokenizers if len(tokenizers) > 1 or processing_classes is not None else [None] * len(rewards)
+    factors = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
+    for name, values in (("reward_processing_classes", tokenizers), ("reward_weights", factors)):
+        if len(values) != len(rewards):
+            raise RewardError(f"{name} has {len(values)} entries for {len(rewards)} rewards; give one for each.")
+    models, functions, by_name = [], [], {}
+    for reward, tokenizer, factor in zip(rewards, tokenizers, factors, strict=True):
+        is_model = isinstance(reward, str) or hasattr(reward, "config")
+        base = _reward_name(reward)
+        name = base if base not in by_name else f"{base}_{sum(other.startswith(base) for other in by_name) + 1}"
+        by_name[name] = factor
+        if is_model:
+            models.append(RewardModelSource(name, partial(load, reward), tokenizer))
+        elif callable(reward):
+            functions.append(FunctionReward(reward, name))
+        else:
+            raise RewardError(f"a reward is a model, a name or path, or a function, not {type(reward).__name__}.")
+    return Rewards(tuple(models), tuple(functions), by_name)
+
+
+def _reward_name(reward: Any) -> str:
+    if isinstance(reward, str):
+        return reward.rstrip("/").split("/")[-1]
+    if hasattr(reward, "config"):
+        return str(getattr(reward.config, "_name_or_path", "") or type(reward).__name__).rstrip("/").split("/")[-1]
+    return str(getattr(reward, "__name__", type(reward).__name__))

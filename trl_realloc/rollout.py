@@ -225,9 +225,3 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
             batches.append([position])
             room.append(budget - lengths[position])
     return batches
-
-
-def split_evenly(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Exactly `count` micro-batches with even tokens; some are empty if there are fewer samples. For engines whose
-    ranks must make the same number of steps because each step is a collective."""
-    return balance(lengths, count)

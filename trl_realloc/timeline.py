@@ -107,14 +107,16 @@ class Timeline:
         return tuple(rows)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The Trace Event Format that chrome://tracing and Perfetto open: a row for each device, times in µs."""
+        """The Trace Event Format that chrome://tracing and Perfetto open: a row for each device, times in µs from the first
+        start on."""
+        zero = min((span.start for span in self.spans), default=0.0)
         rows: list[dict[str, Any]] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": device, "args": {"name": f"device {device}"}}
             for device in self.devices
         ]
         for span in self.spans:
             about = {"step": span.step, "tokens": span.tokens}
-            place = {"pid": 0, "tid": span.device, "ts": span.start * 1e6, "dur": span.seconds * 1e6}
+            place = {"pid": 0, "tid": span.device, "ts": (span.start - zero) * 1e6, "dur": span.seconds * 1e6}
             rows.append({"name": span.call, "cat": span.call.partition(".")[0], "ph": "X", **place, "args": about})
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
@@ -146,12 +148,13 @@ class Timeline:
         except ImportError:
             raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
         zero = min(span.start for span in self.spans)
+        row = {device: number for number, device in enumerate(self.devices)}
         figure = Figure(figsize=(10, 1.2 + 0.35 * len(self.devices)), layout="constrained")
         axes = figure.add_subplot()
         for number, call in enumerate(self.calls):
             spans = [span for span in self.spans if span.call == call]
             axes.barh(
-                [self.devices.index(span.device) for span in spans],
+                [row[span.device] for span in spans],
                 [span.seconds for span in spans],
                 left=[span.start - zero for span in spans],
                 color=f"C{number}",

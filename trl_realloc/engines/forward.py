@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..ppo import TokenLoss
-from ..rollout import Ragged, Rollouts, micro_batches, split_evenly
+from ..rollout import Ragged, Rollouts, micro_batches
 from .group import MeshGroup
 
 
@@ -203,7 +203,8 @@ class PolicyHead(RoleHead):
             kept, column = torch.unique(column, return_inverse=True)
             arguments["logits_to_keep"] = kept
         logits = self._run(self.model, arguments).logits
-        picked = logits[0] if self.packed else logits[row, column]
+        # squeeze, because the gradient of `logits[0]` would be a second copy of the logits
+        picked = logits.squeeze(0) if self.packed else logits[row, column]
         if self.packed and not self.keeps:
             picked = picked[column]
         logprobs, entropy = TokenLogprobs.apply(picked, responses.values, self.temperature)
@@ -263,9 +264,8 @@ def _response_places(samples: Rollouts) -> Tensor:
 def cut(samples: Rollouts, budget: int, group: MeshGroup, in_step: bool) -> list[list[int]]:
     """This rank's micro-batches. Where its forwards are collective (`in_step`, ZeRO) every rank of the mesh makes the
     same number, some of them empty."""
-    lengths = samples.lengths.tolist()
-    batches = micro_batches(lengths, budget)
-    return split_evenly(lengths, group.max(len(batches))) if in_step else batches
+    batches = micro_batches(samples.lengths.tolist(), budget)
+    return batches + [[] for _ in range(group.max(len(batches)) - len(batches))] if in_step else batches
 
 
 def _nothing(samples: Rollouts) -> Rollouts:

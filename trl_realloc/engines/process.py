@@ -1,0 +1,142 @@
+"""A child process that cannot outlive its parent, and leaves nothing behind: how it is started, watched and ended.
+
+Knows nothing of what the child does. Linux only: it rests on PR_SET_PDEATHSIG and /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+
+# What a launcher (torchrun, accelerate, DeepSpeed) tells its ranks. A child that reads these believes that it is a rank:
+# with TORCHELASTIC_USE_AGENT_STORE alone, vLLM waits for a store that never comes.
+_LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
+_LAUNCHER_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "OMP_", "GOMP_", "KMP_")
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however it ends; exit at once if it already has.
+
+    Args:
+        parent_pid: who should be the parent. It may have ended before this call, and then no signal would come.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what a launcher told this rank, its OpenMP threads included."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+
+
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], keep_fds: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own, stdout and stderr to `log`, with only `keep_fds` open besides.
+
+    A thread that lives as long as the child starts it: PR_SET_PDEATHSIG fires when the *thread* that forked ends, so a
+    child started from a short-lived thread would die with that.
+    """
+    started: list[subprocess.Popen[bytes] | BaseException] = []
+    ready = threading.Event()
+
+    def keep() -> None:
+        try:
+            child = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=keep_fds,
+                start_new_session=True,
+            )
+        except BaseException as error:
+            started.append(error)
+            ready.set()
+            return
+        started.append(child)
+        ready.set()
+        child.wait()
+
+    threading.Thread(target=keep, name=f"keeper of {command[0]}", daemon=True).start()
+    ready.wait()
+    if isinstance(started[0], BaseException):
+        raise started[0]
+    return started[0]
+
+
+def session_members(session: int) -> list[int]:
+    """The living processes of a session (that of a spawned child is its pid); zombies have ended and are not counted."""
+    members = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                # pid (name, which may hold anything) state ppid pgrp session ...
+                state, _, _, sid = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(sid) == session and state not in "ZX":
+                    members.append(int(entry))
+    return members
+
+
+def unlink_shared_memory(pids: Iterable[int]) -> None:
+    """Remove the names of the /dev/shm files that these processes have mapped; the mappings themselves stay valid."""
+    paths = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc", str(pid), "maps").read_text().splitlines():
+                if "/dev/shm/" in line:
+                    paths.add(line[line.index("/dev/shm/") :])
+    for path in paths:
+        with contextlib.suppress(OSError):  # "... (deleted)" among them
+            os.unlink(path)
+
+
+def end(child: subprocess.Popen[bytes], grace_s: float = 3.0) -> None:
+    """Kill a spawned child and all of its session, and unlink the shared memory they had.
+
+    First the child alone: what it started dies with it, but for Python's resource tracker, which then unlinks the
+    semaphores and segments it knows of. After `grace_s` seconds, whatever is left.
+    """
+    unlink_shared_memory(session_members(child.pid))  # first: a dead process has no maps to read
+    child.kill()
+    deadline = time.monotonic() + grace_s
+    while session_members(child.pid):
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.02)
+    child.wait()
+
+
+def how_it_ended(child: subprocess.Popen[Any]) -> str:
+    """For an error message: "was ended by SIGKILL", "ended with exit status 1", "is still running"."""
+    code = child.poll()
+    if code is None:
+        return "is still running"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+
+def tail(log: IO[bytes], lines: int = 30) -> str:
+    """The last lines of a log that another process writes through the same descriptor."""
+    size = os.fstat(log.fileno()).st_size
+    start = max(0, size - 16384)
+    text = os.pread(log.fileno(), size - start, start).decode(errors="replace")
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,212 @@
+"""The process that holds one vLLM engine: `python -m trl_realloc.engines.vllm_host <settings>`, started by `vllm`.
+
+Takes commands and returns samples over an inherited socket. Owns vLLM's own workers and what they leave in the system;
+everything that could be refused has been refused by the parent, so that any exception here ends the process.
+
+Messages are tuples that begin with a word:
+
+| from the parent | to the parent |
+| --- | --- |
+| | `ready` once, or `failed` with a traceback at any time, and the end |
+| `load`, then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
+| `done` after the last | `loaded` (problem or None) |
+| `generate` (requests, sampling) | `samples` (list) and `progress`..., then `generated` |
+| `abort` | `generated`, unless it was sent already |
+| `close` | |
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+from trl_realloc.engines.process import die_with_parent, unlink_shared_memory
+
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PARENT = "TRL_REALLOC_PARENT_PID"
+PROGRESS_S = 1.0  # at most one word of progress in this time
+
+# vLLM's workers import this module too, as __mp_main__, before they import vLLM: so they are tied to this process
+if __name__ in ("__main__", "__mp_main__"):
+    die_with_parent(int(os.environ[PARENT]))
+
+
+class Channel:
+    """The socket to the parent. A thread writes, so generation never waits for a parent that is busy with a sample."""
+
+    def __init__(self, fd: int) -> None:
+        self.connection: Connection[Any, Any] = Connection(fd)
+        self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
+        self._told = 0.0
+
+    def _write(self) -> None:
+        while (message := self._queue.get()) is not None:
+            try:
+                self.connection.send(message)
+            except OSError:
+                os._exit(1)  # the parent has gone
+
+    def send(self, *message: Any) -> None:
+        self._told = time.monotonic()
+        self._queue.put(message)
+
+    def progress(self) -> None:
+        if time.monotonic() - self._told > PROGRESS_S:
+            self.send("progress")
+
+    def flush(self) -> None:
+        self._queue.put(None)
+        self._writer.join(5)
+
+
+def build(settings: dict[str, Any]) -> LLM:
+    """The engine, with weights that mean nothing yet."""
+    from vllm import LLM
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    worker = "trl_realloc.engines.vllm_worker"
+    llm = LLM(
+        model=settings["model"],
+        tensor_parallel_size=settings["tensor_parallel_size"],
+        dtype=settings["dtype"],
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=settings["max_num_seqs"],
+        gpu_memory_utilization=settings["gpu_memory_utilization"],
+        kv_cache_memory_bytes=int(settings["kv_cache_gib"] * 2**30) if current_platform.is_cpu() else None,
+        enforce_eager=current_platform.is_cpu(),
+        seed=0,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # not the model's own: its penalties and top_k would leak into the sampling
+        logprobs_mode="processed_logprobs",
+        logits_processors=[f"{worker}:SeededRows"],
+        worker_extension_cls=f"{worker}.RolloutWorker",
+        weight_transfer_config=WeightTransferConfig(backend="trl_realloc"),
+        disable_log_stats=True,
+    )
+    llm.collective_rpc("draw_by_seed")
+    return llm
+
+
+def end_with_workers() -> None:
+    """End this process when one of vLLM's workers ends: vLLM itself would wait for its answer."""
+    workers = multiprocessing.active_children()
+
+    def watch() -> None:
+        if wait([worker.sentinel for worker in workers]):
+            print(f"vLLM workers ended: {[worker.exitcode for worker in workers]}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    if workers:
+        threading.Thread(target=watch, daemon=True).start()
+    # all have opened what they share; without names, not even a kill of the whole group leaves any of it behind
+    unlink_shared_memory([os.getpid(), *(worker.pid for worker in workers if worker.pid)])
+
+
+def load(llm: LLM, channel: Channel, slots: list[int]) -> None:
+    """Put buckets into vLLM as they come, through its weight-transfer interface."""
+    llm.start_weight_update()
+    while True:
+        word, *arguments = channel.connection.recv()
+        if word == "bucket":
+            slot, size, tensors = arguments
+            path = f"/proc/{os.getpid()}/fd/{slots[slot]}"
+            llm.update_weights({"update_info": {"path": path, "size": size, "tensors": tensors}})
+            channel.send("free", slot)
+            continue
+        llm.finish_weight_update()  # also of a torn update: vLLM takes no other before it
+        problems = [problem for problem in llm.collective_rpc("weight_problem") if problem]
+        channel.send("loaded", problems[0] if problems else None)
+        return
+
+
+def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], int]], sampling: dict[str, Any]) -> None:
+    """Continue all prompts; each step's finished samples go to the parent at once."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    stop = sampling["stop_token_id"]
+    engine = llm.llm_engine
+    llm.reset_prefix_cache()  # after new weights it must go; and a call must not depend on the calls before it
+    for number, (_, prompt, seed) in enumerate(requests):
+        params = SamplingParams(
+            temperature=sampling["temperature"],
+            max_tokens=sampling["max_tokens"],
+            stop_token_ids=None if stop is None else [stop],
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"trl_realloc_seed": seed},
+        )
+        engine.add_request(str(number), {"type": "token", "prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        samples = []
+        for output in engine.step():
+            (sample,) = output.outputs
+            tokens = list(sample.token_ids)
+            stopped = sample.finish_reason == "stop"
+            samples.append((requests[int(output.request_id)][0], tokens, sample.logprobs.logprobs, stopped))
+        if samples:
+            channel.send("samples", samples)
+        channel.progress()
+        if channel.connection.poll():  # the only thing a parent says during a generation is "abort"
+            channel.connection.recv()
+            engine.abort_request([str(number) for number in range(len(requests))])
+            break
+    channel.send("generated")
+
+
+def serve(llm: LLM, channel: Channel, slots: list[int]) -> None:
+    """Commands until `close`, or until the parent has gone."""
+    while True:
+        word, *arguments = channel.connection.recv()
+        if word == "load":
+            load(llm, channel, slots)
+        elif word == "generate":
+            generate(llm, channel, *arguments)
+        elif word == "close":
+            return
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    os.environ[PARENT] = str(os.getpid())
+    if settings["cpu_cores"]:
+        os.sched_setaffinity(0, settings["cpu_cores"])
+    channel = Channel(settings["socket"])
+    try:
+        llm = build(settings)
+        end_with_workers()
+        channel.send("ready")
+        serve(llm, channel, settings["slots"])
+    except EOFError:
+        pass
+    except BaseException:
+        traceback.print_exc()
+        channel.send("failed", traceback.format_exc())
+        channel.flush()
+        os._exit(1)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+    os._exit(0)  # nothing else to tidy up: the names of what is shared have gone already
+
+
+if __name__ == "__main__":
+    main()

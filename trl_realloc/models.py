@@ -1,0 +1,141 @@
+"""The four models as a user may give them (loaded, or by name or path) and as the roles need them.
+
+A model given by name is loaded by the ranks whose calls use it, and by no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+
+class ModelError(ValueError):
+    """A model that cannot play its role. The message names the argument and what to do."""
+
+
+def read_config(model: PreTrainedModel | str, argument: str) -> Any:
+    """A model's Transformers config without loading its weights.
+
+    Raises:
+        ModelError: a name or path under which there is no model.
+    """
+    if not isinstance(model, str):
+        return model.config
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        looks_local = os.sep in model and (model.startswith((".", os.sep, "~")) or model.count(os.sep) > 1)
+        what = "there is no such folder" if looks_local and not os.path.isdir(model) else str(error).splitlines()[0]
+        raise ModelError(f"{argument}: cannot read a model from {model!r}: {what}") from None
+
+
+def load_policy(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
+    """A causal language model; by name in float32 where it is trained (mixed precision is autocast), else as saved."""
+    if not isinstance(model, str):
+        return model
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if trained else "auto")
+
+
+def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
+    """A sequence classifier with one output, likewise."""
+    if not isinstance(model, str):
+        return model
+    dtype = torch.float32 if trained else "auto"
+    return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype)
+
+
+def check_classifier(model: PreTrainedModel | str, argument: str) -> None:
+    """Refuse, before anything is loaded, a critic or reward model that has not one output, or no layer for it.
+
+    Raises:
+        ModelError
+    """
+    config = read_config(model, argument)
+    if not isinstance(model, str):
+        labels = getattr(config, "num_labels", 1)
+        if labels != 1:
+            raise ModelError(
+                f"{argument} has {labels} outputs (num_labels), but a value or a reward is one number; load it with "
+                f"AutoModelForSequenceClassification.from_pretrained(…, num_labels=1)."
+            )
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if argument == "value_model" and not hasattr(base, "score"):
+            raise ModelError(
+                f"value_model ({type(base).__name__}) has no `score` layer to read a value at every token with; use a "
+                f"decoder's AutoModelForSequenceClassification."
+            )
+
+
+def shell(config: Any) -> PreTrainedModel:
+    """The model's structure without its weights: what a `Trainer` can hold on a rank that has no part of the role."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Dropout off, in place: it would make the ratio of new to old probabilities differ from 1 before any step."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None) -> PreTrainedModel:
+    """The policy under a new adapter of `peft_config`, or as it is; of several adapters `adapter` is the one to train.
+
+    Raises:
+        ModelError: peft is missing, or the model has adapters already.
+    """
+    if peft_config is not None:
+        try:
+            from peft import PeftConfig, PeftModel, get_peft_model
+        except ImportError:
+            raise ModelError("peft_config is given, but peft is not installed; pip install 'trl_realloc[peft]'.") from None
+        if not isinstance(peft_config, PeftConfig):
+            raise ModelError(f"peft_config must be a peft.PeftConfig such as LoraConfig, not {type(peft_config).__name__}.")
+        if isinstance(model, PeftModel):
+            raise ModelError(
+                "model is a PeftModel and a peft_config is given too; merge and unload its adapter first, or leave "
+                "peft_config out to train the adapter it has."
+            )
+        model = get_peft_model(model, peft_config)
+    if adapter is not None:
+        model.set_adapter(adapter)
+    return model
+
+
+def has_adapters(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.Module], Any]:
+    """The context in which the policy's module is its own reference: with its adapters off, or with the reference's."""
+
+    @contextlib.contextmanager
+    def context(model: Any) -> Iterator[None]:
+        if ref_adapter is None:
+            with model.disable_adapter():
+                yield
+            return
+        model.set_adapter(ref_adapter)
+        try:
+            yield
+        finally:
+            model.set_adapter(trained or "default")
+
+    return context
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as it is now, for a reference that stays."""
+    return copy.deepcopy(model).requires_grad_(False).eval()

@@ -1,0 +1,455 @@
+"""`PPOTrainer`: TRL's class by name, arguments, logs, callbacks and checkpoints, over an execution plan.
+
+Owns the run (steps, logs, saves, resuming) and nothing of how a step is done: that is the executor's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint, speed_metrics
+
+from . import assembly, checkpoint
+from .assembly import Setup
+from .compat import PPOTrainerBase
+from .config import PPOConfig
+from .data import PromptBatch, SeededOrder, collate_prompts, prompt_loader, tokenize_prompts
+from .dataflow import Role
+from .engines import Sampling
+from .plan import ExecutionPlan
+from .plugin import ReallocationPlugin
+from .runtime.alarm import Alarm, JobFailed
+from .runtime.exchange import Exchange
+from .runtime.executor import Executor, Iteration
+from .runtime.placement import Placement
+from .timeline import Span, Timeline
+
+
+SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
+_EVAL_STEP = 1 << 40  # evaluation draws from seeds of its own, the same at every evaluation
+
+
+@dataclass
+class OnlineTrainerState(TrainerState):
+    """`TrainerState` with the number of episodes so far, as TRL's."""
+
+    episode: int = 0
+
+
+class PPOTrainer(PPOTrainerBase):
+    """Proximal Policy Optimization with every model function call where the execution plan puts it.
+
+    Takes what TRL 1.12's `PPOTrainer` takes, in its order, and more kinds of it.
+
+    Args:
+        args ([`PPOConfig`]):
+            Training arguments.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`]):
+            The policy's tokenizer; it needs a pad token.
+        model ([`~transformers.PreTrainedModel`] or `str`):
+            The policy, loaded, or by name or path: then a rank loads it only if the plan has it there.
+        ref_model ([`~transformers.PreTrainedModel`] or `str`, *optional*):
+            The reference; by default a copy of the policy, or the policy without its adapters.
+        reward_model ([`~transformers.PreTrainedModel`], `str`, function, or a list of these):
+            A sequence classifier with one output, or `(prompts, completions, **columns) -> scores`, sync or async.
+        train_dataset ([`~datasets.Dataset`]):
+            Prompts: a column `prompt` (text or conversations) or `input_ids`. Other columns go to reward functions.
+        value_model ([`~transformers.PreTrainedModel`] or `str`):
+            The critic: a sequence classifier with one output.
+        data_collator (`callable`, *optional*):
+            Makes `input_ids` of rows; its padding is taken off again.
+        eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+            Prompts to evaluate on.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            An optimizer over the parameters of policy and critic, and a scheduler; by default as `args` says.
+        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Put the policy under an adapter and train only that.
+        reward_processing_classes (tokenizer or list of them, *optional*):
+            The tokenizer of each reward model that has its own.
+    """
+
+    _tag_names = ["trl", "ppo", "trl-realloc"]
+    _name = "PPO"
+    _paper = {
+        "title": "Fine-Tuning Language Models from Human Preferences",
+        "id": "1909.08593",
+        "citation": (
+            "@article{ziegler2019finetuning,\n    title = {{Fine-Tuning Language Models from Human Preferences}},\n"
+            "    author = {Daniel M. Ziegler and others},\n    year = 2019,\n    eprint = {arXiv:1909.08593}\n}"
+        ),
+    }
+
+    def __init__(
+        self,
+        args: PPOConfig,
+        processing_class: Any,
+        model: PreTrainedModel | str,
+        ref_model: PreTrainedModel | str | None,
+        reward_model: Any,
+        train_dataset: Dataset,
+        value_model: PreTrainedModel | str,
+        data_collator: Callable[..., Any] | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: list[TrainerCallback] | None = None,
+        peft_config: Any = None,
+        reward_processing_classes: Any = None,
+    ) -> None:
+        args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
+        world = PartialState()
+        plan = assembly.resolve(args, ReallocationPlugin(args.plan, args.generation_engine), world)
+        self.setup: Setup = assembly.prepare(
+            args,
+            plan,
+            world.process_index,
+            processing_class=processing_class,
+            model=model,
+            ref_model=ref_model,
+            reward_model=reward_model,
+            value_model=value_model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            given_optimizer=optimizers[0],
+            peft_config=peft_config,
+            reward_processing_classes=reward_processing_classes,
+        )
+        self.stop_token_id = self.setup.stop_token_id
+        self.value_model, self.ref_model, self.reward_model = value_model, ref_model, reward_model
+        super().__init__(
+            model=self.setup.policy,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=self.setup.train_dataset,
+            eval_dataset=self.setup.eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=(self.setup.clock, optimizers[1]),
+        )
+        self.policy_model = self.model
+        self.create_scheduler(args.num_total_batches, self.optimizer)
+        self._spans: list[Span] = []
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(self._tag_names)
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The execution plan that this run follows."""
+        return self.setup.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        """When this run's calls were executed, as far as this rank has heard."""
+        return Timeline(tuple(self._spans))
+
+    # --- seams of Trainer -------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        options = assembly.engine_options(self.args, self.setup, self.accelerator)
+        self.placement = Placement(self.setup.plan, self.accelerator.process_index, self.setup.roles, options)
+        store = torch.distributed.distributed_c10d._get_default_store() if torch.distributed.is_initialized() else None
+        self.alarm = Alarm(store, self.accelerator.num_processes)
+        exchange = Exchange(self.setup.plan, self.accelerator.process_index, self.placement.control)
+        self.executor = Executor(self.placement, exchange, self.setup.rules, self.alarm)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Models move when their engine takes them, to where the plan has them."""
+
+    def get_train_dataloader(self) -> DataLoader[PromptBatch]:
+        """Global batches, the same on every rank, in the order of the current pass."""
+        order = SeededOrder(len(self.train_dataset), self.args.data_seed or self.args.seed)
+        return prompt_loader(self.train_dataset, self.args.batch_size, self.setup.collate, order)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        size = self.args.per_device_eval_batch_size * self.args.world_size
+        return prompt_loader(rows, size, self.setup.collate, None)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """Train for `args.num_total_batches` updates.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the last one in `args.output_dir`: policy,
+                critic, both optimizers, scheduler, random states and the place in the data go on from there.
+
+        Raises:
+            CheckpointError: there is none, or it lacks what resuming needs.
+            JobFailed: a call failed, here or on another rank; nothing was trained on that batch.
+        """
+        folder = self._checkpoint_folder(resume_from_checkpoint)
+        self._memory_tracker.start()
+        self.is_in_train = True
+        with self._failing_together():
+            self.placement.start()
+            output = self._train(folder)
+        self.is_in_train = False
+        return output
+
+    def _train(self, folder: Path | None) -> TrainOutput:
+        args = self.args
+        self._start_state(folder)
+        start_time, start_episode = time.time(), self.state.episode
+        start_step = self.state.global_step
+        self._window: dict[str, list[float]] = defaultdict(list)
+        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+        for batch in self._batches():
+            self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
+            begun = time.time()
+            iteration = self.executor.run(batch, self.state.global_step, self._learning_rates())
+            rate = self.lr_scheduler.get_last_lr()[0]
+            self.lr_scheduler.step()
+            self.state.episode += len(batch)
+            self.state.global_step += 1
+            self.state.epoch = self.state.episode / len(self.train_dataset)
+            self._note(iteration, time.time() - begun)
+            self.control = self.callback_handler.on_step_end(args, self.state, self.control)
+            if self.control.should_log:
+                eps = (self.state.episode - start_episode) / (time.time() - start_time)
+                self._log_window({"eps": eps, "lr": rate, "episode": self.state.episode})
+            self._evaluate_and_save()
+            self._show_completions()
+            if self.control.should_training_stop:
+                break
+        if self._window:
+            self._log_window({"lr": rate, "episode": self.state.episode})
+        metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        self.control = self.callback_handler.on_train_end(args, self.state, self.control)
+        return TrainOutput(self.state.global_step, 0.0, metrics)
+
+    def _start_state(self, folder: Path | None) -> None:
+        args = self.args
+        exportable = [
+            c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)
+        ]
+        self.state = OnlineTrainerState(stateful_callbacks=exportable)
+        if folder is not None:
+            self.state = OnlineTrainerState.load_from_json(str(folder / "trainer_state.json"))
+            self._load_callback_state()
+            checkpoint.load_training_state(self.placement, folder)
+            self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+            self._load_rng_state(str(folder))
+        self.state.compute_steps(args, args.num_total_batches)
+        self.state.init_training_references(
+            self, args.num_total_batches, math.ceil(args.total_episodes / len(self.train_dataset)), None
+        )
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+
+    def _batches(self) -> Iterator[PromptBatch]:
+        """From where the state stands to the end of the run: pass after pass, each in an order of its own."""
+        loader = self.get_train_dataloader()
+        per_pass = len(loader)
+        step = self.state.global_step
+        while step < self.state.max_steps:
+            order = loader.sampler
+            if isinstance(order, SeededOrder):
+                order.epoch = step // per_pass
+            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+            for at, batch in enumerate(loader):
+                if at < step % per_pass or step >= self.state.max_steps:
+                    continue
+                yield batch
+                step += 1
+                if step % per_pass == 0:
+                    break
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+
+    def _learning_rates(self) -> dict[Role, float]:
+        policy = self.lr_scheduler.get_last_lr()[0]
+        ratio = 1.0
+        if self.args.value_learning_rate is not None:
+            ratio = self.args.value_learning_rate / self.args.learning_rate
+        return {Role.ACTOR: policy, Role.CRITIC: policy * ratio}
+
+    def _note(self, iteration: Iteration, seconds: float) -> None:
+        """Keep an update's metrics until they are logged."""
+        self._spans += iteration.spans
+        longest: dict[str, float] = defaultdict(float)
+        for span in iteration.spans:
+            longest[span.call] = max(longest[span.call], span.seconds)
+        lengths = iteration.samples.ragged("responses").lengths.float()
+        metrics = {
+            **iteration.metrics,
+            **{f"rewards/{k.removeprefix('reward/')}": float(iteration.samples.tensor(k).nanmean())
+               for k in iteration.samples if k.startswith("reward/")},
+            "completions/mean_length": float(lengths.mean()),
+            **{f"time/{call}": longest[call] for call in self.plan.order if call in longest},
+            "time/step": seconds,
+            "tokens/s": iteration.samples.tokens / seconds,
+        }
+        for name, value in metrics.items():
+            self._window[name].append(value)
+
+    def _log_window(self, now: dict[str, float]) -> None:
+        """The mean of every metric over the updates since the last log."""
+        means = {name: sum(values) / len(values) for name, values in self._window.items()}
+        self._window.clear()
+        self.log({**means, **now})
+
+    def _evaluate_and_save(self) -> None:
+        metrics = None
+        if self.control.should_evaluate:
+            metrics = self.evaluate()
+            is_best = self._determine_best_metric(metrics, trial=None)
+            if self.args.save_strategy == "best":
+                self.control.should_save = is_best
+        if self.control.should_save:
+            self._save_checkpoint(self.model, trial=None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _show_completions(self) -> None:
+        shown = self.args.num_sample_generations
+        every = max(1, self.args.num_total_batches // shown) if shown > 0 else 0
+        if every and (self.state.global_step - 1) % every == 0:
+            self.generate_completions(sampling=True)
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """A failure here is told to every rank, and ends this one's engines."""
+        try:
+            yield
+        except BaseException as error:
+            self.is_in_train = False
+            if not isinstance(error, (JobFailed, KeyboardInterrupt, SystemExit)):
+                self.alarm.ring(f"rank {self.accelerator.process_index}: {error}")
+            self.placement.close()
+            raise
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Generate for and score the evaluation prompts: `{prefix}_objective/*` means over them, trained on by nobody.
+
+        Args:
+            eval_dataset: prompts as in the constructor, or a dict of such; by default the constructor's.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(rows, dict):
+            metrics: dict[str, float] = {}
+            for name, part in rows.items():
+                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        if rows is None:
+            raise ValueError("evaluate needs an eval_dataset; none was given to the trainer nor to this call.")
+        rows = tokenize_prompts(rows, self.processing_class, "eval_dataset", self.args.dataset_num_proc)
+        start, sums, count = time.time(), defaultdict[str, float](float), 0
+        with self._failing_together():
+            self.placement.start()
+            for at, batch in enumerate(self.get_eval_dataloader(rows)):
+                iteration = self.executor.run(batch, _EVAL_STEP + at, {}, only=SCORING)
+                for name, value in iteration.metrics.items():
+                    sums[name] += value * len(batch)
+                count += len(batch)
+        metrics = {f"{metric_key_prefix}_{name}": total / count for name, total in sums.items()}
+        metrics |= speed_metrics(metric_key_prefix, start, num_samples=count)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
+        """Near-greedy completions of the evaluation prompts with their scores, five of them shown as a table.
+
+        Args:
+            sampling (`bool`, *optional*, defaults to `False`):
+                Only the first batch of prompts.
+
+        Returns:
+            `list[dict]`: `query`, `model response` and `score` of each prompt; empty without an evaluation dataset.
+        """
+        if self.eval_dataset is None:
+            return []
+        rows = next(iter(self.eval_dataset.values())) if isinstance(self.eval_dataset, dict) else self.eval_dataset
+        table: list[dict[str, Any]] = []
+        near_greedy = replace(self.setup.rules.sampling, temperature=0.01 + 1e-7)
+        with self._failing_together():
+            self.placement.start()
+            for at, batch in enumerate(self.get_eval_dataloader(rows)):
+                only = ("actor.generate", "reward.forward")
+                made = self.executor.run(batch, _EVAL_STEP + at, {}, only=only, sampling=near_greedy).samples
+                table += assembly.completion_rows(made, self.processing_class)
+                if sampling:
+                    break
+        if self.accelerator.is_main_process:
+            assembly.show_completions(table, self.args.report_to, self.state.global_step)
+        return table
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The policy (or its adapter) with the tokenizer into `output_dir`, and the critic into its `value_model`.
+        Every rank calls this."""
+        folder = Path(output_dir or self.args.output_dir)
+        with self._failing_together():
+            self.placement.start()
+            checkpoint.save_models(self.placement, folder, self._write_policy)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_policy(self, model: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder, state_dict=state)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        name = self.args.hub_model_id or self.args.output_dir
+        self.create_model_card(model_name=Path(name).name)
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        checkpoint.save_training_state(self.placement, folder)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+            self.plan.save(folder / "plan.yaml")
+
+    def _checkpoint_folder(self, given: str | bool | None) -> Path | None:
+        given = self.args.resume_from_checkpoint if given is None else given
+        if given is None or given is False:
+            return None
+        found = get_last_checkpoint(self.args.output_dir) if given is True else given
+        if found is None:
+            raise checkpoint.CheckpointError(f"there is no checkpoint in {self.args.output_dir} to resume from.")
+        checkpoint.check_checkpoint(Path(found))
+        return Path(found)
+
+    def close(self) -> None:
+        """End the engines. Leaving the process does it too."""
+        self.placement.close()
+
+
+__all__ = ["OnlineTrainerState", "PPOTrainer", "Sampling", "collate_prompts"]
