@@ -10,8 +10,12 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # the notice that PPO is experimental is TRL's, not ours
+if not torch.accelerator.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, where installed, looks for one and warns
 
 HAS_TRL_PPO = importlib.util.find_spec("trl.experimental.ppo") is not None
 

@@ -36,6 +36,13 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def die_with_launcher() -> None:
+    """Tie this rank to `torchrun` or `accelerate launch`, if one started it: killed with -9, a launcher ends nobody, and
+    its ranks would train on with nobody to stop them."""
+    if os.path.exists("/proc/self") and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
+        die_with_parent(os.getppid())
+
+
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment less what a launcher told this rank, its OpenMP threads included."""
     return {

@@ -21,6 +21,7 @@ from ..cluster import DeviceMesh
 from ..engines import GenerationEngine
 from ..engines.forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from ..engines.group import MeshGroup
+from ..engines.process import die_with_launcher
 from ..engines.replicated import ReplicatedEngine
 from ..engines.transformers import TransformersEngine
 from ..engines.zero import ZeroEngine, ensure_process_group
@@ -108,6 +109,7 @@ class Placement:
         """Load this rank's models and start its engines, once: the first expensive thing of a run."""
         if self.started:
             return
+        die_with_launcher()
         try:
             self._build()
         except BaseException:
