@@ -221,6 +221,7 @@ class PPOTrainer(PPOTrainerBase):
             begun = time.time()
             iteration = self.executor.run(batch, self.state.global_step, self._learning_rates())
             rate = self.lr_scheduler.get_last_lr()[0]
+            self.lr_scheduler.optimizer.step()  # it holds no gradient; the scheduler wants to have seen it step
             self.lr_scheduler.step()
             self.state.episode += len(batch)
             self.state.global_step += 1
