@@ -107,8 +107,7 @@ class Timeline:
         return tuple(rows)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The Trace Event Format that chrome://tracing and Perfetto open: a row for each device, times in µs from the first
-        start on."""
+        """The Trace Event Format, for chrome://tracing and Perfetto: a row per device, µs from the first start."""
         zero = min((span.start for span in self.spans), default=0.0)
         rows: list[dict[str, Any]] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": device, "args": {"name": f"device {device}"}}

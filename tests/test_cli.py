@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trl_realloc.cli import main
+from trl_realloc.cluster import Cluster
+from trl_realloc.plan import ExecutionPlan
+from trl_realloc.planner.presets import PRESETS, flatten, interleave
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_written_as_a_plan_that_runs(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", preset, "--devices", "6", "--nodes", "2"]) == 0
+    printed = ExecutionPlan.from_yaml(capsys.readouterr().out)
+    assert printed == PRESETS[preset](Cluster(2, 3))
+    path = tmp_path / "plan.yaml"
+    assert main(["plan", preset, "--devices", "6", "--nodes", "2", "-o", str(path)]) == 0
+    assert ExecutionPlan.load(path) == printed
+    assert str(path) in capsys.readouterr().out.replace("\n", "")
+
+
+def test_the_engine_and_the_stage_of_a_preset_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "flatten", "--devices", "2", "--engine", "transformers", "--zero-stage", "3"]) == 0
+    expected = flatten(Cluster(1, 2), generation_engine="transformers", zero_stage=3)
+    assert ExecutionPlan.from_yaml(capsys.readouterr().out) == expected
+
+
+def test_a_plan_is_shown_as_a_table_with_a_row_for_each_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = interleave(Cluster(1, 4), zero_stage=2)
+    plan.save(tmp_path / "mine.yaml")
+    for command in (
+        ["show", "interleave", "--devices", "4", "--zero-stage", "2"],
+        ["show", str(tmp_path / "mine.yaml")],
+    ):
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert "interleave: 1 node of 4 devices" in out
+        rows = {
+            cells[1]: cells for line in out.splitlines() if len(cells := [c.strip() for c in line.split("│")]) == 7
+        }
+        assert list(rows) == list(plan.order)
+        for name, (_, _, mesh, engine, strategy, offload, _) in rows.items():
+            assert (mesh, engine) == (str(plan.mesh(name)), plan[name].engine)
+            assert strategy == str(plan[name].strategy)
+            assert offload == ""
+    assert "dp4 zero2" in out
+
+
+def test_a_plans_name_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(flatten(Cluster(1, 1)), name="[/bold] [red]").save(tmp_path / "mine.yaml")
+    assert main(["show", str(tmp_path / "mine.yaml")]) == 0
+    assert capsys.readouterr().out.splitlines()[0].strip() == "[/bold] [red]: 1 node of 1 device"
+
+
+def test_a_written_plan_is_checked_against_the_size_of_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flatten(Cluster(1, 4)).save(tmp_path / "mine.yaml")
+    assert main(["show", str(tmp_path / "mine.yaml"), "--devices", "4"]) == 0
+    assert main(["show", str(tmp_path / "mine.yaml"), "--devices", "2"]) == 2
+    assert "is for 4 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("show flaten --devices 2", "did you mean 'flatten'?"),
+        ("show nope.yaml", "there is no plan file 'nope.yaml'"),
+        ("show flatten", "say --devices N, for instance flatten --devices 8"),
+        ("plan flaten --devices 2", "there is no preset 'flaten'; did you mean 'flatten'?"),
+        ("plan flatten", "say --devices N"),
+        ("plan flatten --devices two", "'two' is not a valid integer"),
+        ("plan flatten --devices 0", "both are 1 or more"),
+        ("plan flatten --devices 5 --nodes 2", "each node has equally many devices"),
+        ("plan flatten --devices 2 --nodes 0", "both are 1 or more"),
+        ("plan flatten --devices 2 --engine vlm", "'vlm' is not one of 'vllm', 'transformers'"),
+        ("plan flatten --devices 2 --zero-stage 4", "4 is not in the range 0<=x<=3"),
+        ("plan flatten --devices 2 -o /nonexistent/plan.yaml", "cannot be written to /nonexistent/plan.yaml"),
+        ("shwo flatten", "No such command 'shwo'"),
+        ("show", "Missing argument 'PLAN'"),
+        ("show flatten --device 2", "No such option"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_on_stderr_and_exit_code_2(
+    command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert err.startswith("trl-realloc: ")
+    assert err.count("\n") == 1
+
+
+def test_every_problem_of_a_plan_file_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.yaml").write_text("cluster: {nodes: 1, devices_per_node: 2}\ncalls: {actor.trian: {mesh: 0-1}}")
+    assert main(["show", str(tmp_path / "bad.yaml")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 7  # the engine, the call's name, and the five other calls
+    assert all(line.startswith(f"trl-realloc: {tmp_path}/bad.yaml: ") for line in lines)
+
+
+def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["-h"], ["plan", "--help"], ["--version"]):
+        assert main(command) == 0
+        out, err = capsys.readouterr()
+        assert "trl-realloc" in out
+        assert err == ""
+
+
+def test_the_command_exits_with_2_and_no_traceback_as_a_process_too() -> None:
+    command = [sys.executable, "-m", "trl_realloc.cli", "show", "flaten", "--devices", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        "trl-realloc: 'flaten' is neither a file nor one of the presets flatten, interleave; did you mean 'flatten'?\n"
+    )

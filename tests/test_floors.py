@@ -1,0 +1,280 @@
+"""The house as it is drawn: which file may import which of the others, and which outside packages.
+
+`MAY_IMPORT` is the "may import" column of the design. A new file needs a row; a new import, a reason to change one.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import trl_realloc
+
+
+ROOT = Path(__file__).parent.parent / "trl_realloc"
+
+# The floor that every file stands on: refusals with the nearest right word. It imports nothing of ours.
+BASE = {"errors"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    # 1 vocabulary
+    "cluster": set(),
+    "dataflow": set(),
+    "modelspec": set(),
+    "assignment": {"cluster", "dataflow"},
+    "plan": {"assignment", "cluster", "dataflow"},
+    "timeline": set(),
+    "rollout": set(),
+    "ppo": {"rollout"},
+    # 2 where parameters are
+    "realloc/layout": {"cluster", "modelspec", "plan"},
+    "realloc/schedule": {"cluster", "realloc/layout"},
+    # 3 choose
+    "planner": set(),
+    "planner/profile": {"cluster", "timeline"},
+    "planner/cost": {
+        "cluster",
+        "dataflow",
+        "modelspec",
+        "plan",
+        "timeline",
+        "realloc/layout",
+        "realloc/schedule",
+        "planner/profile",
+    },
+    "planner/simulate": {"dataflow", "plan", "timeline", "planner/cost"},
+    "planner/presets": {"cluster", "dataflow", "plan"},
+    "planner/search": {"cluster", "plan", "planner/presets", "planner/simulate"},
+    # 3 do
+    "realloc/transfer": {"realloc/layout", "realloc/schedule"},
+    "engines": {"plan", "rollout", "ppo", "modelspec", "realloc/layout"},
+    "engines/process": set(),
+    "engines/group": set(),
+    "engines/weights": {"engines"},
+    "engines/forward": {"engines/group", "rollout", "ppo"},
+    "engines/replicated": {"engines", "engines/forward", "engines/group", "engines/weights", "rollout", "ppo"},
+    "engines/zero": {
+        "engines",
+        "engines/forward",
+        "engines/group",
+        "engines/replicated",
+        "engines/weights",
+        "plan",
+        "rollout",
+        "ppo",
+        "realloc/layout",
+    },
+    "engines/megatron": {
+        "engines",
+        "engines/forward",
+        "engines/group",
+        "engines/weights",
+        "modelspec",
+        "plan",
+        "rollout",
+        "ppo",
+        "realloc/layout",
+    },
+    "engines/transformers": {"engines", "plan", "rollout"},
+    "engines/vllm": {"engines", "engines/process", "plan", "rollout", "realloc/layout"},
+    "engines/vllm_host": {"engines/process"},
+    "engines/vllm_worker": set(),
+    # 4 run a plan
+    "rewards": {"rollout"},
+    "data": {"rollout"},
+    "models": set(),
+    "runtime": set(),
+    "runtime/alarm": set(),
+    "runtime/residency": set(),
+    "runtime/placement": {
+        "cluster",
+        "plan",
+        "modelspec",
+        "rewards",
+        "engines",
+        "engines/*",
+        "realloc/layout",
+        "realloc/transfer",
+        "runtime/residency",
+    },
+    "runtime/exchange": {"cluster", "dataflow", "plan", "rollout", "timeline", "runtime/alarm"},
+    "runtime/calls": {"dataflow", "engines", "ppo", "rewards", "rollout", "runtime/placement"},
+    "runtime/executor": {
+        "cluster",
+        "dataflow",
+        "modelspec",
+        "plan",
+        "timeline",
+        "rollout",
+        "ppo",
+        "data",
+        "engines",
+        "runtime/alarm",
+        "runtime/calls",
+        "runtime/exchange",
+        "runtime/placement",
+    },
+    # 5 the user's side
+    "compat": set(),
+    "plugin": {"compat", "plan"},
+    "config": {"compat", "plan", "planner/presets", "plugin", "ppo"},
+    "checkpoint": {"rollout", "runtime/placement"},
+    "report": {"plan", "timeline"},
+    "callbacks": set(),
+    "assembly": {
+        "cluster",
+        "config",
+        "data",
+        "engines",
+        "engines/vllm",
+        "models",
+        "plan",
+        "planner/presets",
+        "plugin",
+        "rewards",
+        "rollout",
+        "runtime/calls",
+        "runtime/placement",
+    },
+    "trainer": {"*"},
+    "cli": {"", "cluster", "dataflow", "plan", "timeline", "planner/*"},
+    # The package's own names, imported on first use.
+    "": {"*"},
+}
+
+# Outside packages that only these files may import, whatever the others do.
+ONLY_HERE: dict[str, set[str]] = {
+    "deepspeed": {"engines/zero"},
+    "vllm": {"engines/vllm", "engines/vllm_host", "engines/vllm_worker"},
+    "trl.experimental.ppo": {"compat"},
+    "matplotlib": {"timeline", "report"},
+    "click": {"cli"},
+    "rich": {"assembly", "callbacks", "cli", "report"},
+}
+
+# Pure: they run on a laptop where torch is not installed.
+PURE = {
+    "",
+    "errors",
+    "cluster",
+    "dataflow",
+    "modelspec",
+    "assignment",
+    "plan",
+    "timeline",
+    "realloc/layout",
+    "realloc/schedule",
+    "cli",
+}
+
+
+def room(path: Path) -> str:
+    """`trl_realloc/engines/zero.py` -> `engines/zero`; a package's `__init__.py` -> the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "/".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {room(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The dotted names of all modules that a file imports, wherever in it, those for type checkers included."""
+    package = ["trl_realloc", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            # `from . import plan` imports a module of the package, `from .plan import Assignment` one of its names.
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            yield from (name if as_room(name) in FILES else module for name in names)
+
+
+def as_room(module: str) -> str | None:
+    """`trl_realloc.engines.zero` -> `engines/zero`; `None` for what is not ours."""
+    first, *rest = module.split(".")
+    return "/".join(rest) if first == "trl_realloc" else None
+
+
+def rooms_imported(path: Path) -> set[str]:
+    return {name for module in imports(path) if (name := as_room(module)) is not None}
+
+
+def allowed(importer: str, imported: str) -> bool:
+    return any(
+        pattern in ("*", imported) or (pattern.endswith("/*") and imported.startswith(pattern[:-1]))
+        for pattern in MAY_IMPORT.get(importer, set()) | BASE
+    )
+
+
+def test_every_file_has_a_row() -> None:
+    assert set(FILES) <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_imports_only_what_its_row_says(name: str) -> None:
+    assert {other for other in rooms_imported(FILES[name]) if not allowed(name, other)} == set()
+
+
+def test_a_file_that_imports_another_is_seen_to_do_so() -> None:
+    assert rooms_imported(FILES["planner/presets"]) == {"cluster", "dataflow", "errors", "plan"}
+    assert rooms_imported(FILES["cli"]) == {"", "cluster", "errors", "plan", "planner/presets"}
+    assert not allowed("cluster", "plan")
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    # All but the package's own __init__, whose names are imported on first use.
+    graph = {name: rooms_imported(path) - {""} for name, path in FILES.items() if name}
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+def test_the_rows_themselves_have_no_circle() -> None:
+    graph = {name: {row for row in rows if "*" not in row} - {""} for name, rows in MAY_IMPORT.items() if name}
+    assert TopologicalSorter(graph).static_order()
+
+
+@pytest.mark.parametrize("package", ONLY_HERE)
+def test_an_outside_package_is_imported_only_where_it_belongs(package: str) -> None:
+    users = {
+        name
+        for name, path in FILES.items()
+        if any(module == package or module.startswith(f"{package}.") for module in imports(path))
+    }
+    assert users <= ONLY_HERE[package]
+
+
+def test_plans_need_no_torch() -> None:
+    pure = [name for name in FILES if name in PURE or name.startswith("planner")]
+    assert {"plan", "planner", "planner/presets", "cli", ""} <= set(pure)
+    modules = [".".join(["trl_realloc", *name.split("/")]).rstrip(".") for name in pure]
+    code = (
+        "import importlib, sys\n"
+        f"for module in {modules}: importlib.import_module(module)\n"
+        "from trl_realloc.cli import main\n"
+        "assert main(['plan', 'interleave', '--devices', '4096', '--nodes', '512']) == 0\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'trl', 'accelerate', 'deepspeed', 'vllm'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "mesh: 0-4095" in ended.stdout
+
+
+def test_every_name_of_the_package_has_a_home() -> None:
+    assert set(trl_realloc.__all__) == {*trl_realloc._HOMES, "__version__"} == set(dir(trl_realloc))
+    for name, home in trl_realloc._HOMES.items():
+        if home in PURE:
+            assert getattr(trl_realloc, name).__name__ == name
+        elif home in FILES:
+            tree = ast.parse(FILES[home].read_text(encoding="utf-8"))
+            assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    with pytest.raises(AttributeError, match="no attribute 'PPOTrianer'"):
+        _ = trl_realloc.PPOTrianer
