@@ -205,7 +205,9 @@ def _eval_prompts(args: PPOConfig, dataset: Any, processing_class: Any) -> dict[
         return {}
     parts = dataset if isinstance(dataset, dict) else {"eval_dataset": dataset}
     return {
-        name: tokenize_prompts(part, processing_class, f"eval_dataset {name!r}" if parts is dataset else name, args.dataset_num_proc)
+        name: tokenize_prompts(
+            part, processing_class, f"eval_dataset {name!r}" if parts is dataset else name, args.dataset_num_proc
+        )
         for name, part in parts.items()
     }
 

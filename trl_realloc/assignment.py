@@ -72,9 +72,7 @@ class ParallelStrategy:
         )
         if not _whole(self.zero_stage) or not 0 <= self.zero_stage <= 3:
             problems.append(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage!r}.")
-        if self.micro_batch_tokens is not None and (
-            not _whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1
-        ):
+        if self.micro_batch_tokens is not None and (not _whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1):
             problems.append(
                 f"micro_batch_tokens is a number of tokens from 1, not {self.micro_batch_tokens!r}; "
                 f"leave it out for the trainer's own."
@@ -91,9 +89,7 @@ class ParallelStrategy:
         return self.dp, self.tp, self.pp, self.zero_stage
 
     def __str__(self) -> str:
-        degrees = [
-            f"{name}{value}" for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value > 1
-        ]
+        degrees = [f"{name}{value}" for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value > 1]
         zero = [f"zero{self.zero_stage}"] if self.zero_stage else []
         tokens = [f"{self.micro_batch_tokens} tokens"] if self.micro_batch_tokens else []
         return " ".join([*(degrees or ["dp1"]), *zero, *tokens])

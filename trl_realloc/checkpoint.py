@@ -1,4 +1,4 @@
-"""A run on disk: the policy as `from_pretrained` reads it with the critic beside it, and all that training goes on from.
+"""A run on disk: the policy as `from_pretrained` reads it, the critic beside it, and all that training goes on from.
 
 States are kept by parameter name, not by partition: a checkpoint made under one plan loads under another.
 """

@@ -37,9 +37,7 @@ _engine = click.option(
     show_default=True,
     help="What generates, in a preset.",
 )
-_zero_stage = click.option(
-    "--zero-stage", type=click.IntRange(0, 3), default=0, show_default=True, help="In a preset."
-)
+_zero_stage = click.option("--zero-stage", type=click.IntRange(0, 3), default=0, show_default=True, help="In a preset.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -169,7 +169,7 @@ def nearest_mesh(mesh: DeviceMesh, cluster: Cluster) -> DeviceMesh:
     """
     per_node = cluster.devices_per_node
     node = min(mesh.first // per_node, cluster.nodes - 1)
-    around = [n for n in (node - 1, node, node + 1) if 0 <= n < cluster.nodes]
+    around = [n for n in (node, node + 1) if n < cluster.nodes]
     found = []
     for count in {min(max(mesh.size // per_node + more, 1), cluster.nodes) for more in (0, 1)}:
         found += [DeviceMesh(min(n, cluster.nodes - count) * per_node, count * per_node) for n in around]

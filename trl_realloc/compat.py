@@ -1,7 +1,7 @@
 """Which TRL is installed: the base of our trainer and config, and nothing else knows the difference.
 
-TRL 1.12 is the last release with `trl.experimental.ppo`; there our classes are subclasses of its, so `isinstance` holds.
-On newer ones they stand on TRL's `_BaseTrainer` and `_BaseConfig`.
+TRL 1.12 is the last release with `trl.experimental.ppo`; there our classes are subclasses of its, so `isinstance`
+holds. On newer ones they stand on TRL's `_BaseTrainer` and `_BaseConfig`.
 """
 
 from __future__ import annotations

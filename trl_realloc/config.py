@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -214,8 +214,7 @@ class PPOConfig(ConfigBase):
     plan: dict | str | None = field(
         default=None,
         metadata={
-            "help": "The execution plan: a preset (`flatten`, `interleave`), a YAML file or a dict. Default: "
-            "`flatten`."
+            "help": "The execution plan: a preset (`flatten`, `interleave`), a YAML file or a dict. Default: `flatten`."
         },
     )
     generation_engine: str | None = field(
@@ -241,6 +240,9 @@ class PPOConfig(ConfigBase):
         default=0.3,
         metadata={"help": "Share of a GPU's memory that a vLLM engine takes beside training."},
     )
+
+    if TYPE_CHECKING:  # TrainingArguments' own
+        ddp_backend: str | None = None
 
     def __post_init__(self) -> None:
         no_accelerator = not torch.accelerator.is_available()

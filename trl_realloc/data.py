@@ -61,9 +61,7 @@ def check_prompts(dataset: Any, what: str, response_length: int, context_length:
     Raises:
         DataError: naming the first rows concerned.
     """
-    rows = [row for row in dataset.with_format(None)["input_ids"]] if hasattr(dataset, "with_format") else [
-        row["input_ids"] for row in dataset
-    ]
+    rows = [row["input_ids"] for row in dataset]
     empty = [at for at, row in enumerate(rows) if len(row) == 0]
     if empty:
         raise DataError(f"{what}: {_rows(empty)} no tokens; remove {_them(empty)} or give the tokenizer a bos token.")

@@ -100,9 +100,13 @@ def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None)
         try:
             from peft import PeftConfig, PeftModel, get_peft_model
         except ImportError:
-            raise ModelError("peft_config is given, but peft is not installed; pip install 'trl_realloc[peft]'.") from None
+            raise ModelError(
+                "peft_config is given, but peft is not installed; pip install 'trl_realloc[peft]'."
+            ) from None
         if not isinstance(peft_config, PeftConfig):
-            raise ModelError(f"peft_config must be a peft.PeftConfig such as LoraConfig, not {type(peft_config).__name__}.")
+            raise ModelError(
+                f"peft_config must be a peft.PeftConfig such as LoraConfig, not {type(peft_config).__name__}."
+            )
         if isinstance(model, PeftModel):
             raise ModelError(
                 "model is a PeftModel and a peft_config is given too; merge and unload its adapter first, or leave "

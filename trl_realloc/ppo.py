@@ -49,7 +49,7 @@ class PPOSettings:
     match_trl: bool = False
 
 
-# --- rewards and advantages -------------------------------------------------------------------------------------------
+# --- rewards and advantages ------------------------------------------------------------------------------------------
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:
@@ -166,7 +166,7 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
     return samples.plus(penalized_scores=scores, kl=kl, advantages=advantages, old_values=values, returns=returns)
 
 
-# --- mini-batches and weights -----------------------------------------------------------------------------------------
+# --- mini-batches and weights ----------------------------------------------------------------------------------------
 
 
 def mini_batches(n: int, settings: PPOSettings, seed: int, step: int) -> list[list[int]]:
@@ -240,7 +240,7 @@ def response_widths(samples: Rollouts, settings: PPOSettings) -> Tensor:
     return torch.zeros(groups, dtype=torch.long).scatter_reduce(0, row_group, lengths, "amax")[row_group]
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
+# --- losses ----------------------------------------------------------------------------------------------------------
 
 
 class TokenLoss(Protocol):
@@ -297,7 +297,7 @@ class ValueLoss:
         return self.vf_coef * (per_sample * samples.tensor("value_weight")).sum(), statistics
 
 
-# --- statistics, under TRL's names ------------------------------------------------------------------------------------
+# --- statistics, under TRL's names -----------------------------------------------------------------------------------
 
 
 def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: int | None) -> dict[str, float]:

@@ -48,7 +48,8 @@ class RewardModelSource:
 class Scorer(Protocol):
     """Scores samples: one number each, NaN where it does not apply. `texts` is made only if it is asked for."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor: ...
 
@@ -81,7 +82,9 @@ class FunctionReward:
         """Refuse a function that asks for what there is not. Raises `RewardError`."""
         given = ["prompts", "completions", "completion_ids", *columns]
         parameters = inspect.signature(self.function).parameters.values()
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
         missing = [name for name in needed if name not in given]
         if missing:
             raise RewardError(
@@ -164,7 +167,9 @@ class ModelReward:
         limit = getattr(tokenizer, "model_max_length", None) or 1 << 30
         nothing = Ragged.of([[] for _ in ids], torch.long)
         return Rollouts(
-            index=samples.tensor("index"), prompts=nothing, responses=Ragged.of([row[:limit] for row in ids], torch.long)
+            index=samples.tensor("index"),
+            prompts=nothing,
+            responses=Ragged.of([row[:limit] for row in ids], torch.long),
         )
 
 
@@ -176,7 +181,9 @@ def weighted_scores(
     Raises:
         RewardError: see `FunctionReward`, or no scorer applies to a sample.
     """
-    table = {scorer.name: scorer.score(samples, texts) for scorer in scorers}  # names are made unique where they are given
+    table = {
+        scorer.name: scorer.score(samples, texts) for scorer in scorers
+    }  # names are made unique where they are given
     stacked = torch.stack(list(table.values()))
     none = stacked.isnan().all(0).nonzero()
     if len(samples) and len(none):
@@ -209,14 +216,18 @@ def read_rewards(
     """
     rewards = list(given) if isinstance(given, (list, tuple)) else [given]
     if not rewards or any(reward is None for reward in rewards):
-        raise RewardError("reward_model is missing; give a model, a model's name or path, a function, or a list of them.")
+        raise RewardError(
+            "reward_model is missing; give a model, a model's name or path, a function, or a list of them."
+        )
     tokenizers = list(processing_classes) if isinstance(processing_classes, (list, tuple)) else [processing_classes]
     tokenizers = tokenizers if len(tokenizers) > 1 or processing_classes is not None else [None] * len(rewards)
     factors = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
     for name, values in (("reward_processing_classes", tokenizers), ("reward_weights", factors)):
         if len(values) != len(rewards):
             raise RewardError(f"{name} has {len(values)} entries for {len(rewards)} rewards; give one for each.")
-    models, functions, by_name = [], [], {}
+    models: list[RewardModelSource] = []
+    functions: list[FunctionReward] = []
+    by_name: dict[str, float] = {}
     for reward, tokenizer, factor in zip(rewards, tokenizers, factors, strict=True):
         is_model = isinstance(reward, str) or hasattr(reward, "config")
         base = _reward_name(reward)

@@ -94,6 +94,9 @@ class PPOTrainer(PPOTrainerBase):
         ),
     }
 
+    state: OnlineTrainerState
+    control: Any
+
     def __init__(
         self,
         args: PPOConfig,
@@ -244,9 +247,7 @@ class PPOTrainer(PPOTrainerBase):
 
     def _start_state(self, folder: Path | None) -> None:
         args = self.args
-        exportable = [
-            c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)
-        ]
+        exportable = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
         self.state = OnlineTrainerState(stateful_callbacks=exportable)
         if folder is not None:
             self.state = OnlineTrainerState.load_from_json(str(folder / "trainer_state.json"))
@@ -296,8 +297,11 @@ class PPOTrainer(PPOTrainerBase):
         lengths = iteration.samples.ragged("responses").lengths.float()
         metrics = {
             **iteration.metrics,
-            **{f"rewards/{k.removeprefix('reward/')}": float(iteration.samples.tensor(k).nanmean())
-               for k in iteration.samples if k.startswith("reward/")},
+            **{
+                f"rewards/{k.removeprefix('reward/')}": float(iteration.samples.tensor(k).nanmean())
+                for k in iteration.samples
+                if k.startswith("reward/")
+            },
             "completions/mean_length": float(lengths.mean()),
             **{f"time/{call}": longest[call] for call in self.plan.order if call in longest},
             "time/step": seconds,

@@ -148,9 +148,9 @@ def _packed_rows() -> Iterator[None]:
         _packing.reset(token)
 
 
-def _backbone(model: nn.Module) -> Any:
+def _backbone(model: Any) -> Any:
     """The model under a task's head; adapters stay in it."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     return getattr(base, base.base_model_prefix, base)
 
 
@@ -240,7 +240,7 @@ class ScoreHead(RoleHead):
         return {"scores": Ragged(scores[:, 0].float(), one_each)}
 
 
-def _base(model: nn.Module) -> Any:
+def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -324,7 +324,8 @@ def run_training(
             parts.append({name: sums.float().cpu() for name, sums in statistics.items()})
         else:  # the mesh's collectives need this rank's step; it adds nothing
             out = head(_nothing(samples).to(device))
-            value = sum(column.values.sum() for column in out.values() if column.values.requires_grad) * 0.0
+            differentiable = [column.values.sum() for column in out.values() if column.values.requires_grad]
+            value = 0.0 * torch.stack(differentiable).sum()
         backward(value, is_last)
     if not parts:
         return {}

@@ -7,6 +7,7 @@ micro-batch; the loss is already divided by the global number of tokens.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -91,7 +92,7 @@ class ReplicatedEngine:
     def state_dict(self) -> dict[str, Any]:
         """What training goes on from, by parameter name and whatever the layout, so that one plan's state loads under
         another: `parameters[name]` holds `master` (the float32 weights) and each of the optimizer's tensors in the
-        parameter's shape; `steps[name]` its scalars."""
+        parameter's shape; `scalars[name]` the rest."""
         assert self.optimizer is not None, "a frozen role has no state"
         parameters: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, dict[str, Any]] = {}
@@ -100,9 +101,10 @@ class ReplicatedEngine:
                 slots = self.optimizer.state.get(parameter, {})
                 full = {key: cell for key, cell in slots.items() if torch.is_tensor(cell) and cell.dim()}
                 parameters[name] = {
-                    key: cell.detach().float().cpu() for key, cell in {**full, "master": parameter}.items()
+                    key: cell.detach().to("cpu", torch.float32, copy=True)
+                    for key, cell in {**full, "master": parameter}.items()
                 }
-                scalars[name] = {key: cell for key, cell in slots.items() if key not in full}
+                scalars[name] = copy.deepcopy({key: cell for key, cell in slots.items() if key not in full})
         return {"version": self.version, "parameters": parameters, "scalars": scalars}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,7 +112,7 @@ class ReplicatedEngine:
         for name, parameter in self.head.model.named_parameters():
             if name not in state["parameters"]:
                 continue
-            slots = {key: cell.to(parameter.device) for key, cell in state["parameters"][name].items()}
+            slots = {key: cell.to(parameter, copy=True) for key, cell in state["parameters"][name].items()}
             parameter.data.copy_(slots.pop("master"))
             slots |= {k: c.clone() if torch.is_tensor(c) else c for k, c in state["scalars"][name].items()}
             if slots:

@@ -131,7 +131,9 @@ class VLLMEngine:
         if cores is not None and devices is not None:
             raise EngineError(f"{self.name}: both cpu_cores and cuda_devices are given; an engine has one kind.")
         if cores is not None and (not cores or len(cores) % tp):
-            raise EngineError(f"{self.name}: {len(cores)} cores cannot be divided among {tp} processes; give a multiple.")
+            raise EngineError(
+                f"{self.name}: {len(cores)} cores cannot be divided among {tp} processes; give a multiple."
+            )
         if devices is not None and len(devices) != tp:
             raise EngineError(f"{self.name}: {len(devices)} GPUs for tensor_parallel_size {tp}; give one for each.")
         try:

@@ -98,7 +98,9 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
                 if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < info.load_numel_total:
                     missing.add(f"part of {name}")
             finalize_layerwise_reload(self.model, self.model_config)
-            for layer in _tied_layers(self.model):  # a tied head got no weights, so the CPU's packed copy is the old one
+            for layer in _tied_layers(
+                self.model
+            ):  # a tied head got no weights, so the CPU's packed copy is the old one
                 layer.quant_method.process_weights_after_loading(layer)
             if missing and self.problem is None:
                 self.problem = f"no bucket held {', '.join(sorted(missing)[:8])} ({len(missing)} in all)."

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,10 +69,10 @@ def _full_bytes(parameter: nn.Parameter) -> int:
 
 def _plain(model: nn.Module) -> Iterator[_Weight]:
     for name, parameter in model.named_parameters():
-        yield _Weight(name, (parameter,), lambda p=parameter: p.detach())
+        yield _Weight(name, (parameter,), parameter.detach)
 
 
-def _weights(model: nn.Module) -> Iterator[_Weight]:
+def _weights(model: Any) -> Iterator[_Weight]:
     if not hasattr(model, "get_base_model"):
         yield from _plain(model)
         return
@@ -82,12 +83,12 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
         owner = next((layer for layer in tuned if name.startswith(f"{layer}.")), None)
         if owner is None:
             if (kept := _saved_name(name, model.active_adapters)) is not None:
-                yield _Weight(kept, (parameter,), lambda p=parameter: p.detach())
+                yield _Weight(kept, (parameter,), parameter.detach)
         elif name.startswith(f"{owner}.base_layer."):
             layer = tuned[owner]
             clean = _clean(name.replace(".base_layer.", "."))
             others = tuple(p for p in layer.parameters() if p is not parameter)
-            yield _Weight(clean, (parameter, *others), lambda p=parameter, m=layer: _merged(p, m))
+            yield _Weight(clean, (parameter, *others), partial(_merged, parameter, layer))
 
 
 def _merged(parameter: nn.Parameter, layer: Any) -> Tensor:

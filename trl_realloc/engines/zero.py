@@ -127,9 +127,7 @@ class ZeroEngine:
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         self.engine.eval()
-        return run_forward(
-            self._call, samples, micro_batch_tokens, self.group, self.device, in_step=self.stage == 3
-        )
+        return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, in_step=self.stage == 3)
 
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: float
@@ -182,8 +180,9 @@ class ZeroEngine:
                 safe_set_full_fp32_param(parameter, value)
                 with self._gather([parameter], modifier_rank=self.group.ranks[0]):
                     parameter.data.copy_(value)
-        scalars = next(iter(state["scalars"].values()), {})
-        for flat in self._flat_states():  # one step count for a partition of many parameters, which is the same for all
+        # one step count for a partition of many parameters: it is the same for all of them
+        scalars: dict[str, Any] = next(iter(state["scalars"].values()), {})
+        for flat in self._flat_states():
             flat.update({key: cell.clone() if torch.is_tensor(cell) else cell for key, cell in scalars.items()})
         self.version = state["version"]
 

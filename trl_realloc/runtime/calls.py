@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,13 +106,13 @@ def reward_forward(placement: Placement, rules: Rules, samples: Rollouts, rows: 
     """`scores`, the weighted sum, and `reward/<name>` for each that makes it up, where there are several."""
     positions = share(placement, "reward.forward", samples.lengths.tolist())
     mine = samples.select(positions)
+    budget = placement.budget("reward.forward")
     scorers: list[Scorer] = [
-        ModelReward(
-            source.name, lambda s, e=engine: e.forward(s, placement.budget("reward.forward")), source.processing_class
-        )
+        ModelReward(source.name, partial(engine.forward, micro_batch_tokens=budget), source.processing_class)
         for source, engine in placement.reward_models
     ]
-    scorers += rules.functions if len(mine) else []  # models may be sharded: they run with no sample too
+    if len(mine):  # the models, which may be sharded, run with no sample too
+        scorers += rules.functions
     weights = [rules.reward_weights[scorer.name] for scorer in scorers]
     scores, table = weighted_scores(
         scorers, weights, mine, lambda: decode(mine, [rows[at] for at in positions], rules.processing_class)
@@ -122,18 +123,16 @@ def reward_forward(placement: Placement, rules: Rules, samples: Rollouts, rows: 
     return Rollouts(index=mine.tensor("index"), scores=scores, **each)
 
 
-def train(placement: Placement, rules: Rules, samples: Rollouts, call: str, step: int, learning_rate: float) -> Rollouts:
+def train(
+    placement: Placement, rules: Rules, samples: Rollouts, call: str, step: int, learning_rate: float
+) -> Rollouts:
     """All epochs and mini-batches of one role's training. Returns every sample's statistics of every optimizer step,
     `update` (which step) beside `index` (which sample)."""
     settings = rules.settings
     is_actor = placement.plan.graph.call(call).role is Role.ACTOR
     engine = placement.actor if is_actor else placement.critic
     assert engine is not None
-    loss = (
-        ppo.PolicyLoss(settings.cliprange)
-        if is_actor
-        else ppo.ValueLoss(settings.cliprange_value, settings.vf_coef)
-    )
+    loss = ppo.PolicyLoss(settings.cliprange) if is_actor else ppo.ValueLoss(settings.cliprange_value, settings.vf_coef)
     parts = []
     for update, (batch, weights) in enumerate(updates(samples, rules, step)):
         batch = batch.plus(policy_weight=weights.policy, value_weight=weights.value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -79,7 +80,8 @@ class Executor:
         for name in names:
             if self._takes_part(name):
                 inputs = self._inputs(name, batch.prompts)
-                self._perform(name, step, lambda n=name, i=inputs: self._run(n, i, batch, step, learning_rates, sampling))
+                work = partial(self._run, name, inputs, batch, step, learning_rates, sampling)
+                self._perform(name, step, work)
         return self._finish(batch, step, names, known or {})
 
     def _takes_part(self, name: str) -> bool:

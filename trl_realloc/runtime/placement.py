@@ -123,7 +123,7 @@ class Placement:
         return self._groups[self.plan.mesh(call)]
 
     def budget(self, call: str) -> int:
-        """Most tokens of one of the call's forwards: the plan's, or room for the config's number of longest samples."""
+        """Most tokens of one forward of the call: the plan's, or room for the config's number of longest samples."""
         tokens = self.plan[call].strategy.micro_batch_tokens
         trains = self.plan.graph.call(call).trains
         samples = self.options.train_batch_size if trains else self.options.forward_batch_size
@@ -225,7 +225,13 @@ class Placement:
         else:
             alone = self._groups[DeviceMesh(self.rank, 1)].group
             engine = ZeroEngine(
-                head, group, options.device, stage=assignment.strategy.zero_stage, alone=alone, config=options.deepspeed, **shared
+                head,
+                group,
+                options.device,
+                stage=assignment.strategy.zero_stage,
+                alone=alone,
+                config=options.deepspeed,
+                **shared,
             )
         self._stack.callback(engine.close)
         if assignment.offload and not trains:
@@ -265,9 +271,7 @@ def _make_groups(plan: ExecutionPlan, rank: int) -> tuple[dict[DeviceMesh, MeshG
         return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    groups = {
-        mesh: MeshGroup(tuple(mesh.devices), rank, dist.new_group(list(mesh.devices)), device) for mesh in meshes
-    }
+    groups = {mesh: MeshGroup(tuple(mesh.devices), rank, dist.new_group(list(mesh.devices)), device) for mesh in meshes}
     return groups, dist.new_group(backend="gloo")
 
 

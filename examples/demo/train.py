@@ -1,0 +1,65 @@
+"""The demo's training: PPO from a recipe, as one would write it for models and data of one's own.
+
+accelerate launch --config_file recipes/demo/accelerate.yaml examples/demo/train.py --config recipes/demo/ppo.yaml
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import load_from_disk
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from trl_realloc import PPOConfig, PPOTrainer
+from trl_realloc.callbacks import MetricsWriter
+from trl_realloc.cli import plan_table
+from trl_realloc.recipe import parse_recipe, run
+
+
+@dataclass
+class DemoArguments:
+    """What the demo reads besides `PPOConfig`.
+
+    Args:
+        dataset_path: a dataset on disk with a `prompt` column and the splits `train` and `test`.
+    """
+
+    dataset_path: str = field(metadata={"help": "A dataset on disk with a `prompt` column."})
+
+
+def main() -> None:
+    script, args = parse_recipe((DemoArguments, PPOConfig))
+    tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path, padding_side="left")
+    prompts = load_from_disk(script.dataset_path)
+    folder = Path(args.output_dir)
+    trainer = PPOTrainer(
+        args=args,
+        processing_class=tokenizer,
+        model=args.sft_model_path,
+        ref_model=None,
+        reward_model=args.reward_model_path,
+        value_model=args.reward_model_path,  # a critic that starts from the reward model knows what is valued
+        train_dataset=prompts["train"],
+        eval_dataset=prompts["test"],
+        callbacks=[MetricsWriter(folder / "metrics.jsonl")],
+    )
+    speaks = trainer.accelerator.is_main_process
+    if speaks:
+        Console().print(plan_table(trainer.plan))
+        trainer.plan.save(folder / "plan.yaml")
+    before = trainer.generate_completions(sampling=True)
+    trainer.train()
+    after = trainer.generate_completions(sampling=True)
+    trainer.save_model()
+    if speaks:
+        trainer.timeline.save(folder / "timeline.json")
+        completions: dict[str, list[dict[str, Any]]] = {"before": before, "after": after}
+        (folder / "completions.json").write_text(json.dumps(completions, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run(main)
