@@ -17,6 +17,8 @@ from trl_realloc.planner.presets import PRESETS, flatten, interleave
 def test_a_preset_is_written_as_a_plan_that_runs(
     preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["plan", preset, "--devices", "1"]) == 0
+    assert ExecutionPlan.from_yaml(capsys.readouterr().out) == PRESETS[preset](Cluster(1, 1))
     assert main(["plan", preset, "--devices", "6", "--nodes", "2"]) == 0
     printed = ExecutionPlan.from_yaml(capsys.readouterr().out)
     assert printed == PRESETS[preset](Cluster(2, 3))
@@ -44,9 +46,7 @@ def test_a_plan_is_shown_as_a_table_with_a_row_for_each_call(
         assert main(command) == 0
         out = capsys.readouterr().out
         assert "interleave: 1 node of 4 devices" in out
-        rows = {
-            cells[1]: cells for line in out.splitlines() if len(cells := [c.strip() for c in line.split("│")]) == 7
-        }
+        rows = {cells[1]: cells for line in out.splitlines() if len(cells := [c.strip() for c in line.split("│")]) == 7}
         assert list(rows) == list(plan.order)
         for name, (_, _, mesh, engine, strategy, offload, _) in rows.items():
             assert (mesh, engine) == (str(plan.mesh(name)), plan[name].engine)

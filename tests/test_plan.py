@@ -49,7 +49,8 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
             mesh, stage = home or (draw(meshes), draw(st.sampled_from(stages)))
             homes[call.role] = mesh, stage
             strategy, engine = ParallelStrategy(mesh.size, zero_stage=stage, micro_batch_tokens=draw(tokens)), "zero"
-        assignments[call.name] = Assignment(mesh, strategy, engine, draw(st.booleans()))
+        frozen = graph.train_call(call.role) is None
+        assignments[call.name] = Assignment(mesh, strategy, engine, frozen and draw(st.booleans()))
     return ExecutionPlan(cluster, assignments, graph, draw(names))
 
 
@@ -203,6 +204,7 @@ def test_a_plan_for_another_world_is_refused_with_both_numbers_and_the_remedies(
         (edited(reward__forward={"mesh": "1-2", "dp": 2}), "the nearest legal mesh is 0-1"),
         (edited(reward__forward={"mesh": "x"}), "reward.forward: a mesh is written as 0-3"),
         (edited(reward__forward={"zero_stage": 2}), "use 0, or 3 to shard its parameters"),
+        (edited(reference__forward={"zero_stage": 1}), "reference.forward: zero_stage 1 shards optimizer state"),
         (edited(reward__forward={"zero_stage": 4}), "zero_stage is 0, 1, 2 or 3, not 4"),
         (edited(reward__forward={"micro_batch_tokens": 0}), "micro_batch_tokens is a number of tokens from 1, not 0"),
         (
@@ -234,6 +236,9 @@ def test_a_plan_for_another_world_is_refused_with_both_numbers_and_the_remedies(
             edited(actor__train={"zero_stage": 3}, actor__generate={"engine": "transformers", "mesh": "0-3", "dp": 4}),
             "its mesh 0-3 must be actor.train's mesh 0-7; or use vllm, or zero_stage 2",
         ),
+        (edited(actor__generate={"micro_batch_tokens": 8}), "engine vllm forms its batches itself; leave micro_batch"),
+        (edited(actor__generate={"offload": True}), "actor.generate: offload is for what frozen roles score with"),
+        (edited(critic__train={"offload": True}), "critic.train: offload is for what frozen roles score with"),
         ("cluster: {nodes: 1, devices_per_node: 2}", "calls has a line for each call"),
         ("cluster: {nodes: 1, devices_per_node: 2}\ncalls: {}", "actor.train is missing; say which mesh"),
         ("calls: {actor.train: 3}", "actor.train: an assignment reads like {mesh: 0-1"),
@@ -293,9 +298,7 @@ def test_a_refused_file_is_named(tmp_path: Path) -> None:
 
 
 @given(plans(), st.data())
-def test_a_plan_with_one_wrong_value_is_refused_and_the_call_is_named(
-    plan: ExecutionPlan, data: st.DataObject
-) -> None:
+def test_a_plan_with_one_wrong_value_is_refused_and_the_call_is_named(plan: ExecutionPlan, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(plan.order))
     right = plan[name]
     degree = data.draw(st.sampled_from(["dp", "tp", "pp"]))

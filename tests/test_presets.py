@@ -80,6 +80,13 @@ def test_a_preset_is_made_for_the_job_and_a_written_plan_must_be_for_it() -> Non
     assert resolve_plan("flatten", Cluster(1, 2)).cluster == Cluster(1, 2)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_generates_with_vllm_and_shards_nothing_where_nothing_is_said(preset: str) -> None:
+    plan = PRESETS[preset](Cluster(1, 4))
+    assert plan == resolve_plan(preset, Cluster(1, 4)) == PRESETS[preset](Cluster(1, 4), generation_engine="vllm")
+    assert {plan[name].strategy.zero_stage for name in plan.order} == {0}
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

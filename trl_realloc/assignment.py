@@ -97,7 +97,7 @@ class ParallelStrategy:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where and how one call runs. `offload` moves its parameters to host memory between its turns.
+    """Where and how one call runs. `offload` moves a frozen role's parameters to host memory between its turns.
 
     Raises:
         PlanError: an engine that does not exist, or a value of the wrong kind.
@@ -175,6 +175,10 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
             f"zero_stage {strategy.zero_stage} shards optimizer state and gradients, which a frozen role has none of; "
             f"use 0, or 3 to shard its parameters."
         )
+    if call.kind is CallKind.GENERATE and strategy.micro_batch_tokens is not None:
+        yield f"engine {engine} forms its batches itself; leave micro_batch_tokens out."
+    if assignment.offload and (trained or call.kind is CallKind.GENERATE):
+        yield "offload is for what frozen roles score with; leave it out (DeepSpeed's own config offloads what trains)."
     if strategy.size != mesh.size:
         inner = 1 if unable else strategy.tp * strategy.pp
         fits = f"dp: {mesh.size // inner}" if mesh.size % inner == 0 else f"dp: {mesh.size}, tp: 1, pp: 1"

@@ -221,7 +221,8 @@ _HEADER = f"""\
 #   mesh: the devices, like 0-3 or 2: whole nodes, or an aligned power-of-two part of one node
 #   engine: {able(CallKind.GENERATE)} to generate, {able(CallKind.TRAIN)} to score and train
 #   dp, tp, pp: data, tensor and pipeline parallel degrees (1 where left out); dp x tp x pp is the mesh's size
-#   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward; offload: to host memory between turns
+#   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward
+#   offload: true moves a frozen role's parameters to host memory between its turns
 """
 
 
