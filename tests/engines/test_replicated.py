@@ -1,0 +1,344 @@
+"""A role replicated on every rank of its mesh: what it says and learns hangs on no micro-batch and no rank."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+from trl_realloc import ppo
+from trl_realloc.engines.forward import PolicyHead, RoleHead, ValueHead, cut
+from trl_realloc.engines.group import MeshGroup
+from trl_realloc.engines.replicated import ReplicatedEngine, set_learning_rate
+from trl_realloc.rollout import Ragged, Rollouts, balance
+
+
+RULES = ppo.PPOSettings(response_length=9)
+POLICY_LOSS, VALUE_LOSS = ppo.PolicyLoss(0.2), ppo.ValueLoss(0.2, 0.1)
+ALONE, CPU = MeshGroup((0,), 0), torch.device("cpu")
+State = dict[str, Tensor]
+
+
+def config(**options: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.2,
+        pad_token_id=0,
+        **options,
+    )
+
+
+def policy_head() -> PolicyHead:
+    torch.manual_seed(0)
+    return PolicyHead(AutoModelForCausalLM.from_config(config()), temperature=0.7)
+
+
+def value_head() -> ValueHead:
+    torch.manual_seed(1)
+    return ValueHead(AutoModelForSequenceClassification.from_config(config(num_labels=1)))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """Steps in proportion to gradients, so that parameters tell them apart."""
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+
+def engine(head: RoleHead, group: MeshGroup = ALONE, optimizer: Any = sgd, **options: Any) -> ReplicatedEngine:
+    return ReplicatedEngine(head, group, CPU, make_optimizer=optimizer, **options)
+
+
+def mini_batch() -> Rollouts:
+    """Eight samples of 3 to 14 tokens after `prepare`, with weights."""
+    g = torch.Generator().manual_seed(0)
+    lengths = [1, 9, 4, 2, 9, 6, 3, 5]
+
+    def drawn(sizes: Sequence[int]) -> Ragged:
+        return Ragged(torch.randn(sum(sizes), generator=g), torch.tensor(sizes))
+
+    def tokens(sizes: Sequence[int]) -> Ragged:
+        return Ragged(torch.randint(1, 50, (sum(sizes),), generator=g), torch.tensor(sizes))
+
+    samples = Rollouts(
+        index=torch.arange(8),
+        prompts=tokens([2, 5, 3, 2, 4, 5, 2, 3]),
+        responses=tokens(lengths),
+        ref_logprobs=drawn(lengths),
+        scores=torch.randn(8, generator=g),
+        has_eos=torch.ones(8, dtype=torch.bool),
+    )
+    samples = samples.plus(
+        logprobs=engine(policy_head(), optimizer=None).forward(samples, 100)["logprobs"],
+        values=engine(value_head(), optimizer=None).forward(samples, 100)["values"],
+    )
+    samples = ppo.prepare(samples, RULES)
+    weights = ppo.sample_weights(samples, RULES)
+    return samples.plus(policy_weight=weights.policy, value_weight=weights.value)
+
+
+@pytest.fixture(scope="module")
+def samples() -> Rollouts:
+    return mini_batch()
+
+
+def state(of: ReplicatedEngine) -> State:
+    return {name: parameter.detach().clone() for name, parameter in of.head.model.named_parameters()}
+
+
+def assert_same(ours: State, expected: State, tolerance: float = 1e-6) -> None:
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=tolerance, atol=tolerance, msg=f"{name}: {{}}".format)
+
+
+def furthest(ours: State, other: State) -> float:
+    return max(float((ours[name] - other[name]).abs().max()) for name in other)
+
+
+# --- scoring ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 15, 30, 1000])
+def test_results_come_in_the_samples_order_whatever_the_micro_batches(samples: Rollouts, budget: int) -> None:
+    for made in (engine(policy_head()), engine(value_head(), optimizer=None)):
+        expected = made.head.eval()(samples)
+        ours = made.forward(samples, budget)
+        assert ours.keys() == expected.keys()
+        for name, column in ours.items():
+            assert column.lengths.tolist() == expected[name].lengths.tolist()
+            torch.testing.assert_close(column.values, expected[name].values.detach(), rtol=1e-5, atol=1e-5)
+            assert not column.values.requires_grad and column.values.dtype == torch.float32
+
+
+def test_scoring_is_without_dropout_and_leaves_the_model_training(samples: Rollouts) -> None:
+    torch.manual_seed(0)
+    made = engine(PolicyHead(AutoModelForCausalLM.from_config(config(attention_dropout=0.5)), 0.7))
+    made.head.train()
+    one, other = (made.forward(samples, 30)["logprobs"].values for _ in range(2))
+    assert torch.equal(one, other) and made.head.training
+    with made.whole_model() as model:
+        assert not model.training
+    assert made.head.training
+
+
+def test_a_frozen_role_has_no_gradients_and_is_not_trained(samples: Rollouts) -> None:
+    frozen = engine(policy_head(), optimizer=None)
+    assert not any(p.requires_grad for p in frozen.head.parameters())
+    with pytest.raises(AssertionError, match="frozen role was asked to train"):
+        frozen.train(samples, POLICY_LOSS, 100, 0.1)
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_head,loss", [(policy_head, POLICY_LOSS), (value_head, VALUE_LOSS)])
+def test_no_budget_changes_what_is_learned_or_reported(
+    samples: Rollouts, make_head: Callable[[], RoleHead], loss: ppo.TokenLoss
+) -> None:
+    whole = engine(make_head())
+    before = state(whole)
+    expected = whole.train(samples, loss, 1000, learning_rate=1.0)
+    assert furthest(state(whole), before) > 1e-2
+    for budget in (1, 15, 30):
+        made = engine(make_head())
+        statistics = made.train(samples, loss, budget, learning_rate=1.0)
+        assert_same(state(made), state(whole))
+        assert statistics.keys() == expected.keys()
+        for name, sums in statistics.items():
+            assert sums.shape == (8,) and not sums.requires_grad
+            torch.testing.assert_close(sums, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_is_the_gradient_times_the_learning_rate(samples: Rollouts) -> None:
+    made = engine(value_head())
+    by_hand = copy.deepcopy(made.head).train()
+    VALUE_LOSS(by_hand(samples), samples)[0].backward()
+    made.train(samples, VALUE_LOSS, 30, learning_rate=0.5)
+    expected = {n: (p - 0.5 * p.grad).detach() for n, p in by_hand.model.named_parameters() if p.grad is not None}
+    assert_same(state(made), expected)
+    assert made.version == 1 and all(p.grad is None for p in made.head.parameters())
+
+
+def test_gradients_are_clipped_by_their_global_norm(samples: Rollouts) -> None:
+    free, loose, tight = (engine(value_head(), max_grad_norm=norm) for norm in (0.0, 1e3, 1e-3))
+    before = state(free)
+    for made in (free, loose, tight):
+        made.train(samples, VALUE_LOSS, 30, learning_rate=1.0)
+    assert_same(state(loose), state(free))
+    moved = torch.cat([(state(tight)[name] - before[name]).flatten() for name in before])
+    assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_parameter_groups_keep_their_ratio_to_the_learning_rate() -> None:
+    a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    groups: list[dict[str, Any]] = [{"params": [a]}, {"params": [b], "lr_ratio": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_computes_roughly_and_keeps_float32_parameters(samples: Rollouts, dtype: torch.dtype) -> None:
+    precise, rough = engine(value_head()), engine(value_head(), compute_dtype=dtype)
+    values = rough.forward(samples, 30)["values"].values
+    expected = precise.forward(samples, 30)["values"].values
+    assert values.dtype == torch.float32 and not torch.equal(values, expected)
+    torch.testing.assert_close(values, expected, rtol=0.1, atol=0.1)
+    before = state(rough)
+    for made in (precise, rough):
+        made.train(samples, VALUE_LOSS, 30, learning_rate=1.0)
+    assert all(p.dtype == torch.float32 for p in rough.head.parameters())
+    assert furthest(state(rough), state(precise)) < 0.1 * furthest(state(precise), before)
+
+
+def test_adapters_learn_and_their_base_does_not(samples: Rollouts) -> None:
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    base = AutoModelForCausalLM.from_config(config())
+    model = get_peft_model(copy.deepcopy(base), lora)
+    made = engine(PolicyHead(model, 0.7))
+    assert made.head.packed
+    before = state(made)
+    with model.disable_adapter():
+        reference = made.forward(samples, 30)["logprobs"].values
+    torch.testing.assert_close(reference, engine(PolicyHead(base, 0.7)).forward(samples, 30)["logprobs"].values)
+    assert furthest({"": made.forward(samples, 30)["logprobs"].values}, {"": reference}) > 1e-2
+    made.train(samples, POLICY_LOSS, 30, learning_rate=1.0)
+    for name, tensor in state(made).items():
+        assert torch.equal(tensor, before[name]) == ("lora_" not in name), name
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_exported_is_what_was_learned(samples: Rollouts) -> None:
+    made = engine(policy_head())
+    before = {name: tensor.clone() for bucket in made.export() for name, tensor in bucket}
+    made.train(samples, POLICY_LOSS, 30, learning_rate=1.0)
+    after = {name: tensor.clone() for bucket in made.export(bucket_bytes=1000) for name, tensor in bucket}
+    assert_same(after, state(made), tolerance=0)
+    assert furthest(after, before) > 1e-2
+
+
+def test_training_goes_on_from_a_saved_state_as_if_never_stopped(samples: Rollouts, tmp_path: Path) -> None:
+    made = engine(value_head(), optimizer=adamw)
+    for _ in range(2):
+        made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    torch.save(made.state_dict(), tmp_path / "state.pt")
+    made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    fresh = engine(value_head(), optimizer=adamw)
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert fresh.version == 2
+    fresh.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    assert_same(state(fresh), state(made), tolerance=0)
+
+
+def test_a_saved_state_stays_what_it_was(samples: Rollouts) -> None:
+    made, other = engine(value_head(), optimizer=adamw), engine(value_head(), optimizer=adamw)
+    made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    saved, then = made.state_dict(), state(made)
+    made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    other.load_state_dict(saved)
+    assert_same(state(other), then, tolerance=0)
+    other.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    assert_same(state(other), state(made), tolerance=0)
+    assert_same(saved["parameters"]["score.weight"], made_again(samples)["score.weight"], tolerance=0)
+
+
+def made_again(samples: Rollouts) -> dict[str, State]:
+    made = engine(value_head(), optimizer=adamw)
+    made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    parameters: dict[str, State] = made.state_dict()["parameters"]
+    return parameters
+
+
+def test_a_bfloat16_role_goes_on_from_a_saved_state(samples: Rollouts) -> None:
+    one, other = (engine(value_head().to(torch.bfloat16), optimizer=adamw) for _ in range(2))
+    one.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    other.load_state_dict(one.state_dict())
+    for made in (one, other):
+        made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    assert_same(state(other), state(one), tolerance=0)
+
+
+# --- several ranks ------------------------------------------------------------------------------------------------
+
+
+DEALS = {"even": None, "one rank has nothing": [list(range(8)), []], "unlike": [[1, 4], [0, 2, 3, 5, 6, 7]]}
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        group = MeshGroup((0, 1), rank, dist.group.WORLD)
+        samples = mini_batch()
+        out: dict[str, Any] = {}
+        for name, deal in DEALS.items():
+            mine = samples.select((deal or balance(samples.lengths.tolist(), 2))[rank])
+            made = engine(value_head(), group, max_grad_norm=0.5)
+            statistics = made.train(mine, VALUE_LOSS, 15, learning_rate=1.0)
+            own = cut(mine, 15, ALONE, in_step=False)
+            in_step = cut(mine, 15, group, in_step=True)
+            out[name] = {
+                "index": mine.tensor("index"),
+                "state": state(made),
+                "statistics": statistics,
+                "own": own,
+                "in_step": in_step,
+            }
+        torch.save(out, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    job = torch.multiprocessing.spawn(_rank, (str(folder),), nprocs=2, join=False)
+    deadline = time.monotonic() + 120
+    try:
+        while not job.join(timeout=1):
+            assert time.monotonic() < deadline, "two ranks did not finish in 120 s"
+    finally:
+        for process in job.processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("deal", DEALS)
+def test_two_ranks_learn_what_one_learns(deal: str, two_ranks: list[dict[str, Any]], samples: Rollouts) -> None:
+    alone = engine(value_head(), max_grad_norm=0.5)
+    expected = alone.train(samples, VALUE_LOSS, 1000, learning_rate=1.0)
+    for rank in two_ranks:
+        assert_same(rank[deal]["state"], state(alone))
+        for name, sums in rank[deal]["statistics"].items():
+            torch.testing.assert_close(sums, expected[name][rank[deal]["index"]], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("deal", DEALS)
+def test_ranks_in_step_make_the_same_number_of_micro_batches(deal: str, two_ranks: list[dict[str, Any]]) -> None:
+    most = max(len(rank[deal]["own"]) for rank in two_ranks)
+    for rank in two_ranks:
+        own, in_step = rank[deal]["own"], rank[deal]["in_step"]
+        assert len(in_step) == most
+        assert [batch for batch in in_step if batch] == own  # so the budget is kept
