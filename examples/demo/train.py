@@ -12,10 +12,10 @@ from typing import Any
 
 from datasets import load_from_disk
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 
 from trl_realloc import PPOConfig, PPOTrainer
-from trl_realloc.callbacks import MetricsWriter
+from trl_realloc.callbacks import CompactProgress, MetricsWriter
 from trl_realloc.cli import plan_table
 from trl_realloc.recipe import parse_recipe, run
 
@@ -47,6 +47,9 @@ def main() -> None:
         eval_dataset=prompts["test"],
         callbacks=[MetricsWriter(folder / "metrics.jsonl")],
     )
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(CompactProgress())
     speaks = trainer.accelerator.is_main_process
     if speaks:
         Console().print(plan_table(trainer.plan))

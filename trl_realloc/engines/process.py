@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 
-# What a launcher (torchrun, accelerate, DeepSpeed) tells its ranks. A child that reads these believes that it is a rank:
+# What a launcher (torchrun, accelerate, DeepSpeed) tells its ranks. A child that reads these believes it is a rank:
 # with TORCHELASTIC_USE_AGENT_STORE alone, vLLM waits for a store that never comes.
 _LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _LAUNCHER_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "OMP_", "GOMP_", "KMP_")
@@ -37,8 +37,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """Tie this rank to `torchrun` or `accelerate launch`, if one started it: killed with -9, a launcher ends nobody, and
-    its ranks would train on with nobody to stop them."""
+    """Tie this rank to `torchrun` or `accelerate launch`, if one started it: killed with -9, a launcher ends nobody,
+    and its ranks would train on with nobody to stop them."""
     if os.path.exists("/proc/self") and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         die_with_parent(os.getppid())
 
@@ -90,7 +90,7 @@ def spawn(
 
 
 def session_members(session: int) -> list[int]:
-    """The living processes of a session (that of a spawned child is its pid); zombies have ended and are not counted."""
+    """The living processes of a session (that of a spawned child is its pid); zombies have ended and do not count."""
     members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

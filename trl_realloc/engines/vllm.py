@@ -126,7 +126,7 @@ class VLLMEngine:
         """Refuse what cannot start; the vocabulary's size where the config tells it."""
         if not is_vllm_available():
             raise EngineError(
-                f"{self.name}: vLLM is not installed. Install trl_realloc[vllm], or set generation_engine='transformers'."
+                f"{self.name}: vLLM is not installed; install trl_realloc[vllm] or set generation_engine='transformers'."
             )
         if cores is not None and devices is not None:
             raise EngineError(f"{self.name}: both cpu_cores and cuda_devices are given; an engine has one kind.")

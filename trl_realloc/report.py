@@ -1,0 +1,182 @@
+"""What a run did, for a person: did the reward rise, where the time went, what the policy says before and after.
+
+Reads metrics as `MetricsWriter` writes them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+SCORES = "objective/scores"
+CLEARLY = 3.0  # standard errors of the difference
+
+
+def load_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file that are of updates, by step."""
+    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return sorted((row for row in rows if SCORES in row), key=lambda row: row["step"])
+
+
+@dataclass(frozen=True)
+class RewardSummary:
+    """Mean and standard error of the mean score over the first and over the last updates."""
+
+    updates: int
+    window: int
+    first: float
+    first_error: float
+    last: float
+    last_error: float
+
+    @property
+    def rise(self) -> float:
+        return self.last - self.first
+
+    @property
+    def rose_clearly(self) -> bool:
+        """The rise is more than three standard errors of the difference."""
+        return self.rise > CLEARLY * math.hypot(self.first_error, self.last_error)
+
+
+def reward_summary(rows: Sequence[Mapping[str, Any]], key: str = SCORES, window: int = 5) -> RewardSummary:
+    """Raises:
+    ValueError: fewer than two windows of updates.
+    """
+    scores = [float(row[key]) for row in rows]
+    if len(scores) < 2 * window:
+        raise ValueError(f"a first and a last {window} updates need {2 * window}, there are {len(scores)}.")
+    (first, first_error), (last, last_error) = _mean(scores[:window]), _mean(scores[-window:])
+    return RewardSummary(len(scores), window, first, first_error, last, last_error)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    return fmean(values), stdev(values) / math.sqrt(len(values))
+
+
+def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Mean seconds per update of each call, and its share of the whole update (calls side by side overlap)."""
+    whole = fmean(row["time/step"] for row in rows)
+    names = [key for key in rows[0] if key.startswith("time/") and key != "time/step"]
+    means = {name.removeprefix("time/"): fmean(row.get(name, 0.0) for row in rows) for name in names}
+    return {name: (seconds, seconds / whole) for name, seconds in means.items()}
+
+
+def reward_curve(rows: Sequence[Mapping[str, Any]], path: str | Path, window: int = 5) -> None:
+    """The score of every update and its running mean, as a picture in the format of the path's suffix."""
+    from matplotlib.figure import Figure
+
+    steps = [row["step"] for row in rows]
+    scores = [float(row[SCORES]) for row in rows]
+    running = [fmean(scores[max(0, at + 1 - window) : at + 1]) for at in range(len(scores))]
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, scores, "o", markersize=3, color="#9db4c8", label="mean score of the update")
+    axes.plot(steps, running, color="#1f5c99", linewidth=2, label=f"mean of {window} updates")
+    axes.set_xlabel("update")
+    axes.set_ylabel("score")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def reward_table(summary: RewardSummary) -> Table:
+    table = Table("updates", "mean score", "standard error", title="reward", title_justify="left")
+    table.add_row(f"first {summary.window}", f"{summary.first:.3f}", f"{summary.first_error:.3f}")
+    table.add_row(f"last {summary.window}", f"{summary.last:.3f}", f"{summary.last_error:.3f}")
+    table.add_row("rise", f"{summary.rise:+.3f}", "clear" if summary.rose_clearly else "not clear")
+    return table
+
+
+def time_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("call", "seconds per update", "share", title="time by call", title_justify="left")
+    for name, (seconds, share) in call_times(rows).items():
+        table.add_row(name, f"{seconds:.3f}", f"{share:.0%}")
+    whole = fmean(row["time/step"] for row in rows)
+    tokens = fmean(row["tokens/s"] for row in rows)
+    table.add_row("whole update", f"{whole:.3f}", f"{tokens:,.0f} tokens/s")
+    return table
+
+
+def print_summary(rows: Sequence[Mapping[str, Any]], window: int = 5) -> RewardSummary:
+    """Both tables on the terminal."""
+    summary = reward_summary(rows, window=window)
+    console = Console()
+    console.print(reward_table(summary))
+    console.print(time_table(rows))
+    return summary
+
+
+def write_report(
+    folder: str | Path,
+    rows: Sequence[Mapping[str, Any]],
+    plan: str,
+    before: Sequence[Mapping[str, Any]] = (),
+    after: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """`report.md` with the reward and its curve (`reward.png`), the time by call, the plan, and completions of the same
+    prompts (`query`, `model response`, `score`) before and after. Returns its path."""
+    folder = Path(folder)
+    summary = reward_summary(rows)
+    reward_curve(rows, folder / "reward.png")
+    lines = [
+        "# Report",
+        "",
+        f"{summary.updates} updates, {rows[-1].get('episode', 0):,.0f} episodes.",
+        "",
+        "## Reward",
+        "",
+        *_markdown(reward_table(summary)),
+        "",
+        "![the mean score of every update](reward.png)",
+        "",
+        "## Time by call",
+        "",
+        "The longest of the devices, mean over the updates. Calls on disjoint devices overlap.",
+        "",
+        *_markdown(time_table(rows)),
+        "",
+        "## Plan",
+        "",
+        "```yaml",
+        plan.strip(),
+        "```",
+        "",
+    ]
+    if before and after:
+        lines += [
+            "## Completions",
+            "",
+            "| prompt | before | score | after | score |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for old, new in zip(before, after, strict=True):
+            cells = [old["query"], old["model response"], f"{old['score']:.2f}", new["model response"]]
+            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + f" | {new['score']:.2f} |")
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _markdown(table: Table) -> list[str]:
+    """A rich table of plain cells in Markdown, so that terminal and file cannot disagree."""
+    rows = zip(*(list(column.cells) for column in table.columns), strict=True)
+    return [
+        "| " + " | ".join(str(column.header) for column in table.columns) + " |",
+        "|" + " --- |" * len(table.columns),
+        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
+    ]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
