@@ -195,7 +195,10 @@ class VLLMEngine:
             self._mapped[slot] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         for (_, _, _, offset), (_, tensor) in zip(placed, bucket, strict=True):
             place = self._mapped[slot][offset : offset + tensor.nbytes]
-            place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            if tensor.is_cuda:
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            else:  # not by torch: its threads wait for each other, for seconds while two vLLM workers spin on two cores
+                place.numpy()[:] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         return size, placed
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:

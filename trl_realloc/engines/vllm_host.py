@@ -17,6 +17,7 @@ Messages are tuples that begin with a word:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -102,19 +103,23 @@ def build(settings: dict[str, Any]) -> LLM:
     return llm
 
 
-def end_with_workers() -> None:
-    """End this process when one of vLLM's workers ends: vLLM itself would wait for its answer."""
+def tie_to_workers() -> threading.Event:
+    """End this process when one of vLLM's workers ends, for vLLM would wait for its answer; unless the event is set."""
     workers = multiprocessing.active_children()
+    closing = threading.Event()
 
     def watch() -> None:
-        if wait([worker.sentinel for worker in workers]):
-            print(f"vLLM workers ended: {[worker.exitcode for worker in workers]}", file=sys.stderr, flush=True)
+        wait([worker.sentinel for worker in workers])
+        if not closing.is_set():
+            ended = {worker.name: worker.exitcode for worker in workers if not worker.is_alive()}
+            print(f"vLLM's workers ended with exit codes {ended}", file=sys.stderr, flush=True)
             os._exit(1)
 
     if workers:
         threading.Thread(target=watch, daemon=True).start()
     # all have opened what they share; without names, not even a kill of the whole group leaves any of it behind
     unlink_shared_memory([os.getpid(), *(worker.pid for worker in workers if worker.pid)])
+    return closing
 
 
 def load(llm: LLM, channel: Channel, slots: list[int]) -> None:
@@ -192,11 +197,11 @@ def main() -> None:
     channel = Channel(settings["socket"])
     try:
         llm = build(settings)
-        end_with_workers()
+        closing = tie_to_workers()
         channel.send("ready")
-        serve(llm, channel, settings["slots"])
-    except EOFError:
-        pass
+        with contextlib.suppress(EOFError):  # the parent has gone
+            serve(llm, channel, settings["slots"])
+        closing.set()
     except BaseException:
         traceback.print_exc()
         channel.send("failed", traceback.format_exc())

@@ -160,6 +160,7 @@ class ZeroEngine:
         """As `ReplicatedEngine.state_dict`. Collective; every rank has the whole."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+        self._link_slots()
         parameters: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._trained():
             slots = {key: safe_get_full_optimizer_state(parameter, key) for key in self._slot_names()}
@@ -169,22 +170,56 @@ class ZeroEngine:
         return {"version": self.version, "parameters": parameters, "scalars": scalars}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        for name, parameter in self._trained():
-            for key, cell in state["parameters"][name].items():
-                value = cell.to(self.device)
-                if key != "master":
-                    safe_set_full_optimizer_state(parameter, value, key)
-                    continue
-                safe_set_full_fp32_param(parameter, value)
-                with self._gather([parameter], modifier_rank=self.group.ranks[0]):
-                    parameter.data.copy_(value)
+        kinds = {key for cells in state["parameters"].values() for key in cells} - {"master"}
         # one step count for a partition of many parameters: it is the same for all of them
         scalars: dict[str, Any] = next(iter(state["scalars"].values()), {})
-        for flat in self._flat_states():
-            flat.update({key: cell.clone() if torch.is_tensor(cell) else cell for key, cell in scalars.items()})
+        self._make_slots(sorted(kinds), scalars)
+        for name, parameter in self._trained():
+            for key, cell in state["parameters"][name].items():
+                self._set(parameter, None if key == "master" else key, cell.to(self.device))
         self.version = state["version"]
+
+    def _make_slots(self, kinds: Sequence[str], scalars: Mapping[str, Any]) -> None:
+        """The optimizer's state as its first step would make it, for every flat partition of this rank."""
+        zero = self.engine.optimizer
+        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        for flat in flats if kinds else ():
+            slots = zero.optimizer.state[flat]
+            slots.update({key: torch.zeros_like(flat) for key in kinds})
+            slots.update({key: cell.clone() if torch.is_tensor(cell) else cell for key, cell in scalars.items()})
+        self._link_slots()
+
+    def _link_slots(self) -> None:
+        """In stages 1 and 2 a parameter keeps views of its slots. DeepSpeed 0.19.8 makes them after the first step of the
+        first parameter group, when the other groups have no slots yet, and then never again."""
+        zero = self.engine.optimizer
+        if self.stage < 3 and self._slot_names():
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _set(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
+        """This rank's part of a parameter's float32 weights (`key` None) or of one slot, from the whole tensor."""
+        from deepspeed import utils
+
+        if self.stage < 3:
+            if key is None:
+                utils.safe_set_full_fp32_param(parameter, value)
+            else:
+                utils.safe_set_full_optimizer_state(parameter, value, key)
+        else:
+            # DeepSpeed 0.19.8's safe_set_full_* take a partition's offset from its own length, which is wrong for the
+            # last one of a parameter that does not divide; the local setters take what belongs here
+            each = -(-value.numel() // self.group.size)
+            padded = torch.nn.functional.pad(value.flatten(), (0, each * self.group.size - value.numel()))
+            part = padded.narrow(0, each * self.group.index, each)
+            if key is None:
+                utils.safe_set_local_fp32_param(parameter, part[: utils.safe_get_local_fp32_param(parameter).numel()])
+            else:
+                here = utils.safe_get_local_optimizer_state(parameter, key).numel()
+                utils.safe_set_local_optimizer_state(parameter, part[:here], key)
+        if key is None:
+            with self._gather([parameter], modifier_rank=self.group.ranks[0]):
+                parameter.data.copy_(value)
 
     def close(self) -> None:
         self.engine.destroy()
