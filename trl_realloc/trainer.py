@@ -218,6 +218,7 @@ class PPOTrainer(PPOTrainerBase):
         start_time, start_episode = time.time(), self.state.episode
         start_step = self.state.global_step
         self._window: dict[str, list[float]] = defaultdict(list)
+        self._in_pass = False
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         for batch in self._batches():
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
@@ -238,8 +239,12 @@ class PPOTrainer(PPOTrainerBase):
             self._show_completions()
             if self.control.should_training_stop:
                 break
+        if self._in_pass:  # stopped in the middle of it
+            self._end_pass()
         if self._window:
             self._log_window({"lr": rate, "episode": self.state.episode})
+        if args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            checkpoint.load_training_state(self.placement, Path(self.state.best_model_checkpoint))
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
@@ -271,6 +276,7 @@ class PPOTrainer(PPOTrainerBase):
             order = loader.sampler
             if isinstance(order, SeededOrder):
                 order.epoch = step // per_pass
+            self._in_pass = True
             self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
             for at, batch in enumerate(loader):
                 if at < step % per_pass or step >= self.state.max_steps:
@@ -279,7 +285,11 @@ class PPOTrainer(PPOTrainerBase):
                 step += 1
                 if step % per_pass == 0:
                     break
-            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._in_pass = False
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
 
     def _learning_rates(self) -> dict[Role, float]:
         policy = self.lr_scheduler.get_last_lr()[0]

@@ -190,8 +190,8 @@ class ZeroEngine:
         self._link_slots()
 
     def _link_slots(self) -> None:
-        """In stages 1 and 2 a parameter keeps views of its slots. DeepSpeed 0.19.8 makes them after the first step of the
-        first parameter group, when the other groups have no slots yet, and then never again."""
+        """In stages 1 and 2 a parameter keeps views of its slots. DeepSpeed 0.19.8 makes them after the first step of
+        the first parameter group, when the other groups have no slots yet, and then never again."""
         zero = self.engine.optimizer
         if self.stage < 3 and self._slot_names():
             zero._hp_optimizer_states_linked = False

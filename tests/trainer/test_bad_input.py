@@ -1,0 +1,120 @@
+"""What a person can get wrong: one sentence with the value and the remedy, before anything heavy starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from datasets import Dataset
+
+from trl_realloc.engines.vllm import is_vllm_available
+
+
+def _long() -> Dataset:
+    rows = tiny.prompts(64)["prompt"]
+    return Dataset.from_dict({"prompt": [*rows[:10], " ".join(["w5"] * 120), *rows[10:]]})
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a tokenizer without pad token": ({"processing_class": tiny.tokenizer(pad=None)}, {}, "no pad token; set one"),
+    "a prompt beyond the context": ({"train_dataset": _long()}, {}, "row 10 has a prompt longer than the 116 tokens"),
+    "an empty dataset": ({"train_dataset": tiny.prompts(64).select([])}, {}, "train_dataset is empty"),
+    "no dataset": ({"train_dataset": None}, {}, "`train_dataset` is required"),
+    "no prompt column": (
+        {"train_dataset": tiny.prompts().rename_column("prompt", "query")},
+        {},
+        "neither a `prompt` column .* it has 'query'. Rename",
+    ),
+    "an empty prompt": (
+        {"train_dataset": Dataset.from_dict({"input_ids": [[5], []] * 8})},
+        {},
+        "rows 1, 3, 5, 7, 9 and 3",
+    ),
+    "ids of another vocabulary": (
+        {"train_dataset": Dataset.from_dict({"input_ids": [[5, 100]] * 16})},
+        {},
+        "outside the model's vocabulary of 100",
+    ),
+    "a plan for another world": (
+        {},
+        {"plan": {"cluster": {"nodes": 1, "devices_per_node": 2}, "calls": {}}},
+        "actor.generate is missing",
+    ),
+    "a preset's typo": ({}, {"plan": "flaten"}, "flatten"),
+    "a plan file that is not there": ({}, {"plan": "plans/none.yaml"}, "no plan file 'plans/none.yaml'"),
+    "a batch that does not divide": ({}, {"num_mini_batches": 3}, "= 8 episodes do not divide into num_mini_batches 3"),
+    "a batch larger than the dataset": (
+        {"train_dataset": tiny.prompts(4)},
+        {},
+        "4 rows, fewer than the 8 of one batch",
+    ),
+    "a path with no model": ({"model": "./no/such/model"}, {}, "model: cannot read a model from './no/such/model'"),
+    "a reward path with no model": ({"reward_model": "./no/such/model"}, {}, "reward_model: cannot read"),
+    "model and reference the same": ({}, {}, "are the same object"),
+    "no critic": ({"value_model": None}, {}, "value_model is missing"),
+    "a critic with two outputs": ({"value_model": tiny.classifier(num_labels=2)}, {}, "value_model has 2 outputs"),
+    "two stop tokens": ({}, {"stop_token_id": 0}, "stop_token and stop_token_id are both set"),
+    "an unknown estimator": ({}, {"kl_estimator": "k2"}, "kl_estimator must be 'k1' or 'k3', not 'k2'"),
+    "an unknown engine": ({}, {"generation_engine": "sglang"}, "'vllm' or 'transformers', not 'sglang'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_in_a_sentence_before_anything_starts(tmp_path: Path, case: str) -> None:
+    given, changes, sentence = CASES[case]
+    if case == "model and reference the same":
+        model = tiny.policy()
+        given = {"model": model, "ref_model": model}
+    with pytest.raises(ValueError, match=sentence):
+        tiny.trainer(tmp_path, given=given, **changes)
+
+
+def test_a_plan_for_two_processes_is_refused_by_one(tmp_path: Path) -> None:
+    plan = Path(__file__).parents[2] / "recipes" / "plans" / "flatten-2.yaml"
+    with pytest.raises(ValueError, match="for 2 devices .* number of processes is 1; launch with --num_processes 2"):
+        tiny.trainer(tmp_path, plan=str(plan))
+
+
+@pytest.mark.skipif(is_vllm_available(), reason="vLLM is installed here; see the test below for a machine without it")
+def test_vllm_asked_for_but_not_installed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="vLLM is not installed; pip install"):
+        tiny.trainer(tmp_path, generation_engine="vllm")
+
+
+def script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that makes a trainer, in a process that cannot see vLLM."""
+    text = f"""
+import importlib.util, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else found(name, *rest)
+import pathlib, tiny
+from trl_realloc.recipe import parse_recipe, run
+from trl_realloc import PPOConfig
+folder = pathlib.Path({str(folder)!r})
+def main():
+{body}
+run(main)
+"""
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_script_ends_with_one_sentence_and_a_code(tmp_path: Path) -> None:
+    ended = script(tmp_path, "    tiny.trainer(folder, generation_engine='vllm')")
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: generation by vLLM is asked for, but vLLM is not installed; pip install")
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_recipes_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("output_dir: x\nlearning_rat: 1.0e-5\n")
+    ended = script(tmp_path, f"    parse_recipe([PPOConfig], ['--config', {str(recipe)!r}])")
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "no setting 'learning_rat'" in last and "'learning_rate'" in last and str(recipe) in last

@@ -1,0 +1,385 @@
+"""The drop-in is a drop-in: TRL's arguments, names and outputs, and a real `Trainer` behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    TrainerCallback,
+)
+from trl import TrlParser
+
+from trl_realloc import PPOConfig, PPOTrainer
+from trl_realloc.compat import HAS_TRL_PPO
+
+
+needs_trl_ppo = pytest.mark.skipif(not HAS_TRL_PPO, reason="this TRL has no PPO to compare with")
+
+TRL_METRICS = {
+    "eps",
+    "objective/kl",
+    "objective/entropy",
+    "objective/non_score_reward",
+    "objective/rlhf_reward",
+    "objective/scores",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "policy/entropy_avg",
+    "loss/policy_avg",
+    "loss/value_avg",
+    "val/clipfrac_avg",
+    "val/ratio",
+    "val/ratio_var",
+    "val/num_eos_tokens",
+    "lr",
+    "episode",
+    "epoch",
+}
+CALLS = (
+    "actor.generate",
+    "reference.forward",
+    "reward.forward",
+    "critic.forward",
+    "actor.train",
+    "critic.train",
+)
+
+
+@needs_trl_ppo
+def test_the_config_has_every_field_of_trls_in_its_order_with_its_default(tmp_path: Path) -> None:
+    from trl.experimental.ppo import PPOConfig as TheirConfig
+
+    theirs, ours = dataclasses.fields(TheirConfig), dataclasses.fields(PPOConfig)
+    assert [f.name for f in ours][: len(theirs)] == [f.name for f in theirs]
+    by_name = {f.name: f for f in ours}
+    for field in theirs:
+        assert by_name[field.name].default == field.default, field.name
+        assert by_name[field.name].default_factory == field.default_factory, field.name
+    assert isinstance(tiny.arguments(tmp_path), TheirConfig)
+
+
+@needs_trl_ppo
+def test_the_trainer_takes_trls_arguments_in_their_order(tmp_path: Path) -> None:
+    from trl.experimental.ppo import PPOTrainer as TheirTrainer
+
+    theirs = list(inspect.signature(TheirTrainer.__init__).parameters)
+    assert list(inspect.signature(PPOTrainer.__init__).parameters)[: len(theirs)] == theirs
+    assert issubclass(PPOTrainer, TheirTrainer)
+
+
+@pytest.mark.parametrize("plan", ["interleave", "plans/mine.yaml", {"name": "x"}])
+def test_a_recipe_gives_the_plan_by_name_path_or_mapping(tmp_path: Path, plan: object) -> None:
+    import yaml
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "plan": plan, "bf16": False, "report_to": "none"}))
+    (args,) = TrlParser([PPOConfig]).parse_args_and_config(args=["--config", str(recipe)])
+    assert args.plan == plan
+
+
+class Recorder(TrainerCallback):
+    """The names of the events it was told of, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+
+def _record(name: str):
+    def event(self: Recorder, args, state, control, **kwargs):
+        self.events.append(name)
+
+    return event
+
+
+for _event in ("init_end", "train_begin", "train_end", "epoch_begin", "epoch_end", "step_begin", "step_end", "log"):
+    setattr(Recorder, f"on_{_event}", _record(_event))
+for _event in ("evaluate", "save"):
+    setattr(Recorder, f"on_{_event}", _record(_event))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[PPOTrainer, Recorder, Path]:
+    """One run with everything on: four updates, two passes, evaluation, checkpoints."""
+    folder, recorder = tmp_path_factory.mktemp("run"), Recorder()
+    made = tiny.trainer(
+        folder,
+        callbacks=[recorder],
+        given={"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(6)},
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=["tensorboard"],
+        num_sample_generations=1,
+    )
+    made.train()
+    made.save_model()
+    return made, recorder, folder
+
+
+def test_every_metric_of_trls_is_logged_and_the_time_of_every_call(run) -> None:
+    made, _, _ = run
+    row = next(row for row in made.state.log_history if "objective/scores" in row)
+    assert set(row) >= TRL_METRICS | {f"time/{call}" for call in CALLS} | {"tokens/s"}
+    assert all(math.isfinite(value) for value in row.values())
+
+
+def test_all_callbacks_are_told(run) -> None:
+    _, recorder, _ = run
+    assert recorder.events[:2] == ["init_end", "train_begin"] and recorder.events[-1] == "train_end"
+    for event, times in {
+        "step_begin": 4,
+        "step_end": 4,
+        "epoch_begin": 2,
+        "epoch_end": 2,
+        "evaluate": 2,
+        "save": 2,
+    }.items():
+        assert recorder.events.count(event) == times, event
+
+
+def test_the_state_counts_episodes(run) -> None:
+    made, _, _ = run
+    assert made.state.global_step == 4 and made.state.episode == 32 and made.state.epoch == 2.0
+
+
+def test_policy_tokenizer_and_critic_are_saved_as_from_pretrained_reads_them(run) -> None:
+    made, _, folder = run
+    kept = tiny.weights(made)
+    for path in (folder, folder / "checkpoint-4"):
+        saved = AutoModelForCausalLM.from_pretrained(path)
+        assert all(torch.equal(p, kept[f"policy.{n}"]) for n, p in saved.named_parameters())
+        critic = AutoModelForSequenceClassification.from_pretrained(path / "value_model")
+        assert all(torch.equal(p, kept[f"critic.{n}"]) for n, p in critic.named_parameters())
+        assert len(AutoTokenizer.from_pretrained(path)) == tiny.VOCABULARY
+
+
+def test_the_model_card_names_the_method(run) -> None:
+    _, _, folder = run
+    card = (folder / "README.md").read_text()
+    assert "trl-realloc" in card and "ppo" in card
+
+
+def test_tensorboard_has_the_scores(run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, _, folder = run
+    found = next((folder).rglob("events.out.tfevents*"))
+    events = EventAccumulator(str(found.parent))
+    events.Reload()
+    assert any(tag.endswith("objective/scores") for tag in events.Tags()["scalars"])
+
+
+def test_evaluation_reports_the_objectives_and_repeats_itself(run) -> None:
+    made, _, _ = run
+    first, second = made.evaluate(), made.evaluate()
+    assert first["eval_objective/scores"] == second["eval_objective/scores"]
+    parts = made.evaluate({"a": tiny.prompts(3), "b": tiny.prompts(5)})
+    assert {"eval_a_objective/scores", "eval_b_objective/scores"} <= set(parts)
+
+
+def test_completions_are_shown_for_the_evaluation_prompts(run) -> None:
+    made, _, _ = run
+    rows = made.generate_completions()
+    assert len(rows) == 6 and set(rows[0]) == {"query", "model response", "score"}
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tmp_path: Path) -> None:
+    logs = []
+    for at, seed in enumerate((7, 7, 8)):
+        made = tiny.trainer(tmp_path / str(at), seed=seed)
+        made.train()
+        logs.append(tiny.updates(made))
+    assert logs[0] == logs[1] != logs[2]
+
+
+def test_logging_steps_logs_the_mean_over_the_window(tmp_path: Path) -> None:
+    each, both = tiny.trainer(tmp_path / "1"), tiny.trainer(tmp_path / "2", logging_steps=2)
+    each.train()
+    both.train()
+    first, second = tiny.updates(each)
+    (mean,) = tiny.updates(both)
+    assert mean["objective/scores"] == pytest.approx((first["objective/scores"] + second["objective/scores"]) / 2)
+
+
+def test_early_stopping_stops(tmp_path: Path) -> None:
+    made = tiny.trainer(
+        tmp_path,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
+        given={"eval_dataset": tiny.prompts(4)},
+        max_steps=8,
+        learning_rate=0.0,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_objective/scores",
+    )
+    made.train()
+    assert made.state.global_step == 2
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    made = tiny.trainer(
+        tmp_path,
+        given={"eval_dataset": tiny.prompts(4)},
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_objective/kl",
+        greater_is_better=False,
+    )
+    made.train()
+    best = AutoModelForCausalLM.from_pretrained(made.state.best_model_checkpoint)
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1"), "the KL grows with every update"
+    assert all(torch.equal(p, made.policy_model.get_parameter(n)) for n, p in best.named_parameters())
+
+
+def test_max_grad_norm_clips(tmp_path: Path) -> None:
+    """With plain SGD a step's length is the learning rate times the gradient's norm."""
+    lengths = []
+    for limit in (1e-3, 1e9):
+        made = tiny.trainer(tmp_path, max_steps=1, num_ppo_epochs=1, optim="sgd", max_grad_norm=limit)
+        before = {name: tensor.clone() for name, tensor in made.policy_model.named_parameters()}
+        made.train()
+        moved = [made.policy_model.get_parameter(name) - tensor for name, tensor in before.items()]
+        lengths.append(math.sqrt(sum(float((step**2).sum()) for step in moved)))
+    assert lengths[0] == pytest.approx(1e-2 * 1e-3, rel=1e-3) and lengths[1] > 10 * lengths[0]
+
+
+def test_gradient_checkpointing_is_enabled_and_changes_no_number(tmp_path: Path) -> None:
+    logs = []
+    for enabled in (False, True):
+        made = tiny.trainer(tmp_path, gradient_checkpointing=enabled)
+        made.train()
+        assert made.policy_model.is_gradient_checkpointing is enabled
+        logs.append(tiny.updates(made))
+    for plain, checkpointed in zip(*logs, strict=True):
+        assert plain == pytest.approx(checkpointed, rel=1e-4, abs=1e-5)
+
+
+def test_bf16_is_mixed_precision_in_rollouts_as_in_training(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, bf16=True, learning_rate=0.0, max_steps=1)
+    made.train()
+    (row,) = tiny.updates(made)
+    assert made.placement.options.compute_dtype is torch.bfloat16
+    assert all(p.dtype is torch.float32 for p in made.policy_model.parameters())
+    assert row["val/ratio"] == pytest.approx(1.0, abs=5e-3)
+
+
+def test_the_models_generation_config_does_not_leak_into_sampling(tmp_path: Path) -> None:
+    model = tiny.policy()
+    model.generation_config.repetition_penalty = 1.5
+    model.generation_config.top_k = 5
+    made = tiny.trainer(tmp_path, given={"model": model}, learning_rate=0.0, max_steps=1)
+    made.train()
+    (row,) = tiny.updates(made)
+    assert row["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert model.generation_config.repetition_penalty == 1.5
+
+
+@pytest.mark.parametrize(("accumulation", "mini_batches"), [(2, 2), (2, 1), (1, 2)])
+def test_every_mini_batch_of_every_epoch_is_one_optimizer_step(
+    tmp_path: Path, accumulation: int, mini_batches: int
+) -> None:
+    """Also where a pass over the data ends in the middle of the run: 4 updates over 2 batches."""
+    made = tiny.trainer(
+        tmp_path,
+        given={"train_dataset": tiny.prompts(2 * 4 * accumulation)},
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=mini_batches,
+        num_ppo_epochs=2,
+        max_steps=4,
+    )
+    made.train()
+    assert made.placement.actor.version == made.placement.critic.version == 4 * 2 * mini_batches
+
+
+def test_with_pad_equal_to_eos_the_reward_is_read_at_eos_and_eos_is_trained_on(tmp_path: Path) -> None:
+    tokens = tiny.tokenizer(pad="<eos>")
+    seen = []
+
+    def ids(completion_ids: list[list[int]], **columns: object) -> list[float]:
+        seen.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    made = tiny.trainer(
+        tmp_path, given={"processing_class": tokens, "reward_model": [ids, tiny.classifier(5)]}, max_steps=1
+    )
+    taken = {}
+    run = made.executor.run
+    made.executor.run = lambda *a, **k: taken.setdefault("iteration", run(*a, **k))  # keeps what the run returned
+    made.train()
+    samples = taken["iteration"].samples
+    stopped = [row for row in seen if row[-1] == tiny.EOS]
+    assert stopped, "some response must have ended"
+    model = made.placement.reward_models[0][1].head.model
+    for at in range(len(samples)):
+        whole = torch.cat([samples.ragged("prompts")[at], samples.ragged("responses")[at]])
+        hidden = model.model(input_ids=whole[None]).last_hidden_state[0, -1]
+        name = next(key for key in samples if key.startswith("reward/") and key != "reward/ids")
+        assert float(samples.tensor(name)[at]) == pytest.approx(float(model.score(hidden)), abs=1e-5)
+    assert samples.ragged("advantages").lengths.tolist() == samples.ragged("responses").lengths.tolist()
+
+
+def test_the_users_optimizer_and_scheduler_are_used(tmp_path: Path) -> None:
+    model, value = tiny.policy(), tiny.classifier()
+    optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.5, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1**step)
+    made = tiny.trainer(
+        tmp_path, given={"model": model, "value_model": value, "optimizers": (optimizer, scheduler)}, max_steps=2
+    )
+    made.train()
+    assert isinstance(made.placement.actor.optimizer, torch.optim.SGD)
+    assert made.placement.critic.optimizer.defaults["momentum"] == 0.9
+    assert [row["lr"] for row in tiny.updates(made)] == pytest.approx([0.5, 0.05])
+
+
+def test_the_critic_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, learning_rate=1e-3, value_learning_rate=5e-3, lr_scheduler_type="constant")
+    made.train()
+    assert made.placement.actor.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+    assert made.placement.critic.optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+
+
+@pytest.mark.parametrize("kind", ["input_ids", "padded", "conversation", "collator"])
+def test_prompts_in_every_form_give_the_same_run(tmp_path: Path, kind: str) -> None:
+    tokens, plain = tiny.tokenizer(), tiny.prompts(16)
+    texts, collator = plain["prompt"], None
+    if kind == "conversation":
+        data = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
+    elif kind == "padded":
+        data = Dataset.from_dict(dict(tokens(list(texts), padding=True, return_token_type_ids=False)))
+    else:
+        ids = tokens(list(texts), return_token_type_ids=False)["input_ids"]
+        data = Dataset.from_dict({"input_ids": ids})
+        if kind == "collator":
+            collator = lambda rows: tokens.pad(rows, return_tensors="pt")  # noqa: E731
+
+    def constant(completions: list[object], **columns: object) -> list[float]:
+        return [float(at % 3) for at in range(len(completions))]
+
+    runs = []
+    for given in ({"train_dataset": plain}, {"train_dataset": data, "data_collator": collator}):
+        made = tiny.trainer(tmp_path, given={**given, "reward_model": constant})
+        made.train()
+        runs.append(tiny.updates(made))
+    assert runs[0] == runs[1]

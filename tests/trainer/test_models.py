@@ -1,0 +1,78 @@
+"""The four models: by path or loaded, with and without adapters and a reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=32)
+
+
+def test_models_by_path_give_the_run_of_the_loaded_ones(tmp_path: Path) -> None:
+    tiny.policy().save_pretrained(tmp_path / "policy")
+    tiny.classifier().save_pretrained(tmp_path / "critic")
+    runs = []
+    for given in ({}, {"model": str(tmp_path / "policy"), "value_model": str(tmp_path / "critic")}):
+        made = tiny.trainer(tmp_path / "out", given=given)
+        made.train()
+        runs.append(tiny.updates(made))
+    assert runs[0] == runs[1]
+
+
+def test_a_given_reference_is_the_one_the_kl_is_measured_against(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, given={"ref_model": tiny.policy(seed=9)}, learning_rate=0.0, max_steps=1)
+    made.train()
+    assert abs(tiny.updates(made)[0]["objective/kl"]) > 1e-3
+    own = tiny.trainer(tmp_path, learning_rate=0.0, max_steps=1)
+    own.train()
+    assert abs(tiny.updates(own)[0]["objective/kl"]) < 1e-4
+
+
+def test_with_lora_only_the_adapter_trains_and_the_base_is_the_reference(tmp_path: Path) -> None:
+    base = tiny.policy()
+    made = tiny.trainer(tmp_path, given={"model": tiny.policy(), "peft_config": LORA}, max_steps=3)
+    made.train()
+    first, *_, last = tiny.updates(made)
+    assert abs(first["objective/kl"]) < 1e-4 < abs(last["objective/kl"])
+    after = made.policy_model.unload().state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in base.state_dict().items())
+    assert made.placement.reference is None, "no second copy of the model"
+
+
+def test_an_adapter_can_be_loaded_on_its_base(tmp_path: Path) -> None:
+    tiny.policy().save_pretrained(tmp_path / "base")
+    made = tiny.trainer(tmp_path / "out", given={"model": str(tmp_path / "base"), "peft_config": LORA})
+    made.train()
+    made.save_model()
+    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.allclose(saved(ids).logits, made.policy_model.eval()(ids).logits, atol=1e-5)
+
+
+def test_of_two_adapters_one_trains_and_one_is_the_reference(tmp_path: Path) -> None:
+    model = get_peft_model(tiny.policy(), LORA, adapter_name="learns")
+    model.add_adapter("ref", LORA)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.ref" in name:
+                parameter.normal_()
+    made = tiny.trainer(
+        tmp_path, given={"model": model}, model_adapter_name="learns", ref_adapter_name="ref", max_steps=1
+    )
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    made.train()
+    assert abs(tiny.updates(made)[0]["objective/kl"]) > 1e-3
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed and all(".learns." in name for name in changed)
+
+
+def test_dropout_is_off_in_all_models(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, given={"model": tiny.policy(attention_dropout=0.5)}, learning_rate=0.0, max_steps=1)
+    made.train()
+    assert tiny.updates(made)[0]["val/ratio"] == pytest.approx(1.0, abs=1e-5)

@@ -1,0 +1,54 @@
+"""Resuming: a run that was stopped and resumed is the run that was not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+
+from trl_realloc.checkpoint import CheckpointError
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "in the middle of a pass": {"rows": 64},
+    "at the end of a pass": {"rows": 24},
+    "lora": {"rows": 64, "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kind: str) -> None:
+    options = dict(KINDS[kind])
+    given = {"train_dataset": tiny.prompts(options.pop("rows")), **options}
+    changes: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "num_mini_batches": 2}
+    whole = tiny.trainer(tmp_path, given=given, **changes)
+    whole.train()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = tiny.trainer(
+        tmp_path, given={**given, "model": tiny.policy(), "value_model": tiny.classifier()}, **changes
+    )
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.episode == 48
+    assert tiny.updates(resumed) == tiny.updates(whole)
+    kept, made = tiny.weights(whole), tiny.weights(resumed)
+    assert all(torch.equal(kept[name], made[name]) for name in kept)
+
+
+def test_a_checkpoint_without_the_critic_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, save_strategy="steps", save_steps=1)
+    made.train()
+    shutil.rmtree(tmp_path / "checkpoint-2" / "value_model")
+    again = tiny.trainer(tmp_path)
+    with pytest.raises(CheckpointError, match="has no value_model/optimizer.pt"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not again.placement.started
+
+
+def test_resuming_where_there_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        tiny.trainer(tmp_path).train(resume_from_checkpoint=True)

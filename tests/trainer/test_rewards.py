@@ -1,0 +1,121 @@
+"""Rewards as GRPO's users know them, and what a reward may not return."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trl_realloc.rewards import RewardError
+from trl_realloc.runtime.alarm import JobFailed
+
+
+def scores(made: Any) -> float:
+    return tiny.updates(made)[0]["objective/scores"]
+
+
+def train(folder: Path, reward: Any, given: dict[str, Any] | None = None, **changes: Any) -> Any:
+    made = tiny.trainer(folder, given={"reward_model": reward, **(given or {})}, max_steps=1, **changes)
+    made.train()
+    return made
+
+
+def test_a_function_gets_prompts_completions_and_the_datasets_columns(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(prompts: list[str], completions: list[str], completion_ids: Any, answer: list[int]) -> list[float]:
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer)
+        return [float(number) for number in answer]
+
+    data = tiny.prompts(64, answer=[7] * 64)
+    made = train(tmp_path, reward, {"train_dataset": data})
+    assert scores(made) == 7.0
+    assert set(seen["prompts"]) <= set(data["prompt"]) and len(seen["completions"]) == 8
+    assert all("<eos>" not in text for text in seen["completions"])
+    words = [len([i for i in ids if i != tiny.EOS]) for ids in seen["ids"]]
+    assert words == [len(text.split()) for text in seen["completions"]]
+
+
+def test_a_function_may_be_async(tmp_path: Path) -> None:
+    async def reward(completions: list[str], **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [2.5] * len(completions)
+
+    assert scores(train(tmp_path, reward)) == 2.5
+
+
+def test_several_rewards_are_weighted_and_one_may_not_apply(tmp_path: Path) -> None:
+    def sometimes(completions: list[str], **columns: Any) -> list[float | None]:
+        return [None if at % 2 else 4.0 for at in range(len(completions))]
+
+    def always(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    made = train(tmp_path, [sometimes, always], reward_weights=[0.5, 3.0])
+    row = tiny.updates(made)[0]
+    assert row["objective/scores"] == pytest.approx((0.5 * 4.0) / 2 + 3.0)
+    assert row["rewards/sometimes"] == 4.0 and row["rewards/always"] == 1.0
+
+
+def test_a_model_a_path_and_a_function_together(tmp_path: Path) -> None:
+    model = tiny.classifier(3)
+    model.save_pretrained(tmp_path / "reward")
+    both = train(tmp_path, [model, str(tmp_path / "reward"), tiny.short], reward_weights=[1.0, -1.0, 1.0])
+    assert scores(both) == pytest.approx(scores(train(tmp_path, tiny.short)), abs=1e-5)
+
+
+def test_a_model_with_a_tokenizer_of_its_own_reads_the_text(tmp_path: Path) -> None:
+    """Its vocabulary is shifted by one, and has no end of sequence."""
+    words = {"<none>": 0, **{f"w{i}": i + 1 for i in range(2, 99)}, "w99": 99}
+    shifted = Tokenizer(models.WordLevel(words, unk_token="<none>"))
+    shifted.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own = PreTrainedTokenizerFast(tokenizer_object=shifted, pad_token="<none>")
+    seen: list[list[int]] = []
+    model = tiny.classifier(3)
+    forward = model.model.embed_tokens.forward
+    model.model.embed_tokens.forward = lambda ids: seen.append(ids.flatten().tolist()) or forward(ids)
+    train(tmp_path, model, {"reward_processing_classes": own})
+    scored = seen[3:]  # after the three forwards that try whether the model keeps packed samples apart
+    assert scored and all(token == 0 or token >= 3 for call in scored for token in call), "read with the policy's ids"
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (lambda n: [float("nan")] * n, "returned nan for sample 0"),
+        (lambda n: [1.0] * (n - 1), "returned 7 scores for 8 completions"),
+        (lambda n: [None] * n, "returned None for sample 0"),
+        (lambda n: "good", "must return a list of numbers"),
+        (lambda n: 1 / 0, "division by zero"),
+    ],
+)
+def test_a_reward_that_cannot_be_trained_on_is_named_and_nothing_is_trained(
+    tmp_path: Path, returned: Any, sentence: str
+) -> None:
+    def odd(completions: list[str], **columns: Any) -> Any:
+        return returned(len(completions))
+
+    made = tiny.trainer(tmp_path, given={"reward_model": odd})
+    before = {name: tensor.clone() for name, tensor in made.policy_model.named_parameters()}
+    with pytest.raises(JobFailed, match=sentence):
+        made.train()
+    assert all(torch.equal(tensor, made.policy_model.get_parameter(name)) for name, tensor in before.items())
+
+
+def test_a_function_that_asks_for_a_column_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    def reward(completions: list[str], answers: list[int]) -> list[float]:
+        return [0.0]
+
+    with pytest.raises(RewardError, match="takes 'answers'.*can be given prompts, completions, completion_ids, answer"):
+        tiny.trainer(tmp_path, given={"reward_model": reward, "train_dataset": tiny.prompts(64, answer=[1] * 64)})
+
+
+def test_weights_of_another_number_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="reward_weights has 1 entries for 2 rewards"):
+        tiny.trainer(tmp_path, given={"reward_model": [tiny.short, tiny.short]}, reward_weights=[1.0])

@@ -1,0 +1,138 @@
+"""Models, tokenizer and prompts so small that a training run takes a second."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+from trl_realloc import PPOConfig, PPOTrainer
+
+
+PAD, EOS, VOCABULARY = 0, 1, 100
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def tokenizer(pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
+    """One token for each word w2 … w99."""
+    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    whole_words = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    whole_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=whole_words, eos_token="<eos>", padding_side="left")
+    if pad is not None:
+        made.pad_token = pad
+    made.chat_template = TEMPLATE
+    return made
+
+
+def config(**changes: Any) -> LlamaConfig:
+    """Two layers; heads of 32, the least that vLLM's attention has on a CPU."""
+    return LlamaConfig(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 128,
+            "pad_token_id": PAD,
+            "eos_token_id": EOS,
+            "bos_token_id": None,
+            **changes,
+        }
+    )
+
+
+def policy(seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config(**changes))
+
+
+def classifier(seed: int = 1, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    changes = {"num_labels": 1, **changes}
+    return AutoModelForSequenceClassification.from_config(config(**changes))
+
+
+def prompts(rows: int = 64, **columns: Any) -> Dataset:
+    draw = random.Random(0)
+    texts = [" ".join(f"w{draw.randrange(2, VOCABULARY)}" for _ in range(draw.randrange(2, 9))) for _ in range(rows)]
+    return Dataset.from_dict({"prompt": texts, **columns})
+
+
+def short(completions: list[str], **columns: Any) -> list[float]:
+    """A reward that wants three words."""
+    return [-abs(len(text.split()) - 3) / 3 for text in completions]
+
+
+def arguments(folder: Path, **changes: Any) -> PPOConfig:
+    return PPOConfig(
+        output_dir=str(folder),
+        **{
+            "report_to": [],
+            "bf16": False,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "per_device_train_batch_size": 8,
+            "max_steps": 2,
+            "num_ppo_epochs": 2,
+            "stop_token": "eos",
+            "response_length": 12,
+            "temperature": 1.0,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "generation_engine": "transformers",
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+            "num_sample_generations": 0,
+            **changes,
+        },
+    )
+
+
+def trainer(folder: Path, *, callbacks: Any = None, given: dict[str, Any] | None = None, **changes: Any) -> PPOTrainer:
+    """A trainer on the tiny parts; `given` replaces constructor arguments, `changes` are of the config."""
+    parts: dict[str, Any] = {
+        "processing_class": tokenizer(),
+        "model": policy(),
+        "ref_model": None,
+        "reward_model": short,
+        "train_dataset": prompts(),
+        "value_model": classifier(),
+        **(given or {}),
+    }
+    return PPOTrainer(args=arguments(folder, **changes), callbacks=callbacks, **parts)
+
+
+def updates(made: PPOTrainer) -> list[dict[str, float]]:
+    """The logs of the updates, less what time makes differ."""
+    volatile = ("time/", "tokens/s", "eps")
+    return [
+        {key: value for key, value in row.items() if not key.startswith(volatile)}
+        for row in made.state.log_history
+        if "objective/scores" in row
+    ]
+
+
+def weights(made: PPOTrainer) -> dict[str, torch.Tensor]:
+    """Copies of the policy's and the critic's parameters."""
+    engines = {"policy": made.placement.actor, "critic": made.placement.critic}
+    return {
+        f"{role}.{name}": tensor.clone()
+        for role, engine in engines.items()
+        if engine is not None
+        for bucket in engine.export(merged=False)
+        for name, tensor in bucket
+    }
