@@ -128,6 +128,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"rollout", "runtime/placement"},
     "report": {"plan", "timeline"},
     "callbacks": set(),
+    "recipe": {"checkpoint", "config", "data", "models", "rewards", "runtime/alarm"},
     "assembly": {
         "cluster",
         "config",

@@ -5,6 +5,8 @@ States are kept by parameter name, not by partition: a checkpoint made under one
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,25 @@ def save_models(placement: Placement, folder: Path, save_policy: Any) -> None:
     if placement.actor is not None:
         state = _whole_state(placement.actor, placement.group("actor.train").is_leader)
         if state is not None:
-            save_policy(placement.actor.head.model, state, folder)
+            with _writing_here(placement.actor.head.model):
+                save_policy(placement.actor.head.model, state, folder)
     if placement.critic is not None:
         state = _whole_state(placement.critic, placement.group("critic.train").is_leader)
         if state is not None:
             (folder / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
-            placement.critic.head.model.save_pretrained(folder / VALUE_FOLDER, state_dict=state)
+            with _writing_here(placement.critic.head.model):
+                placement.critic.head.model.save_pretrained(folder / VALUE_FOLDER, state_dict=state)
+
+
+@contextlib.contextmanager
+def _writing_here(model: Any) -> Iterator[None]:
+    """Transformers' `save_pretrained` writes on the job's rank 0 alone; a role's first rank may be another."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del base.should_save_on_this_rank
 
 
 def _whole_state(engine: TrainedEngine, writes: bool) -> dict[str, Tensor] | None:

@@ -7,7 +7,7 @@ Messages are tuples that begin with a word:
 
 | from the parent | to the parent |
 | --- | --- |
-| | `ready` once, or `failed` with a traceback at any time, and the end |
+| | `ready` once; `failed` (why) at any time, and the end |
 | `load`, then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
 | `done` after the last | `loaded` (problem or None) |
 | `generate` (requests, sampling) | `samples` (list) and `progress`..., then `generated` |
@@ -74,8 +74,9 @@ class Channel:
 
 
 def build(settings: dict[str, Any]) -> LLM:
-    """The engine, with weights that mean nothing yet."""
-    from vllm import LLM
+    """The engine, with weights that mean nothing yet. Has made one token: some models fail only there, such as those
+    with heads of 16 on the CPU."""
+    from vllm import LLM, SamplingParams
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
 
@@ -100,6 +101,8 @@ def build(settings: dict[str, Any]) -> LLM:
         disable_log_stats=True,
     )
     llm.collective_rpc("draw_by_seed")
+    params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, extra_args={"trl_realloc_seed": 0})
+    llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
     return llm
 
 
@@ -202,9 +205,9 @@ def main() -> None:
         with contextlib.suppress(EOFError):  # the parent has gone
             serve(llm, channel, settings["slots"])
         closing.set()
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        channel.send("failed", traceback.format_exc())
+        channel.send("failed", f"{type(error).__name__}: {error}")
         channel.flush()
         os._exit(1)
     for worker in multiprocessing.active_children():

@@ -1,0 +1,113 @@
+"""Launching ranks: each launch has a time limit and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "trainer"))
+
+
+def _free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return int(door.getsockname()[1])
+
+
+class Job:
+    """One launch of a script in `accelerate launch` (or alone, with one process). All of it is marked by an environment
+    variable, by which whatever it left running is found."""
+
+    def __init__(self, folder: Path, script: str, processes: int, options: dict[str, Any], config: Path | None) -> None:
+        self.folder, self.mark = folder, f"{folder}"
+        command = [sys.executable]
+        if processes > 1 or config is not None:
+            command += ["-m", "accelerate.commands.launch", "--main_process_port", str(_free_port())]
+            command += ["--config_file", str(config)] if config else ["--multi_gpu", "--num_machines", "1"]
+            command += ["--num_processes", str(processes), "--mixed_precision", "no", "--dynamo_backend", "no"]
+        command += [str(HERE / script), str(folder), json.dumps(options)]
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "trainer"), "TRL_REALLOC_TEST_JOB": self.mark}
+        environment["DS_ACCELERATOR"] = "cpu"
+        self.log = (folder / "log.txt").open("w+")
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"the job did not end within {timeout_s} s:\n{self.text()[-3000:]}")
+
+    def text(self) -> str:
+        return Path(self.log.name).read_text(errors="replace")
+
+    def members(self) -> dict[int, str]:
+        """The living processes of this job by pid, with their command lines."""
+        found = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != os.getpid():
+                with contextlib.suppress(OSError):
+                    environment = Path("/proc", entry, "environ").read_bytes()
+                    if f"TRL_REALLOC_TEST_JOB={self.mark}\0".encode() in environment:
+                        found[int(entry)] = Path("/proc", entry, "cmdline").read_text().replace("\0", " ")
+        return found
+
+    def gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.members() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return not self.members()
+
+    def kill(self) -> None:
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Start a script of this folder on so many ranks; ended with the test, however that ends."""
+    jobs = []
+
+    def launch(
+        script: str, processes: int, options: dict[str, Any], name: str = "job", config: Path | None = None
+    ) -> Job:
+        folder = tmp_path / name
+        folder.mkdir()
+        jobs.append(Job(folder, script, processes, options, config))
+        return jobs[-1]
+
+    yield launch
+    for job in jobs:
+        job.kill()
+        job.log.close()
+
+
+@pytest.fixture
+def run(start: Callable[..., Job]) -> Callable[..., Path]:
+    """Start a script and wait for its good end; returns the folder it wrote to."""
+
+    def to_the_end(script: str, processes: int, options: dict[str, Any], name: str, **more: Any) -> Path:
+        job = start(script, processes, options, name, **more)
+        assert job.wait(150) == 0, job.text()[-4000:]
+        return job.folder
+
+    return to_the_end

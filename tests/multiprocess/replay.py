@@ -1,0 +1,77 @@
+"""A rank that feeds one set of rollouts through several plans and writes what each made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import tiny
+import torch
+from safetensors.torch import save_file
+
+from trl_realloc.data import PromptBatch
+from trl_realloc.dataflow import Role
+from trl_realloc.rollout import Ragged, Rollouts
+
+
+def rollouts(n: int) -> Rollouts:
+    """The same on every rank: ragged prompts and responses, two that ended at once, one at the limit."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = [1, 12, 1, *torch.randint(2, 12, (n - 3,), generator=draw).tolist()]
+    prompts = [
+        torch.randint(2, 100, (int(torch.randint(1, 9, (1,), generator=draw)),), generator=draw) for _ in lengths
+    ]
+    responses = [torch.randint(2, 100, (length,), generator=draw) for length in lengths]
+    return Rollouts(
+        index=torch.arange(n), prompts=Ragged.of(prompts, torch.long), responses=Ragged.of(responses, torch.long)
+    )
+
+
+def main() -> None:
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    batch = rollouts(options["samples"])
+    for name, plan in options["plans"].items():
+        made = tiny.trainer(
+            folder,
+            given={"reward_model": tiny.classifier(4), "ref_model": tiny.policy(seed=5)},
+            plan=plan,
+            per_device_train_batch_size=options["samples"] // torch_world(),
+            num_mini_batches=1,
+            # Adam's default epsilon of 1e-8 makes a step of the rounding noise in a gradient that is 0
+            adam_epsilon=1e-4,
+            max_grad_norm=0.5,
+            whiten_rewards=True,
+        )
+        rules = made.executor.rules  # past the config, which wants a process's share to divide
+        settings = replace(rules.settings, num_mini_batches=options["mini_batches"])
+        made.executor.rules = replace(rules, settings=settings)
+        made.placement.start()
+        generated = batch.plus(
+            logprobs=batch.ragged("responses").like(-4.5 + 0.1 * torch.sin(batch.ragged("responses").values.float())),
+            has_eos=batch.ragged("responses").lengths < 12,
+        ).only(("index", "responses", "logprobs", "has_eos"))
+        prompts = PromptBatch(batch.only(("index", "prompts")), [{} for _ in range(len(batch))])
+        rates = {Role.ACTOR: 1e-2, Role.CRITIC: 2e-2}
+        iteration = made.executor.run(prompts, 0, rates, known={"actor.generate": generated})
+        weights = tiny.weights(made)
+        speaks = made.placement.group("actor.train").is_leader
+        roles = {key.split(".")[0] for key in weights}
+        if speaks or made.placement.group("critic.train").is_leader:
+            for role in roles:
+                part = {key: value.contiguous() for key, value in weights.items() if key.startswith(role)}
+                save_file(part, folder / f"{name}.{role}.safetensors")
+        if made.accelerator.process_index == 0:
+            (folder / f"{name}.json").write_text(json.dumps(iteration.metrics))
+        made.accelerator.wait_for_everyone()
+        made.close()
+
+
+def torch_world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+if __name__ == "__main__":
+    main()

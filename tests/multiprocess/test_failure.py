@@ -1,0 +1,77 @@
+"""A failure is every rank's, and nothing outlives its job (contract 5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+# The model never learns to stop in the first update, so a generation of this length takes minutes.
+LONG: dict[str, Any] = {
+    "generation_engine": "vllm",
+    "per_device_train_batch_size": 32,
+    "response_length": 100,
+    "stop_token": None,
+    "max_steps": 2000,
+    "learning_rate": 0.0,
+}
+REPORTED_WITHIN_S = 30.0  # every rank says why
+GONE_WITHIN_S = 20.0  # and then nothing is left
+
+
+def test_a_reward_that_fails_on_one_rank_fails_on_all_and_nothing_is_trained(start: Callable[..., Any]) -> None:
+    job = start("train.py", 2, {"fails_on_rank": 1})
+    begun = time.monotonic()
+    assert job.wait(90) != 0
+    sentence = "reward.forward failed on rank 1: reward function '<lambda>' returned nan for sample"
+    assert job.text().count(f"JobFailed: {sentence}") == 2, job.text()[-3000:]
+    for rank in (0, 1):
+        assert json.loads((job.folder / f"failed-{rank}.json").read_text()) == {"unchanged": True}
+    assert time.monotonic() - begun < 60 and job.gone_within(GONE_WITHIN_S)
+
+
+def wait_for_generation(job: Any, engines: int) -> list[int]:
+    """The pids of the engines, once they work on a run."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        hosts = [pid for pid, command in job.members().items() if "vllm_host" in command]
+        if len(hosts) >= engines and "objective/scores" in job.text():
+            return hosts
+        assert job.process.poll() is None, job.text()[-3000:]
+        time.sleep(0.2)
+    pytest.fail(f"no generation after 90 s:\n{job.text()[-3000:]}")
+
+
+@pytest.mark.vllm
+def test_an_engine_killed_in_mid_run_is_reported_on_every_rank_and_nothing_stays(start: Callable[..., Any]) -> None:
+    shared_before = set(os.listdir("/dev/shm"))
+    job = start("train.py", 2, LONG)
+    hosts = wait_for_generation(job, 2)
+    os.kill(hosts[0], signal.SIGKILL)
+    assert job.wait(REPORTED_WITHIN_S + GONE_WITHIN_S) != 0
+    text = job.text()
+    reasons = [line for line in text.splitlines() if "SIGKILL" in line and "actor.generate engine" in line]
+    for rank in (0, 1):
+        assert any(f"[rank{rank}]" in line for line in reasons), text[-4000:]
+    assert job.gone_within(GONE_WITHIN_S), job.members()
+    assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_with_its_launcher_the_whole_job_ends(start: Callable[..., Any], how: signal.Signals) -> None:
+    shared_before = set(os.listdir("/dev/shm"))
+    job = start("train.py", 2, LONG)
+    wait_for_generation(job, 2)
+    os.kill(job.process.pid, how)
+    job.process.wait(60)
+    assert job.gone_within(40 if how is signal.SIGTERM else GONE_WITHIN_S), job.members()
+    assert set(os.listdir("/dev/shm")) <= shared_before

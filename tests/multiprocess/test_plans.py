@@ -1,0 +1,78 @@
+"""The plan never changes the mathematics (contract 1): one set of rollouts through many plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(600)]
+
+CALLS = ("reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")
+
+
+def plan(devices: int, stage: int = 0, tokens: int | None = None, **meshes: str) -> dict[str, Any]:
+    """Every call on all devices but those that `meshes` puts elsewhere, by role."""
+    calls: dict[str, Any] = {}
+    for name in ("actor.generate", *CALLS):
+        mesh = meshes.get(name.split(".")[0], f"0-{devices - 1}" if devices > 1 else "0")
+        first, _, last = mesh.partition("-")
+        size = int(last or first) - int(first) + 1
+        frozen = name in ("reference.forward", "reward.forward")
+        zero = 0 if name == "actor.generate" or (frozen and stage != 3) or size == 1 else stage
+        engine = "transformers" if name == "actor.generate" else "zero"
+        calls[name] = {"mesh": mesh, "engine": engine, "dp": size, "zero_stage": zero}
+        if tokens and name != "actor.generate":
+            calls[name]["micro_batch_tokens"] = tokens
+    return {"cluster": {"nodes": 1, "devices_per_node": devices}, "calls": calls}
+
+
+PLANS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"whole": plan(1), "small micro-batches": plan(1, tokens=25)},
+    2: {
+        "replicas": plan(2),
+        "zero 1": plan(2, stage=1),
+        "zero 2, small micro-batches": plan(2, stage=2, tokens=25),
+        "zero 3, small micro-batches": plan(2, stage=3, tokens=30),
+        "interleaved": plan(2, reference="0", reward="1"),
+        "actor and critic apart": plan(2, actor="0", critic="1", reference="1", reward="0"),
+    },
+    4: {
+        "replicas": plan(4, tokens=40),
+        "zero 3": plan(4, stage=3),
+        "interleaved, actor and critic apart, zero 2": plan(
+            4, stage=2, actor="0-1", critic="2-3", reference="0-1", reward="2-3"
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("mini_batches", [2])
+def test_the_same_rollouts_give_the_same_losses_and_parameters_under_every_plan(
+    run: Callable[..., Path], mini_batches: int
+) -> None:
+    """12 samples; on 4 devices a mini-batch of 6 leaves ranks with one or two, and dp does not divide it."""
+    metrics, weights = {}, {}
+    for devices, plans in PLANS.items():
+        options = {"samples": 12, "mini_batches": mini_batches, "plans": plans}
+        folder = run("replay.py", devices, options, f"on-{devices}")
+        for name in plans:
+            key = f"{name} on {devices}"
+            metrics[key] = json.loads((folder / f"{name}.json").read_text())
+            weights[key] = {
+                parameter: tensor
+                for role in ("policy", "critic")
+                for parameter, tensor in load_file(folder / f"{name}.{role}.safetensors").items()
+            }
+    expected, parameters = metrics.pop("whole on 1"), weights.pop("whole on 1")
+    assert len(metrics) >= 8 and expected["policy/clipfrac_avg"] > 0
+    for key in metrics:
+        assert metrics[key] == pytest.approx(expected, rel=2e-5, abs=2e-6), key
+        assert weights[key].keys() == parameters.keys()
+        for name, tensor in parameters.items():
+            assert (weights[key][name] - tensor).abs().max() < 2e-5, (key, name)

@@ -1,0 +1,127 @@
+"""Training on several processes: what TRL's PPO cannot do there, and what must not depend on their number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from test_plans import plan
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate_configs"
+STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
+
+
+def log(folder: Path) -> list[dict[str, float]]:
+    return json.loads((folder / "log.json").read_text())
+
+
+def check_saved(folder: Path) -> None:
+    """What was saved is what the engines have."""
+    kept = load_file(folder / "weights.safetensors")
+    policy = AutoModelForCausalLM.from_pretrained(folder / "final")
+    assert all(torch.equal(p, kept[f"policy.{n}"]) for n, p in policy.named_parameters())
+    critic = AutoModelForSequenceClassification.from_pretrained(folder / "final" / "value_model")
+    assert all(torch.equal(p, kept[f"critic.{n}"]) for n, p in critic.named_parameters())
+
+
+def close(first: list[dict[str, float]], second: list[dict[str, float]]) -> None:
+    assert len(first) == len(second)
+    for one, other in zip(first, second, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
+
+
+def test_two_processes_train_save_and_resume_as_one_does(run: Callable[..., Path], tmp_path: Path) -> None:
+    """Samples are drawn by their place in the batch: the same batch on two processes gives the same run."""
+    alone = run("train.py", 1, {**STEPS, "per_device_train_batch_size": 8}, "alone")
+    two = run("train.py", 2, STEPS, "two")
+    close(log(alone), log(two))
+    check_saved(two)
+    again = run("train.py", 2, {**STEPS, "output_dir": str(two), "resume": str(two / "checkpoint-2")}, "again")
+    assert log(again) == log(two)
+    assert_equal(again, two)
+
+
+def assert_equal(first: Path, second: Path) -> None:
+    one, other = load_file(first / "weights.safetensors"), load_file(second / "weights.safetensors")
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.deepspeed
+def test_zero_2_saves_and_resumes(run: Callable[..., Path]) -> None:
+    two = run("train.py", 2, {**STEPS, "plan": plan(2, stage=2)}, "two")
+    check_saved(two)
+    resume = {"output_dir": str(two), "resume": str(two / "checkpoint-2"), "plan": plan(2, stage=2)}
+    again = run("train.py", 2, {**STEPS, **resume}, "again")
+    assert log(again) == log(two)
+    assert_equal(again, two)
+
+
+@pytest.mark.deepspeed
+def test_zero_3_without_a_reference_saves_and_its_checkpoint_resumes_under_another_plan(
+    run: Callable[..., Path],
+) -> None:
+    config = RECIPES / "deepspeed_zero3.yaml"
+    options = {**STEPS, "use_cpu": False}
+    two = run("train.py", 2, options, "two", config=config)
+    check_saved(two)
+    settings = json.loads((two / "rank-0.json").read_text())["deepspeed"]
+    assert settings == {"stage": 3, "clipping": 0.7, "offload": "none", "bf16": False}, "the launcher's config is kept"
+    options = {**STEPS, "output_dir": str(two), "resume": str(two / "checkpoint-2"), "max_grad_norm": 0.7}
+    alone = run("train.py", 1, {**options, "per_device_train_batch_size": 8}, "alone")
+    close(log(alone), log(two))
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_adapter_trains_and_is_saved(run: Callable[..., Path], tmp_path: Path, stage: int) -> None:
+    two = run("train.py", 2, {**STEPS, "lora": True, "plan": plan(2, stage=stage)}, "two")
+    assert abs(log(two)[-1]["objective/kl"]) > 1e-4
+    saved = load_file(two / "final" / "adapter_model.safetensors")
+    kept = load_file(two / "weights.safetensors")
+    assert saved and all(
+        torch.equal(tensor, kept["policy." + name.replace(".weight", ".default.weight")])
+        for name, tensor in saved.items()
+    )
+
+
+def test_a_rank_loads_only_the_models_that_its_calls_use(run: Callable[..., Path], tmp_path: Path) -> None:
+    tiny.policy().save_pretrained(tmp_path / "policy")
+    tiny.classifier(3).save_pretrained(tmp_path / "reward")
+    apart = plan(2, actor="0", critic="1", reference="1", reward="0")
+    folder = run("train.py", 2, {**STEPS, "by_path": True, "plan": apart, "save_strategy": "no"}, "apart")
+    first, second = (json.loads((folder / f"rank-{rank}.json").read_text())["here"] for rank in (0, 1))
+    assert first == {"actor": True, "critic": False, "reference": False, "generator": True, "reward": True}
+    assert second == {"actor": False, "critic": True, "reference": True, "generator": False, "reward": False}
+    AutoModelForCausalLM.from_pretrained(folder / "final")
+    AutoModelForSequenceClassification.from_pretrained(folder / "final" / "value_model")
+
+
+def options_for_vllm(**more: Any) -> dict[str, Any]:
+    return {"generation_engine": "vllm", "per_device_train_batch_size": 4, "max_steps": 2, **more}
+
+
+@pytest.mark.vllm
+def test_vllm_engines_on_two_ranks_generate_with_the_current_weights(run: Callable[..., Path]) -> None:
+    """The first pass's ratio is 1 in the second update too: the engines had the first update's weights."""
+    options = options_for_vllm(plan="interleave", num_ppo_epochs=1)
+    folder = run("train.py", 2, options, "two")
+    assert [row["val/ratio"] for row in log(folder)] == pytest.approx([1.0, 1.0], abs=1e-4)
+    check_saved(folder)
+
+
+@pytest.mark.vllm
+def test_one_vllm_engine_over_two_devices_generates_for_training_on_both(run: Callable[..., Path]) -> None:
+    tensor_parallel = plan(2)
+    tensor_parallel["calls"]["actor.generate"] = {"mesh": "0-1", "engine": "vllm", "dp": 1, "tp": 2}
+    folder = run("train.py", 2, options_for_vllm(plan=tensor_parallel, num_ppo_epochs=1), "two")
+    assert [row["val/ratio"] for row in log(folder)] == pytest.approx([1.0, 1.0], abs=1e-4)

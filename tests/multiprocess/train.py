@@ -1,0 +1,59 @@
+"""A rank of a small training run, by options: what it trained and logged is written to the folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+
+def main() -> None:
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    given: dict[str, Any] = {}
+    if options.pop("lora", False):
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if options.pop("by_path", False):
+        given |= {"model": str(folder.parent / "policy"), "reward_model": str(folder.parent / "reward")}
+    resume = options.pop("resume", None)
+    fails = options.pop("fails_on_rank", None)
+    if fails is not None:
+        given["reward_model"] = lambda completions, **columns: [
+            float("nan") if torch.distributed.get_rank() == fails else 1.0 for _ in completions
+        ]
+    made = tiny.trainer(Path(options.pop("output_dir", folder)), given=given, **options)
+    rank = made.accelerator.process_index
+    before = {name: tensor.clone() for name, tensor in made.policy_model.named_parameters() if not tensor.is_meta}
+    try:
+        made.train(resume_from_checkpoint=resume)
+    except RuntimeError:
+        unchanged = all(torch.equal(t, made.policy_model.get_parameter(n)) for n, t in before.items())
+        (folder / f"failed-{rank}.json").write_text(json.dumps({"unchanged": unchanged}))
+        raise
+    made.save_model(str(folder / "final"))
+    weights = tiny.weights(made)
+    here = {name: getattr(made.placement, name) is not None for name in ("actor", "critic", "reference", "generator")}
+    here["reward"] = bool(made.placement.reward_models)
+    engine = getattr(made.placement.actor, "engine", None)
+    settings = {}
+    if engine is not None:
+        settings = {
+            "stage": engine.zero_optimization_stage(),
+            "clipping": engine.gradient_clipping(),
+            "offload": str(getattr(engine.zero_offload_optimizer(), "device", None)),
+            "bf16": engine.bfloat16_enabled(),
+        }
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"here": here, "deepspeed": settings}))
+    if rank == 0:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
+        (folder / "log.json").write_text(json.dumps(tiny.updates(made)))
+    made.close()
+
+
+if __name__ == "__main__":
+    main()
