@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_realloc.engines.process import die_with_parent, unlink_shared_memory
@@ -73,6 +74,15 @@ class Channel:
         self._writer.join(5)
 
 
+def architecture(model: str) -> dict[str, Any]:
+    """What a config that no `save_pretrained` of a model has written lacks: without it vLLM takes some for encoders."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = json.loads(Path(model, "config.json").read_text())
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+    return {} if config.get("architectures") or name is None else {"architectures": [name]}
+
+
 def build(settings: dict[str, Any]) -> LLM:
     """The engine, with weights that mean nothing yet. Has made one token: some models fail only there, such as those
     with heads of 16 on the CPU."""
@@ -83,6 +93,8 @@ def build(settings: dict[str, Any]) -> LLM:
     worker = "trl_realloc.engines.vllm_worker"
     llm = LLM(
         model=settings["model"],
+        runner="generate",
+        hf_overrides=architecture(settings["model"]),
         tensor_parallel_size=settings["tensor_parallel_size"],
         dtype=settings["dtype"],
         max_model_len=settings["max_model_len"],

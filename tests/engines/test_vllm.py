@@ -1,0 +1,490 @@
+"""Real vLLM engines on the CPU, and tiny Llamas: weights, sampling, and the life and death of the engine's process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trl_realloc.engines import Completion, EngineDied, EngineError, GenerationEngine, GenerationRequest, Sampling
+from trl_realloc.engines.process import session_members
+from trl_realloc.engines.transformers import TransformersEngine
+from trl_realloc.engines.vllm import VLLMEngine, _environment, is_vllm_available
+
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed"),
+]
+
+VOCABULARY = 128
+LENGTH = 256  # max_model_len
+SAMPLING = Sampling(max_tokens=24, temperature=0.7)
+Start = Callable[..., VLLMEngine]
+
+
+def llama(seed: int, tied: bool = False) -> LlamaForCausalLM:
+    """A random Llama whose distributions are far from uniform, so that wrong weights show."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the least that vLLM's attention on the CPU takes
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        architectures=["LlamaForCausalLM"],
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval()
+
+
+def buckets(model: LlamaForCausalLM, size: int = 5) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    named = list(model.named_parameters())  # a tied head is not named twice
+    for start in range(0, len(named), size):
+        yield named[start : start + size]
+
+
+def requests(count: int, seed: int = 0, length: int = 7) -> list[GenerationRequest]:
+    """Prompts of unlike lengths; `index` is not the position."""
+    return [
+        GenerationRequest(
+            index=100 + i,
+            prompt_ids=tuple((i * 13 + j * 5 + 1) % VOCABULARY for j in range(length + i % 4)),
+            seed=seed + i,
+        )
+        for i in range(count)
+    ]
+
+
+def samples(
+    engine: GenerationEngine, asked: Sequence[GenerationRequest], sampling: Sampling = SAMPLING
+) -> list[Completion]:
+    """The completions in the order of the requests."""
+    by_index = {completion.index: completion for completion in engine.generate(asked, sampling)}
+    assert len(by_index) == len(asked)
+    return [by_index[request.index] for request in asked]
+
+
+def worst_difference(
+    model: LlamaForCausalLM, asked: Sequence[GenerationRequest], got: Sequence[Completion], temperature: float
+) -> float:
+    """Greatest difference between an engine's log-probabilities and those of the model itself."""
+    worst = 0.0
+    for request, completion in zip(asked, got, strict=True):
+        ids = torch.tensor([request.prompt_ids + completion.token_ids])
+        with torch.no_grad():
+            logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
+        own = logprobs[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        worst = max(worst, (own - torch.tensor(completion.logprobs)).abs().max().item())
+    return worst
+
+
+def tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in completions]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def assert_gone(session: int, shared_before: set[str], within_s: float = 10.0) -> None:
+    """No process of an engine is left, and no shared memory has its name in the file system."""
+    deadline = time.monotonic() + within_s
+    while (members := session_members(session)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not members
+    # other tests' processes may come and go: only names that nobody has mapped would be left behind by a dead engine
+    assert not {name for name in shared_memory() - shared_before if name.startswith(("psm_", "sem.mp"))}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts engines that are closed, and whose processes are looked for, after the module."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(tied: bool = False, **settings: object) -> VLLMEngine:
+            folder = tmp_path_factory.mktemp("model")
+            llama(0, tied).config.save_pretrained(folder)
+            settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, **settings}
+            engine = VLLMEngine(folder, max_model_len=LENGTH, **settings)  # type: ignore[arg-type]
+            stack.callback(engine.close)
+            return engine
+
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return llama(1)
+
+
+@pytest.fixture(scope="module")
+def engine(start: Start) -> VLLMEngine:
+    return start()
+
+
+@pytest.fixture
+def loaded(engine: VLLMEngine, model: LlamaForCausalLM) -> VLLMEngine:
+    """The engine with `model`'s weights, whatever the test before it has done."""
+    engine.load(buckets(model), 1)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def pair(start: Start) -> VLLMEngine:
+    """An engine of two tensor-parallel processes."""
+    cores = sorted(os.sched_getaffinity(0))
+    return start(tensor_parallel_size=2, cpu_cores=[cores[0], cores[-1]])
+
+
+def test_no_sample_before_weights(engine: VLLMEngine) -> None:
+    engine.wait_ready()
+    assert isinstance(engine, GenerationEngine)
+    assert engine.version == -1
+    with pytest.raises(EngineError, match="no complete weights"):
+        engine.generate(requests(1), SAMPLING)
+
+
+def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
+    loaded: VLLMEngine, model: LlamaForCausalLM
+) -> None:
+    assert loaded.version == 1
+    for temperature in (0.7, 1.0):
+        asked = requests(16)
+        got = samples(loaded, asked, Sampling(max_tokens=24, temperature=temperature))
+        assert all(len(completion.token_ids) == len(completion.logprobs) == 24 for completion in got)
+        assert worst_difference(model, asked, got, temperature) < 1e-4
+
+
+def test_seeds_repeat_samples_and_other_seeds_differ(loaded: VLLMEngine) -> None:
+    first = samples(loaded, requests(32))
+    assert samples(loaded, requests(32)) == first
+    assert all(
+        one != other for one, other in zip(tokens(first), tokens(samples(loaded, requests(32, 1000))), strict=True)
+    )
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(loaded: VLLMEngine) -> None:
+    asked = requests(32)
+    together = tokens(samples(loaded, asked))
+    assert tokens(samples(loaded, asked[20:] + asked[3:5])) == together[20:] + together[3:5]
+
+
+def test_the_same_seeds_draw_the_same_tokens_as_generation_by_transformers(
+    loaded: VLLMEngine, model: LlamaForCausalLM
+) -> None:
+    reference = TransformersEngine(
+        lambda: contextlib.nullcontext(model), torch.device("cpu"), batch_size=8, pad_token_id=0
+    )
+    sampling = Sampling(max_tokens=24, temperature=0.7, stop_token_id=3)
+    for one, other in zip(
+        samples(loaded, requests(24), sampling), samples(reference, requests(24), sampling), strict=True
+    ):
+        assert (one.token_ids, one.stopped) == (other.token_ids, other.stopped)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_tokens_come_as_often_as_their_probabilities_say(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
+    count, prompt = 4000, (5, 9, 2)
+    asked = [GenerationRequest(i, prompt, seed=i) for i in range(count)]
+    drawn = torch.zeros(VOCABULARY, dtype=torch.float64)
+    for completion in loaded.generate(asked, Sampling(max_tokens=1, temperature=2.0)):
+        drawn[completion.token_ids[0]] += 1
+    with torch.no_grad():
+        expected = count * (model(torch.tensor([prompt])).logits[0, -1].double() / 2.0).softmax(-1)
+    often = expected >= 5
+    chi_square = ((drawn - expected)[often].square() / expected[often]).sum().item()
+    freedom = int(often.sum())
+    assert freedom > 50
+    assert abs(chi_square - freedom) < 4.5 * (2 * freedom) ** 0.5
+
+
+def test_a_stop_token_ends_its_sample_and_is_part_of_it(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
+    asked = requests(32)
+    free = samples(loaded, asked)
+    stop = free[0].token_ids[5]
+    got = samples(loaded, asked, Sampling(max_tokens=24, temperature=0.7, stop_token_id=stop))
+    for whole, cut in zip(free, got, strict=True):
+        length = whole.token_ids.index(stop) + 1 if stop in whole.token_ids else 24
+        assert (cut.token_ids, cut.stopped) == (whole.token_ids[:length], stop in whole.token_ids)
+    assert any(completion.stopped for completion in got)
+    assert not all(completion.stopped for completion in got)
+    assert worst_difference(model, asked, got, 0.7) < 1e-4
+
+
+def test_prompts_that_do_not_fit_into_one_step_change_nothing(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
+    asked = requests(60, length=220)  # 13,290 tokens; vLLM takes at most 8,192 at once, so a prompt is cut in two
+    got = samples(loaded, asked, Sampling(max_tokens=4, temperature=0.7))
+    assert worst_difference(model, asked, got, 0.7) < 1e-4
+    assert tokens(got[-20:]) == tokens(samples(loaded, asked[-20:], Sampling(max_tokens=4, temperature=0.7)))
+
+
+def test_new_weights_change_the_samples_and_agree_with_their_model(loaded: VLLMEngine) -> None:
+    before = samples(loaded, requests(8))
+    other = llama(2)
+    for version, size in ((7, 1), (8, 100)):  # a parameter at a time, which cuts fused layers; all of them at once
+        loaded.load(buckets(other, size), version)
+        assert loaded.version == version
+        after = samples(loaded, requests(8))
+        assert tokens(after) != tokens(before)
+        assert worst_difference(other, requests(8), after, 0.7) < 1e-4
+
+
+def test_a_torn_update_refuses_to_generate_until_a_whole_one(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
+    def torn() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for number, bucket in enumerate(buckets(llama(3))):
+            if number == 2:
+                raise ConnectionError("the trainer lost a rank")
+            yield bucket
+
+    with pytest.raises(ConnectionError, match="lost a rank"):
+        loaded.load(torn(), 2)
+    assert loaded.version == -1
+    with pytest.raises(EngineError, match="no complete weights"):
+        loaded.generate(requests(1), SAMPLING)
+    loaded.load(buckets(model), 3)
+    assert worst_difference(model, requests(4), samples(loaded, requests(4)), 0.7) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda named: named[:-1], r"lm_head\.weight"),
+        (lambda named: [(n, p) for n, p in named if "layers.1.self_attn.k_proj" not in n], r"layers\.1.*qkv_proj"),
+        (lambda named: [*named, ("model.layers.7.mlp.up_proj.weight", torch.zeros(96, 64))], r"layers\.7"),
+        (lambda named: [(n, p[:-1] if "norm.weight" in n else p) for n, p in named], "size|shape"),
+    ],
+    ids=["missing", "part of a fused layer missing", "unknown", "of the wrong shape"],
+)
+def test_weights_that_are_not_the_models_are_refused(
+    loaded: VLLMEngine,
+    model: LlamaForCausalLM,
+    change: Callable[[list[tuple[str, torch.Tensor]]], list[tuple[str, torch.Tensor]]],
+    complaint: str,
+) -> None:
+    with pytest.raises(EngineError, match=f"(?s)weights of version 2.*({complaint})"):
+        loaded.load([change(list(model.named_parameters()))], 2)
+    assert loaded.version == -1
+    loaded.load(buckets(model), 3)
+    assert worst_difference(model, requests(4), samples(loaded, requests(4)), 0.7) < 1e-4
+
+
+def test_a_generation_left_unfinished_is_ended_by_the_next_call(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
+    long = Sampling(max_tokens=200, temperature=0.7)
+    expected = samples(loaded, requests(8))
+    left = loaded.generate(requests(64), long)
+    assert samples(loaded, requests(8)) == expected
+    with pytest.raises(EngineError, match="ended by a later call"):
+        next(left)
+    short_and_long = loaded.generate(requests(64), Sampling(max_tokens=200, temperature=0.7, stop_token_id=3))
+    next(short_and_long)
+    short_and_long.close()  # type: ignore[attr-defined]
+    loaded.load(buckets(model), 4)
+    assert samples(loaded, requests(8)) == expected
+
+
+def test_samples_come_as_they_finish(loaded: VLLMEngine) -> None:
+    sampling = Sampling(max_tokens=200, temperature=0.7, stop_token_id=3)
+    lengths = [len(completion.token_ids) for completion in loaded.generate(requests(48), sampling)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "sampling", "complaint"),
+    [
+        (GenerationRequest(41, (1,) * (LENGTH - 9), 0), Sampling(10, 0.7), "request 41 has 247 tokens.*256"),
+        (GenerationRequest(42, (), 0), SAMPLING, "request 42 is empty"),
+        (GenerationRequest(43, (1, VOCABULARY), 0), SAMPLING, "request 43.*vocabulary of 128"),
+        (GenerationRequest(44, (1,), 0), Sampling(10, 0.0), "temperature 0.0"),
+        (GenerationRequest(45, (1,), 0), Sampling(0, 1.0), "max_tokens is 0"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_generated(
+    loaded: VLLMEngine, request_: GenerationRequest, sampling: Sampling, complaint: str
+) -> None:
+    with pytest.raises(EngineError, match=complaint):
+        loaded.generate([*requests(2), request_], sampling)
+    assert len(samples(loaded, requests(2))) == 2
+
+
+def test_vllm_stays_out_of_this_process(loaded: VLLMEngine) -> None:
+    assert "vllm" not in sys.modules
+
+
+def test_a_stopped_engine_is_reported_within_its_step_timeout(start: Start, model: LlamaForCausalLM) -> None:
+    shared_before = shared_memory()
+    engine = start(step_timeout_s=3, name="engine 5")
+    engine.load(buckets(model), 1)
+    session = engine._process.pid
+    completions = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
+    os.kill(session, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(EngineDied, match="engine 5.*no sign of life for 3 s"):
+        list(completions)
+    assert time.monotonic() - began < 10
+    assert_gone(session, shared_before)
+
+
+def test_a_killed_engine_is_reported_at_once_with_its_name_and_how_it_ended(
+    engine: VLLMEngine, model: LlamaForCausalLM
+) -> None:
+    shared_before = shared_memory()
+    engine.load(buckets(model), 1)
+    session = engine._process.pid
+    completions = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
+    os.kill(session, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDied, match="actor.generate: .*SIGKILL, while generating"):
+        list(completions)
+    assert time.monotonic() - began < 5
+    assert_gone(session, shared_before)
+    for call in (lambda: engine.load(buckets(model), 2), lambda: engine.wait_ready()):
+        with pytest.raises(EngineDied, match="SIGKILL"):
+            call()
+    with pytest.raises(EngineError):
+        engine.generate(requests(1), SAMPLING)
+    engine.close()
+    engine.close()
+
+
+def test_tied_embeddings(start: Start) -> None:
+    engine = start(tied=True)
+    for version in (1, 2):
+        tied = llama(10 + version, tied=True)
+        assert "lm_head.weight" not in dict(tied.named_parameters())
+        engine.load(buckets(tied), version)
+        assert worst_difference(tied, requests(8), samples(engine, requests(8)), 0.7) < 1e-4
+    session, shared_before = engine._process.pid, shared_memory()
+    engine.close()
+    engine.close()
+    assert_gone(session, shared_before, within_s=0.0)
+    with pytest.raises(EngineError, match="closed"):
+        engine.load(buckets(tied), 3)
+
+
+def test_two_tensor_parallel_processes_hold_the_same_model(pair: VLLMEngine, model: LlamaForCausalLM) -> None:
+    asked = requests(24)
+    for version, weights in enumerate((model, llama(2), model)):
+        pair.load(buckets(weights), version)
+        got = samples(pair, asked)
+        assert worst_difference(weights, asked, got, 0.7) < 1e-4
+    with pytest.raises(EngineError, match="weights of version 9"):
+        pair.load([list(model.named_parameters())[3:]], 9)
+    pair.load(buckets(model), 10)
+    assert samples(pair, asked) == got
+    # nothing of what the processes share has a name, so nothing can be left behind whoever is killed
+    mapped = Path(f"/proc/{pair._process.pid}/maps").read_text().splitlines()
+    named = [line for line in mapped if "/dev/shm/" in line]
+    assert named
+    assert all(line.endswith("(deleted)") for line in named)
+
+
+def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausalLM) -> None:
+    shared_before = shared_memory()
+    pair.load(buckets(model), 11)
+    session = pair._process.pid
+    workers = [pid for pid in session_members(session) if "Worker" in Path(f"/proc/{pid}/comm").read_text()]
+    assert len(workers) == 2
+    completions = pair.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
+    os.kill(workers[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDied, match="(?s)exit status 1, while generating.*workers ended"):
+        list(completions)
+    assert time.monotonic() - began < 10
+    assert_gone(session, shared_before)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_nothing_outlives_a_killed_parent(processes: int, tmp_path: Path) -> None:
+    """Killed with -9 while the engine starts (2 processes), and while it generates (1)."""
+    llama(0).config.save_pretrained(tmp_path)
+    generate = processes == 1
+    script = f"""
+        import sys, torch
+        from trl_realloc.engines.vllm import VLLMEngine
+        engine = VLLMEngine({str(tmp_path)!r}, max_model_len={LENGTH}, tensor_parallel_size={processes},
+                            cpu_cores=[0] * {processes}, kv_cache_gib=0.25)
+        print(engine._process.pid, flush=True)
+        if {generate}:
+            from transformers import AutoConfig, AutoModelForCausalLM
+            from trl_realloc.engines import GenerationRequest, Sampling
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(tmp_path)!r}))
+            engine.load([list(model.named_parameters())], 1)
+            samples = engine.generate([GenerationRequest(i, (1, 2), i) for i in range(5000)], Sampling(200, 1.0))
+            print(next(samples).index, flush=True)
+        sys.stdin.read()
+        """
+    shared_before = shared_memory()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        session = int(parent.stdout.readline())
+        if generate:
+            assert parent.stdout.readline()
+        else:
+            deadline = time.monotonic() + 60
+            while len(session_members(session)) < 4 and time.monotonic() < deadline:  # host, tracker, two workers
+                time.sleep(0.05)
+        assert session_members(session)
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert_gone(session, shared_before)
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    config = llama(0).config
+    config.head_dim = 16  # vLLM finds out at the first token only
+    config.save_pretrained(tmp_path)
+    engine = VLLMEngine(tmp_path, max_model_len=LENGTH, kv_cache_gib=0.25, name="engine 3")
+    session, shared_before = engine._process.pid, shared_memory()
+    with pytest.raises(EngineError, match="(?s)engine 3: .*head_dim=16.*while starting.*RuntimeError") as error:
+        engine.wait_ready()
+    assert not isinstance(error.value, EngineDied)
+    assert_gone(session, shared_before)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"cpu_cores": [0, 1, 2], "tensor_parallel_size": 2}, "3 cores cannot be divided among 2"),
+        ({"cuda_devices": [0], "tensor_parallel_size": 2}, "1 GPUs for tensor_parallel_size 2"),
+        ({"cuda_devices": [0], "cpu_cores": [0]}, "one kind"),
+        ({}, "no config.json"),
+    ],
+)
+def test_an_impossible_engine_is_refused_without_starting_a_process(
+    tmp_path: Path, settings: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(EngineError, match=complaint):
+        VLLMEngine(tmp_path, max_model_len=LENGTH, **settings)  # type: ignore[arg-type]
+
+
+def test_the_engine_is_no_rank_of_the_job_and_counts_gpus_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_DEEPSPEED", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,9")
+    on_gpus = _environment(2, None, [2, 0])
+    assert on_gpus["CUDA_VISIBLE_DEVICES"] == "9,4"
+    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_DEEPSPEED"} & on_gpus.keys()
+    on_cores = _environment(2, [0, 2, 4, 6], None)
+    assert (on_cores["VLLM_CPU_OMP_THREADS_BIND"], on_cores["OMP_NUM_THREADS"]) == ("0,2|4,6", "2")
