@@ -1,0 +1,368 @@
+"""TRL 1.12's PPOTrainer and this project's, alternating, on the same models, prompts and length distribution.
+
+    python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json
+
+Every run is a process (or two) of its own. The first update of each is warm-up and not counted. The policy ends a
+response at each token with the same probability, 4 / limit, so lengths are skewed: a quarter of the limit in the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+ROOT = Path(__file__).resolve().parents[1]
+EPISODES, PROMPT, EPOCHS, VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32, 16, 4, 1000, 256, 704, 4
+EOS, PAD = 1, 0
+MEASURED = {128: 2, 512: 1}  # updates, after one of warm-up
+
+
+# --- one run, in a process of its own ---
+
+
+def models(limit: int) -> tuple[Any, Any, Any]:
+    """Policy, critic and reward model of 3.5 million parameters. Channel 0 of the residual stream is made a constant,
+    by which the eos token's logit is set."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        num_labels=1,
+    )
+    torch.manual_seed(0)
+    policy = LlamaForCausalLM(config)
+    with torch.no_grad():
+        policy.model.embed_tokens.weight[:, 0] = 10.0
+        for layer in policy.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        policy.lm_head.weight[:, 0] = 0
+        chance = 4 / limit
+        policy.lm_head.weight[EOS, 0] = math.log(chance / (1 - chance) * (VOCABULARY - 1)) / math.sqrt(HIDDEN)
+        policy.lm_head.weight[PAD, 0] = -1.0  # never: TRL takes a sampled pad token for the end
+    return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+    )
+
+
+def worker(side: str, processes: int, limit: int, out: Path) -> None:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    sys.path.insert(0, str(ROOT))
+    if side == "trl":
+        from accelerate import PartialState
+        from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+        if processes > 1:
+            PartialState(backend="gloo")
+    else:
+        from trl_realloc import PPOConfig, PPOTrainer
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    marks: list[tuple[str, float]] = []
+    lengths: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            marks.append(("end", time.perf_counter()))
+
+    if side == "trl":
+        _watch_trl(marks, lengths)
+    accumulation = EPISODES // processes // 16
+    ours: dict[str, Any] = {} if side == "trl" else {"generation_engine": "vllm", "plan": "flatten"}
+    updates = 1 + MEASURED[limit]
+    args = PPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=accumulation,
+        total_episodes=EPISODES * updates,
+        num_ppo_epochs=EPOCHS,
+        response_length=limit,
+        stop_token="eos",
+        temperature=1.0,
+        learning_rate=1e-7,
+        logging_steps=1,
+        gradient_checkpointing=False,
+        num_sample_generations=0,
+        save_strategy="no",
+        seed=5,
+        **ours,
+    )
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randint(2, VOCABULARY, (EPISODES * updates, PROMPT), generator=draw).tolist()
+    policy, critic, reward = models(limit)
+    reference = models(limit)[0]
+    made = PPOTrainer(
+        args=args,
+        processing_class=tokenizer(),
+        model=policy,
+        ref_model=reference,
+        reward_model=reward,
+        value_model=critic,
+        train_dataset=Dataset.from_dict({"input_ids": rows}),
+        callbacks=[Clock()],
+    )
+    made.train()
+    if made.accelerator.is_main_process:
+        ends = [at for what, at in marks if what == "end"]
+        logs = [row for row in made.state.log_history if "objective/scores" in row][1:]
+        seconds = (ends[-1] - ends[0]) / MEASURED[limit]
+        split = _trl_split(marks) if side == "trl" else _our_split(logs)
+        mean = statistics.fmean(lengths if side == "trl" else [row["completions/mean_length"] for row in logs])
+        result = {"seconds_per_update": seconds, "split": split, "mean_length": mean}
+        out.write_text(json.dumps(result))
+    if side == "ours":
+        made.close()
+
+
+def _watch_trl(marks: list[tuple[str, float]], lengths: list[float]) -> None:
+    """Note where TRL's update passes from generating to scoring to training, around its own functions."""
+    import numpy as np
+    from trl.experimental.ppo import ppo_trainer
+
+    generate, permutation = ppo_trainer.batch_generation, np.random.permutation
+
+    def batch_generation(*args: Any, **kwargs: Any) -> Any:
+        marks.append(("generate", time.perf_counter()))
+        made = generate(*args, **kwargs)
+        marks.append(("score", time.perf_counter()))
+        responses = made[0][:, args[1].shape[1] :]
+        lengths.append(float((responses != PAD).sum(1).float().mean()))
+        return made
+
+    def permuted(*args: Any, **kwargs: Any) -> Any:
+        marks.append(("train", time.perf_counter()))
+        return permutation(*args, **kwargs)
+
+    ppo_trainer.batch_generation, np.random.permutation = batch_generation, permuted
+
+
+def _trl_split(marks: list[tuple[str, float]]) -> dict[str, float]:
+    """Mean seconds per update after the first of each phase."""
+    totals = {"generate": 0.0, "score": 0.0, "train": 0.0}
+    updates = 0
+    for (what, at), (_, until) in zip(marks, marks[1:], strict=False):
+        updates += what == "end"
+        if updates and what in totals:
+            totals[what] += until - at
+    return {name: total / max(updates, 1) for name, total in totals.items()}
+
+
+def _our_split(logs: list[dict[str, float]]) -> dict[str, float]:
+    names = [key for key in logs[0] if key.startswith("time/")]
+    return {name.removeprefix("time/"): statistics.fmean(row[name] for row in logs) for name in names}
+
+
+# --- the benchmark ---
+
+
+def memory_mb(session: int) -> float:
+    """Proportional set size of every process that carries this run's mark."""
+    total = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"VS_TRL={session}\0".encode() in (entry / "environ").read_bytes():
+                    for line in (entry / "smaps_rollup").read_text().splitlines():
+                        if line.startswith("Pss:"):
+                            total += int(line.split()[1])
+            except OSError:
+                continue
+    return total / 1024
+
+
+def one_run(side: str, processes: int, limit: int, mark: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command += [str(Path(__file__)), "--worker", side, "--processes", str(processes), "--limit", str(limit)]
+        threads = str(max(1, (os.cpu_count() or 1) // processes))
+        environment = {
+            **os.environ,
+            "VS_TRL": str(mark),
+            "OMP_NUM_THREADS": threads,
+            "HF_HUB_OFFLINE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
+        log = (Path(folder) / "log").open("w+")
+        process = subprocess.Popen([*command, "--out", str(out)], env=environment, stdout=log, stderr=log)
+        peak, stop = [0.0], threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.5):
+                peak[0] = max(peak[0], memory_mb(mark))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        code = process.wait()
+        stop.set()
+        thread.join()
+        if code:
+            sys.exit(f"{side} on {processes} processes, limit {limit}, failed:\n{Path(log.name).read_text()[-4000:]}")
+        return {**json.loads(out.read_text()), "peak_mb": peak[0]}
+
+
+def gemm_flops() -> float:
+    """This machine's float32 matrix multiplication at the models' shapes, all cores, FLOP/s."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    left, right = torch.randn(2048, HIDDEN), torch.randn(HIDDEN, INTERMEDIATE)
+    best = math.inf
+    for _ in range(30):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return 2 * 2048 * HIDDEN * INTERMEDIATE / best
+
+
+def floor_flops(mean_length: float) -> float:
+    """FLOPs of one update that no layout avoids: 2 per weight and token forward, 6 with the backward; attention at the
+    mean length; logits for response tokens alone. Generated once, scored by three models, two trained every epoch."""
+    tokens, responses = EPISODES * (PROMPT + mean_length), EPISODES * mean_length
+    weights = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE)
+    body = 2 * weights + LAYERS * 2 * HIDDEN * (PROMPT + mean_length)
+    head = 2 * HIDDEN * VOCABULARY
+    generate, reference = tokens * body + responses * head, tokens * body + responses * head
+    scoring = 2 * tokens * body
+    training = EPOCHS * 3 * (2 * tokens * body + responses * head)
+    return generate + reference + scoring + training
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each side, alternating")
+    parser.add_argument("--limits", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--worker", choices=["trl", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.processes[0], options.limit, options.out)
+        return
+    console, rows = Console(), []
+    rate = gemm_flops()
+    mark = os.getpid() * 1000
+    for processes in options.processes:
+        for limit in options.limits:
+            runs: dict[str, list[dict[str, Any]]] = {"trl": [], "ours": []}
+            for _ in range(options.repeats):
+                for side in ("trl", "ours"):
+                    mark += 1
+                    runs[side].append(one_run(side, processes, limit, mark))
+                    done = runs[side][-1]
+                    console.print(
+                        f"{side:5} {processes} x limit {limit}: {done['seconds_per_update']:.2f} s per update"
+                    )
+            rows.append(row_of(processes, limit, runs, rate))
+    show(rows, console)
+    result = {
+        "rows": rows,
+        "gemm_gflops": rate / 1e9,
+        "episodes_per_update": EPISODES,
+        "repeats": options.repeats,
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "torch": torch.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip(),
+    }
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def row_of(processes: int, limit: int, runs: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:
+    seconds = {side: statistics.median(run["seconds_per_update"] for run in done) for side, done in runs.items()}
+    spread = {
+        side: [min(r["seconds_per_update"] for r in done), max(r["seconds_per_update"] for r in done)]
+        for side, done in runs.items()
+    }
+    mean_length = statistics.fmean(run["mean_length"] for run in runs["ours"])
+    floor = floor_flops(mean_length) / rate
+    return {
+        "processes": processes,
+        "limit": limit,
+        "trl_episodes_per_s": EPISODES / seconds["trl"],
+        "ours_episodes_per_s": EPISODES / seconds["ours"],
+        "ratio": seconds["trl"] / seconds["ours"],
+        "trl_peak_mb": max(run["peak_mb"] for run in runs["trl"]),
+        "ours_peak_mb": max(run["peak_mb"] for run in runs["ours"]),
+        "floor_s": floor,
+        "ours_over_floor": seconds["ours"] / floor,
+        "trl_over_floor": seconds["trl"] / floor,
+        "seconds_per_update": spread,
+        "mean_length": {side: statistics.fmean(run["mean_length"] for run in done) for side, done in runs.items()},
+        "trl_split_s": runs["trl"][-1]["split"],
+        "ours_split_s": runs["ours"][-1]["split"],
+    }
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(
+        "processes", "limit", "TRL episodes/s", "ours", "ratio", "TRL MB", "ours MB", "ours / floor", "TRL / floor"
+    )
+    for row in rows:
+        table.add_row(
+            str(row["processes"]),
+            str(row["limit"]),
+            f"{row['trl_episodes_per_s']:.2f}",
+            f"{row['ours_episodes_per_s']:.2f}",
+            f"{row['ratio']:.1f}x",
+            f"{row['trl_peak_mb']:,.0f}",
+            f"{row['ours_peak_mb']:,.0f}",
+            f"{row['ours_over_floor']:.1f}x",
+            f"{row['trl_over_floor']:.1f}x",
+        )
+    console.print(table)
+    for row in rows:
+        split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["ours_split_s"].items())
+        console.print(f"{row['processes']} x {row['limit']}: TRL {row['trl_split_s']}; ours {split}")
+
+
+if __name__ == "__main__":
+    main()
