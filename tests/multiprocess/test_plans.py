@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeo
 CALLS = ("reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")
 
 
-def plan(devices: int, stage: int = 0, tokens: int | None = None, **meshes: str) -> dict[str, Any]:
+def plan(
+    devices: int, stage: int = 0, tokens: int | None = None, offload: bool = False, **meshes: str
+) -> dict[str, Any]:
     """Every call on all devices but those that `meshes` puts elsewhere, by role."""
     calls: dict[str, Any] = {}
     for name in ("actor.generate", *CALLS):
@@ -27,6 +29,8 @@ def plan(devices: int, stage: int = 0, tokens: int | None = None, **meshes: str)
         zero = 0 if name == "actor.generate" or (frozen and stage != 3) or size == 1 else stage
         engine = "transformers" if name == "actor.generate" else "zero"
         calls[name] = {"mesh": mesh, "engine": engine, "dp": size, "zero_stage": zero}
+        if offload and frozen:
+            calls[name]["offload"] = True
         if tokens and name != "actor.generate":
             calls[name]["micro_batch_tokens"] = tokens
     return {"cluster": {"nodes": 1, "devices_per_node": devices}, "calls": calls}
@@ -39,7 +43,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "zero 1": plan(2, stage=1),
         "zero 2, small micro-batches": plan(2, stage=2, tokens=25),
         "zero 3, small micro-batches": plan(2, stage=3, tokens=30),
-        "interleaved": plan(2, reference="0", reward="1"),
+        "interleaved, offloaded": plan(2, offload=True, reference="0", reward="1"),
         "actor and critic apart": plan(2, actor="0", critic="1", reference="1", reward="0"),
     },
     4: {

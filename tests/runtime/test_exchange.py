@@ -1,0 +1,59 @@
+"""What one rank's post office promises without any other rank; with others, see tests/multiprocess."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trl_realloc.cluster import Cluster, DeviceMesh
+from trl_realloc.plan import Assignment, ExecutionPlan, ParallelStrategy
+from trl_realloc.planner.presets import flatten
+from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.runtime.alarm import Alarm, JobFailed
+from trl_realloc.runtime.exchange import Exchange, Failure, Piece, sources
+from trl_realloc.timeline import Span
+
+
+SPAN = Span("actor.generate", 0, 1.0, 2.0, 0, 5)
+
+
+def samples() -> Rollouts:
+    return Rollouts(index=torch.tensor([2, 0, 1]), responses=Ragged.of([[7], [5, 6], []], torch.long))
+
+
+def test_pieces_come_back_in_the_order_of_the_global_batch_with_their_spans() -> None:
+    exchange = Exchange(flatten(Cluster(1, 1)), 0)
+    exchange.begin()
+    exchange.publish("actor.generate", Piece(samples(), SPAN))
+    made = exchange.collect("actor.generate")
+    assert made.tensor("index").tolist() == [0, 1, 2]
+    assert [row.tolist() for row in made.ragged("responses").rows()] == [[5, 6], [], [7]]
+    assert exchange.spans("actor.generate") == (SPAN,)
+
+
+def test_a_failure_is_raised_where_its_piece_is_needed_with_call_rank_and_reason() -> None:
+    exchange = Exchange(flatten(Cluster(1, 1)), 0)
+    exchange.begin()
+    exchange.publish("reward.forward", Failure(0, "reward.forward", "no"))
+    exchange.publish("actor.generate", Piece(samples(), SPAN))
+    assert len(exchange.collect("actor.generate")) == 3
+    with pytest.raises(JobFailed, match="reward.forward failed on rank 0: no"):
+        exchange.collect("reward.forward")
+
+
+def test_of_a_tensor_parallel_engine_the_first_rank_speaks() -> None:
+    plan = flatten(Cluster(1, 4))
+    split = Assignment(DeviceMesh(0, 4), ParallelStrategy(dp=2, tp=2), "vllm")
+    plan = ExecutionPlan(plan.cluster, {**plan.assignments, "actor.generate": split})
+    assert sources(plan, "actor.generate") == (0, 2) and sources(plan, "actor.train") == (0, 1, 2, 3)
+
+
+def test_a_failure_that_rang_is_heard_by_every_other_rank(tmp_path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    first, second = Alarm(store, 2), Alarm(store, 2)
+    second.check(every_s=0)
+    store.add("trl_realloc/heard", 1)  # the other has read it: the first need not wait
+    first.ring("rank 0: the engine died")
+    with pytest.raises(JobFailed, match="rank 0: the engine died"):
+        second.check(every_s=0)
+    second.check(every_s=0)
