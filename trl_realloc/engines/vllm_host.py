@@ -132,7 +132,8 @@ def tie_to_workers() -> threading.Event:
 
     if workers:
         threading.Thread(target=watch, daemon=True).start()
-    # all have opened what they share; without names, not even a kill of the whole group leaves any of it behind
+    # All have opened what they share; without names, not even a kill of the whole group leaves any of it behind. Before
+    # this, the start of several workers on the CPU has a gap: vLLM's own "...cpushm_0" stays if all are killed in it.
     unlink_shared_memory([os.getpid(), *(worker.pid for worker in workers if worker.pid)])
     return closing
 
