@@ -233,7 +233,7 @@ def one_run(side: str, processes: int, limit: int, mark: int) -> dict[str, Any]:
         peak, stop = [0.0], threading.Event()
 
         def watch() -> None:
-            while not stop.wait(0.5):
+            while not stop.wait(3.0):  # walking the pages of a process holds it up
                 peak[0] = max(peak[0], memory_mb(mark))
 
         thread = threading.Thread(target=watch)

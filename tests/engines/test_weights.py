@@ -16,6 +16,7 @@ from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma3TextConfig,
@@ -182,3 +183,16 @@ PLAIN = causal("llama")
 LORA = get_peft_model(causal("llama"), LoraConfig(target_modules=["q_proj", "down_proj"]))
 WHOLE_PLAIN = list(exported(PLAIN))
 WHOLE_LORA = list(exported(LORA))
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mixtral", "llama"])
+def test_the_names_are_those_of_a_saved_checkpoint(kind: str, tmp_path: Path) -> None:
+    """What vLLM's loader knows: `embed_out` for GPT-NeoX, each expert by itself for a mixture."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = AutoConfig.for_model(kind, num_attention_heads=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    made = {name: tensor for bucket in buckets(model, bucket_bytes=4000) for name, tensor in bucket}
+    assert made.keys() == saved.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in saved.items())

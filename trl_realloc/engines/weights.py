@@ -15,8 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from . import Bucket
+
+
+try:  # what `save_pretrained` names parameters by; not public, and absent before Transformers 5
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:
+    revert_weight_conversion = None
 
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
@@ -44,22 +51,34 @@ def buckets(
         merged: adapters added into the weights they adapt; else every parameter as the module has it, adapters apart.
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
+    named = partial(_checkpoint_names, model) if merged else list
     bucket: list[_Weight] = []
     size = 0
     for weight in _weights(model) if merged else _plain(model):
         bytes_ = _full_bytes(weight.sources[0])
         if bucket and size + bytes_ > bucket_bytes:
-            yield from _whole(bucket, gather)
+            yield from _whole(bucket, gather, named)
             bucket, size = [], 0
         bucket.append(weight)
         size += bytes_
     if bucket:
-        yield from _whole(bucket, gather)
+        yield from _whole(bucket, gather, named)
 
 
-def _whole(bucket: Sequence[_Weight], gather: Gather) -> Iterator[Bucket]:
+def _whole(
+    bucket: Sequence[_Weight], gather: Gather, named: Callable[[list[tuple[str, Tensor]]], Bucket]
+) -> Iterator[Bucket]:
     with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
-        yield [(weight.name, weight.make()) for weight in bucket]
+        yield named([(weight.name, weight.make()) for weight in bucket])
+
+
+def _checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:
+    """The module's names as the family's checkpoints have them, where they differ since Transformers 5 (GPT-NeoX's
+    `lm_head` is saved as `embed_out`; a mixture's experts lie fused in the module, one by one in a checkpoint)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if revert_weight_conversion is None or not isinstance(base, PreTrainedModel):
+        return tensors
+    return list(revert_weight_conversion(base, dict(tensors)).items())
 
 
 def _full_bytes(parameter: nn.Parameter) -> int:
