@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
+import platform
 import random
 import re
 import shutil
@@ -151,17 +153,12 @@ def pretrain(rows: Sequence[Sequence[int]], config: LlamaConfig, seconds: float)
     return model
 
 
-def spoil(words: list[str], draw: random.Random) -> str:
-    """The end of a sentence made worse: its words shuffled, cut off in the middle, or one of them repeated."""
-    kind = draw.randrange(3)
-    if kind == 0:
-        shuffled = words[:]
-        draw.shuffle(shuffled)
-        return " ".join(shuffled)
-    if kind == 1:
-        return " ".join(words[: draw.randrange(1, max(2, len(words) - 1))])
-    at = draw.randrange(len(words))
-    return " ".join([*words[:at], *[words[at]] * draw.randrange(2, 5), *words[at + 1 :]])
+def spoil(words: list[str], draw: random.Random) -> tuple[str, bool]:
+    """The end of a sentence made worse, and whether the end token follows: shuffled, broken off, or never ended."""
+    kind = draw.choices(("shuffled", "broken off", "unended"), (4, 3, 3))[0]
+    if kind == "shuffled":
+        return " ".join(draw.sample(words, len(words))), True
+    return " ".join(words[: draw.randrange(1, max(2, len(words)))]), kind == "broken off"
 
 
 def train_reward(
@@ -169,14 +166,15 @@ def train_reward(
 ) -> tuple[LlamaForSequenceClassification, float]:
     """Bradley-Terry on pairs (the real end of a sentence, a worse one): spoiled, or babbled by the policy itself.
 
+    Scores are then scaled so that what the policy writes at temperature 1 has a standard deviation of 1.
+
     Returns the model and the share of held-out pairs that it orders rightly.
     """
     names = {"id2label": {0: "reward"}, "label2id": {"reward": 0}}
     model = LlamaForSequenceClassification(LlamaConfig(**{**policy.config.to_dict(), **names}))
     model.model.load_state_dict(policy.model.state_dict())
     draw = random.Random(1)
-    pairs = make_pairs(texts, tokenizer, policy, draw)
-    held_out, pairs = pairs[: len(pairs) // 10], pairs[len(pairs) // 10 :]
+    pairs, held_out = (make_pairs(part, tokenizer, policy, draw) for part in (texts[400:3400], texts[:400]))
 
     def margin(batch: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
         both = [row for pair in batch for row in pair]
@@ -186,42 +184,62 @@ def train_reward(
 
     def batches() -> Iterator[object]:
         while True:
-            yield draw.sample(pairs, 24)
+            order = sorted(draw.sample(pairs, min(256, len(pairs))), key=lambda pair: max(map(len, pair)))
+            for start in draw.sample(range(0, len(order), 16), -(-len(order) // 16)):
+                yield order[start : start + 16]
 
     def loss_of(batch: object) -> tuple[torch.Tensor, int]:
         assert isinstance(batch, list)
         return -logsigmoid(margin(batch)).mean(), sum(len(a) + len(b) for a, b in batch)
 
-    train_for("training the reward", seconds, model, 3e-4, batches(), loss_of)
+    train_for("training the reward", seconds, model, 1e-3, batches(), loss_of)
     with torch.no_grad():
         right = sum(int((margin(held_out[at : at + 64]) > 0).sum()) for at in range(0, len(held_out), 64))
+        own = babble(policy, tokenizer, [" ".join(text.split()[:4]) for text in texts[:256]], 1.0)
+        ids = rectangle(own, model.config.pad_token_id)
+        model.score.weight /= model(input_ids=ids, attention_mask=(rectangle(own, -1) != -1).long()).logits.std()
     return model, right / len(held_out)
 
 
 def make_pairs(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, policy: LlamaForCausalLM, draw: random.Random
 ) -> list[tuple[list[int], list[int]]]:
-    """(better, worse) token ids: one spoiled end for each sentence, and 768 ends that the policy made up."""
+    """(better, worse) token ids, one pair for each text: half of the worse ends are spoiled, half the policy's own at
+    temperature 1.4: made-up words, which the reward must dislike more than anything, for PPO will offer them first."""
     eos = tokenizer.eos_token_id
     pairs, starts = [], []
-    for text in texts:
+    for number, text in enumerate(texts):
         words = text.split()
-        cut = draw.randrange(2, max(3, len(words) - 4))
+        cut = draw.randint(2, max(2, min(8, len(words) // 2)))
         start, good = " ".join(words[:cut]), tokenizer(text)["input_ids"] + [eos]
-        bad = tokenizer(f"{start} {spoil(words[cut:], draw)}")["input_ids"] + [eos]
+        if number % 2:
+            starts.append((start, good[:LONGEST]))
+            continue
+        end, ended = spoil(words[cut:], draw)
+        bad = tokenizer(f"{start} {end}")["input_ids"] + [eos] * ended
         pairs.append((good[:LONGEST], bad[:LONGEST]))
-        starts.append((start, good[:LONGEST]))
-    for _ in range(6):
-        batch = draw.sample(starts, 128)
-        ids = tokenizer([start for start, _ in batch], return_tensors="pt", padding=True)
-        made = policy.generate(
-            **{k: ids[k] for k in ("input_ids", "attention_mask")}, max_new_tokens=40, do_sample=True, temperature=1.2
-        )
-        for (_, good), row in zip(batch, made.tolist(), strict=True):
-            tokens = [token for token in row if token != tokenizer.pad_token_id]
-            pairs.append((good, tokens[:LONGEST]))
+    for at in range(0, len(starts), 128):
+        batch = starts[at : at + 128]
+        made = babble(policy, tokenizer, [start for start, _ in batch], 1.4)
+        pairs += [(good, row[:LONGEST]) for (_, good), row in zip(batch, made, strict=True)]
     draw.shuffle(pairs)
     return pairs
+
+
+def babble(
+    policy: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, starts: Sequence[str], temperature: float
+) -> list[list[int]]:
+    """Starts and what the policy makes of them in 40 tokens, without padding."""
+    ids = tokenizer(list(starts), return_tensors="pt", padding=True)
+    made = policy.generate(
+        input_ids=ids["input_ids"],
+        attention_mask=ids["attention_mask"],
+        max_new_tokens=40,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,  # all of the vocabulary, as PPO samples; 50 is the library's default
+    )
+    return [[token for token in row if token != tokenizer.pad_token_id] for row in made.tolist()]
 
 
 def make_prompts(texts: Sequence[str], draw: random.Random) -> Dataset:
@@ -237,7 +255,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="training time, as a multiple of the demo's")
     options = parser.parse_args()
     done = options.out / "complete"
-    if done.is_file() and not options.force:
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    made_with = f"python {platform.python_version()}, {options.seconds} of the training, code {code[:16]}\n"
+    if done.is_file() and done.read_text() == made_with and not options.force:
         console.print(f"models and data are there already: {options.out} (--force makes them anew)")
         return
     shutil.rmtree(options.out, ignore_errors=True)
@@ -247,7 +267,7 @@ def main() -> None:
     torch.manual_seed(0)
     texts = sentences()
     random.Random(0).shuffle(texts)
-    test, train = texts[:64], texts[64:]
+    test, unseen, train = texts[:64], texts[64:1064], texts[1064:]  # unseen: to prompt with
     tokenizer = make_tokenizer(train)
     rows = [tokenizer(text)["input_ids"][: LONGEST - 1] + [tokenizer.eos_token_id] for text in train]
     console.print(
@@ -255,14 +275,14 @@ def main() -> None:
         f"and docstrings (PSF licence); {sum(map(len, rows)):,} tokens"
     )
     policy = pretrain(rows, llama_config(tokenizer), PRETRAIN_SECONDS * options.seconds)
-    reward, accuracy = train_reward(train, tokenizer, policy, REWARD_SECONDS * options.seconds)
+    reward, accuracy = train_reward([*unseen[:400], *train], tokenizer, policy, REWARD_SECONDS * options.seconds)
     console.print(f"reward model: orders {accuracy:.0%} of held-out pairs rightly")
     for model, name in ((policy, "policy"), (reward, "reward")):
         model.save_pretrained(options.out / name)
         tokenizer.save_pretrained(options.out / name)
     draw = random.Random(2)
-    DatasetDict(train=make_prompts(train, draw), test=make_prompts(test, draw)).save_to_disk(options.out / "prompts")
-    done.touch()
+    DatasetDict(train=make_prompts(unseen, draw), test=make_prompts(test, draw)).save_to_disk(options.out / "prompts")
+    done.write_text(made_with)
 
 
 if __name__ == "__main__":
