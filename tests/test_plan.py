@@ -32,23 +32,19 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
     cluster = draw(clusters)
     graph = draw(st.sampled_from(list(GRAPHS.values())))
     meshes = st.sampled_from(legal_meshes(cluster))
-    homes: dict[str, tuple[DeviceMesh, int]] = {}
     assignments = {}
-    for call in sorted((graph.call(name) for name in graph.order), key=lambda call: not call.trains):
-        home = homes.get(call.role)
-        if call.kind is CallKind.GENERATE:
-            assert home is not None
-            within = st.sampled_from([mesh for mesh in legal_meshes(cluster) if mesh.inside(home[0])])
-            engine = draw(st.sampled_from(["vllm", "transformers"]))
-            mesh = home[0] if engine == "transformers" and home[1] == 3 else draw(within)
-            splits = [tp for tp in range(1, mesh.size + 1) if mesh.size % tp == 0] if engine == "vllm" else [1]
-            tp = draw(st.sampled_from(splits))
-            strategy = ParallelStrategy(mesh.size // tp, tp)
-        else:
-            stages = [0, 1, 2, 3] if call.trains else [0, 3]
-            mesh, stage = home or (draw(meshes), draw(st.sampled_from(stages)))
-            homes[call.role] = mesh, stage
-            strategy, engine = ParallelStrategy(mesh.size, zero_stage=stage, micro_batch_tokens=draw(tokens)), "zero"
+    for call in map(graph.call, graph.order):
+        mesh = draw(meshes)
+        engine = draw(st.sampled_from([n for n, ability in ABILITIES.items() if call.kind in ability.kinds]))
+        tp = pp = 1
+        if "tp" in ABILITIES[engine].degrees:
+            tp = draw(st.sampled_from([tp for tp in range(1, mesh.size + 1) if mesh.size % tp == 0]))
+        if "pp" in ABILITIES[engine].degrees:
+            pp = draw(st.sampled_from([pp for pp in range(1, mesh.size // tp + 1) if mesh.size // tp % pp == 0]))
+        trained = graph.train_call(call.role) is not None
+        stage = draw(st.sampled_from([s for s in ABILITIES[engine].zero_stages if trained or s in (0, 3)]))
+        most = None if call.kind is CallKind.GENERATE else draw(tokens)
+        strategy = ParallelStrategy(mesh.size // tp // pp, tp, pp, stage, most)
         frozen = graph.train_call(call.role) is None
         assignments[call.name] = Assignment(mesh, strategy, engine, frozen and draw(st.booleans()))
     return ExecutionPlan(cluster, assignments, graph, draw(names))
@@ -217,7 +213,7 @@ def test_a_plan_for_another_world_is_refused_with_both_numbers_and_the_remedies(
         (edited(reward__forward={"tp": 8, "dp": 1}), "engine zero cannot split by tp (tp: 8); set tp: 1"),
         (edited(reward__forward={"microbatch_tokens": 8}), "'microbatch_tokens'; did you mean 'micro_batch_tokens'?"),
         (edited(reward__forward={"engine": "zeros"}), "no engine 'zeros'; did you mean 'zero'?"),
-        (edited(reward__forward={"engine": "vllm"}), "reward.forward: engine vllm cannot forward; use zero."),
+        (edited(reward__forward={"engine": "vllm"}), "engine vllm cannot forward; use zero or megatron."),
         (edited(actor__generate={"engine": "zero"}), "engine zero cannot generate; use vllm or transformers."),
         (edited(actor__generate={"zero_stage": 3}), "engine vllm has no zero_stage 3; leave it out"),
         (edited(actor__generate={"dp": 4, "pp": 2}), "engine vllm cannot split by pp (pp: 2); set pp: 1"),
@@ -225,17 +221,8 @@ def test_a_plan_for_another_world_is_refused_with_both_numbers_and_the_remedies(
             edited(actor__generate={"engine": "transformers", "dp": 4, "tp": 2}),
             "engine transformers cannot split by tp (tp: 2); set tp: 1",
         ),
-        (edited(reference__forward={"engine": "megatron"}), "engine megatron is not in this release; use zero."),
-        (edited(critic__forward={"zero_stage": 3}), "critic.forward must run where and as critic.train does"),
-        (edited(critic__forward={"mesh": "0-3", "dp": 4}), "critic.forward must run where and as critic.train does"),
-        (
-            edited(actor__train={"mesh": "0-3", "dp": 4}),
-            "actor.generate's mesh 0-7 must be inside actor.train's mesh 0-3",
-        ),
-        (
-            edited(actor__train={"zero_stage": 3}, actor__generate={"engine": "transformers", "mesh": "0-3", "dp": 4}),
-            "its mesh 0-3 must be actor.train's mesh 0-7; or use vllm, or zero_stage 2",
-        ),
+        (edited(reference__forward={"engine": "megatron", "zero_stage": 3}), "megatron has no zero_stage 3; leave it"),
+        (edited(actor__train={"engine": "megatron", "tp": 4}), "dp 8 x tp 4 x pp 1 = 32 devices, but mesh 0-7 has 8"),
         (edited(actor__generate={"micro_batch_tokens": 8}), "engine vllm forms its batches itself; leave micro_batch"),
         (edited(actor__generate={"offload": True}), "actor.generate: offload is for what frozen roles score with"),
         (edited(critic__train={"offload": True}), "critic.train: offload is for what frozen roles score with"),
@@ -367,23 +354,37 @@ def test_whatever_is_given_as_yaml_is_refused_in_sentences(text: str) -> None:
         ExecutionPlan.from_yaml(text)
 
 
-def test_every_graphs_frozen_roles_may_be_anywhere_and_trained_roles_stay_at_home() -> None:
-    """The three rules that fall with reallocation between training layouts, and nothing beside them."""
+def _grpo(cluster: Cluster, train: Assignment, generate: Assignment) -> ExecutionPlan:
+    frozen = Assignment(DeviceMesh(0, 1), ParallelStrategy(), "zero")
+    calls = {"actor.generate": generate, "reference.forward": frozen, "reward.forward": frozen, "actor.train": train}
+    return ExecutionPlan(cluster, calls, GRAPHS["grpo"])
+
+
+def test_whole_copies_serve_any_call_inside_their_mesh_and_parameters_move_to_all_others() -> None:
     cluster = Cluster(1, 4)
-    for reference in legal_meshes(cluster):
-        for train in legal_meshes(cluster):
-            for generate in legal_meshes(cluster):
-                assignments = {
-                    "actor.generate": Assignment(generate, ParallelStrategy(generate.size), "vllm"),
-                    "reference.forward": Assignment(reference, ParallelStrategy(reference.size), "zero"),
-                    "reward.forward": Assignment(reference, ParallelStrategy(reference.size), "zero"),
-                    "actor.train": Assignment(train, ParallelStrategy(train.size), "zero"),
-                }
-                if generate.inside(train):
-                    assert ExecutionPlan(cluster, assignments, GRAPHS["grpo"]).mesh("actor.train") == train
-                else:
-                    with pytest.raises(PlanError, match="must be inside"):
-                        ExecutionPlan(cluster, assignments, GRAPHS["grpo"])
+    for train in legal_meshes(cluster):
+        for generate in legal_meshes(cluster):
+            home = Assignment(train, ParallelStrategy(train.size), "zero")
+            plan = _grpo(cluster, home, Assignment(generate, ParallelStrategy(generate.size), "vllm"))
+            moves = [(edge.source, edge.target) for edge in plan.reallocations]
+            assert moves == ([] if generate.inside(train) else [("actor.train", "actor.generate")])
+
+
+@pytest.mark.parametrize(
+    ("home", "other", "moves"),
+    [
+        (ParallelStrategy(4, zero_stage=3), ParallelStrategy(4), False),  # gathered along the mesh
+        (ParallelStrategy(4, zero_stage=3), ParallelStrategy(2, 2), True),  # two of the four would gather in vain
+        (ParallelStrategy(2, 2), ParallelStrategy(4), True),
+        (ParallelStrategy(4, zero_stage=2), ParallelStrategy(1, 4), False),
+    ],
+)
+def test_which_training_layouts_feed_vllm_engines_without_a_reallocation(
+    home: ParallelStrategy, other: ParallelStrategy, moves: bool
+) -> None:
+    engine = "megatron" if home.tp > 1 else "zero"
+    plan = _grpo(Cluster(1, 4), Assignment(DeviceMesh(0, 4), home, engine), Assignment(DeviceMesh(0, 4), other, "vllm"))
+    assert bool(plan.reallocations) == moves
 
 
 def test_a_graph_that_is_not_ppos_stands_in_the_file() -> None:

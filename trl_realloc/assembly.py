@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from .assignment import in_place
 from .cluster import Cluster
 from .config import ConfigError, PPOConfig
 from .data import check_prompts, collate_prompts, tokenize_prompts
@@ -37,7 +38,7 @@ from .plugin import ReallocationPlugin
 from .rewards import Rewards, read_rewards
 from .rollout import Rollouts
 from .runtime.calls import Rules
-from .runtime.placement import EngineOptions, Roles
+from .runtime.placement import EngineOptions, Roles, copies_actor
 
 
 @dataclass(frozen=True)
@@ -230,10 +231,11 @@ def _roles(
     peft_config: Any,
 ) -> tuple[Any, Roles]:
     base_config = config
-    has_part = rank in plan.mesh("actor.train")
+    adapts = peft_config is not None or has_adapters(model)
+    has_part = rank in plan.mesh("actor.train") or copies_actor(plan, rank, adapts)
     policy = load_policy(model, trained=True) if has_part or not isinstance(model, str) else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
-    shared = adapted and ref_model is None and plan.mesh("reference.forward") == plan.mesh("actor.train")
+    shared = adapted and ref_model is None and in_place(plan["actor.train"], plan["reference.forward"])
     if shared:  # the policy without its adapters is the reference: no copy
         reference = None
     elif ref_model is not None:
@@ -242,7 +244,7 @@ def _roles(
         reference = lambda: without_dropout(load_policy(model, trained=False))  # noqa: E731
     elif adapted:
         if args.ref_adapter_name is not None:
-            raise ConfigError("ref_adapter_name needs reference.forward on actor.train's mesh, e.g. plan: flatten.")
+            raise ConfigError("ref_adapter_name needs reference.forward in actor.train's layout, e.g. plan: flatten.")
         base = frozen_copy(policy.get_base_model() if has_adapters(policy) else policy)
         reference = lambda: without_dropout(base)  # noqa: E731
     else:
@@ -252,6 +254,8 @@ def _roles(
     return policy, Roles(
         actor=lambda: policy,
         actor_config=base_config,
+        actor_shell=lambda: shell(base_config),
+        adapted=adapted,
         critic=lambda: without_dropout(load_classifier(value_model, trained=True)),
         reference=reference,
         rewards=rewards.models,

@@ -16,12 +16,11 @@ from .errors import PlanError, Problems, suggest
 
 @dataclass(frozen=True)
 class Ability:
-    """What an engine can do: the kinds of call, which degrees may exceed 1, the ZeRO stages; or why it is absent."""
+    """What an engine can do: the kinds of call, which degrees may exceed 1, the ZeRO stages."""
 
     kinds: frozenset[CallKind]
     degrees: tuple[str, ...]
     zero_stages: tuple[int, ...] = (0,)
-    absent: str = ""
 
 
 _LEARNS = frozenset({CallKind.FORWARD, CallKind.TRAIN})
@@ -30,7 +29,7 @@ _GENERATES = frozenset({CallKind.GENERATE})
 # The one place that says what an engine can do: to open an engine or a degree, change its row.
 ABILITIES: Mapping[str, Ability] = {
     "zero": Ability(_LEARNS, ("dp",), (0, 1, 2, 3)),
-    "megatron": Ability(_LEARNS, ("dp", "tp", "pp"), (0, 1), absent="is not in this release; use zero"),
+    "megatron": Ability(_LEARNS, ("dp", "tp", "pp"), (0, 1)),
     "vllm": Ability(_GENERATES, ("dp", "tp")),
     "transformers": Ability(_GENERATES, ("dp",)),
 }
@@ -39,7 +38,7 @@ ENGINES = tuple(ABILITIES)
 
 def able(kind: CallKind) -> str:
     """The engines that can do calls of that kind, as a person would list them."""
-    return " or ".join(name for name, ability in ABILITIES.items() if kind in ability.kinds and not ability.absent)
+    return " or ".join(name for name, ability in ABILITIES.items() if kind in ability.kinds)
 
 
 @dataclass(frozen=True)
@@ -151,6 +150,27 @@ class Assignment:
         return assignment
 
 
+def whole_everywhere(assignment: Assignment) -> bool:
+    """Whether every device of the mesh holds all of the model's parameters."""
+    return assignment.engine in ("zero", "transformers") and assignment.strategy.zero_stage < 3
+
+
+def in_place(home: Assignment, other: Assignment) -> bool:
+    """Whether `other`'s call finds a trained role's parameters where and as its training, `home`, leaves them, so that
+    nothing is reallocated: the same layout, or a call that each device of it can serve from a whole copy of its own.
+
+    Generation in the very mesh that ZeRO-3 shards over is in place too: there every device needs every parameter, and
+    gathering them along the mesh moves the fewest bytes.
+    """
+    if home.engine == other.engine and home.mesh == other.mesh and home.strategy.layout == other.strategy.layout:
+        return True
+    if whole_everywhere(home) and other.mesh.inside(home.mesh):
+        return other.engine == "vllm" or whole_everywhere(other)
+    sharded = home.engine == "zero" and home.strategy.zero_stage == 3
+    generates = other.engine in ("vllm", "transformers")
+    return sharded and generates and other.mesh == home.mesh and other.strategy.tp == 1
+
+
 def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, trained: bool) -> Iterator[str]:
     """What is wrong with giving `call` that assignment. `trained`: its role is trained by some call of the graph."""
     mesh, strategy, engine = assignment.mesh, assignment.strategy, assignment.engine
@@ -161,9 +181,6 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
     ability = ABILITIES[engine]
     if call.kind not in ability.kinds:
         yield f"engine {engine} cannot {call.kind}; use {able(call.kind)}."
-        return
-    if ability.absent:
-        yield f"engine {engine} {ability.absent}."
         return
     unable = [name for name in ("dp", "tp", "pp") if getattr(strategy, name) > 1 and name not in ability.degrees]
     for name in unable:

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from .assignment import ENGINES, Assignment, ParallelStrategy, able, assignment_problems
+from .assignment import ENGINES, Assignment, ParallelStrategy, able, assignment_problems, in_place
 from .cluster import Cluster, DeviceMesh
-from .dataflow import CallKind, DataflowGraph, ppo_graph
+from .dataflow import CallKind, DataflowGraph, ParameterEdge, ppo_graph
 from .errors import PlanError, Problems, nearest, suggest
 
 
@@ -74,6 +74,11 @@ class ExecutionPlan:
 
     def mesh(self, name: str) -> DeviceMesh:
         return self[name].mesh
+
+    @property
+    def reallocations(self) -> tuple[ParameterEdge, ...]:
+        """The parameter edges whose two ends hold the parameters differently, so that each new version is moved."""
+        return tuple(edge for edge in self.graph.parameter_edges if not in_place(self[edge.source], self[edge.target]))
 
     def calls_on(self, device: int) -> tuple[str, ...]:
         """The calls that `device` takes part in, in order."""
@@ -177,33 +182,7 @@ def _problems(
         call = graph.call(name)
         trained = graph.train_call(call.role) is not None
         problems += [f"{name}: {problem}" for problem in assignment_problems(call, assignment, cluster, trained)]
-    return problems + list(_until_training_layouts_reallocate(here, graph))
-
-
-def _until_training_layouts_reallocate(here: Mapping[str, Assignment], graph: DataflowGraph) -> Iterator[str]:
-    """What no transfer can do yet: parameters go from their training layout to generation engines within its mesh,
-    and nowhere else. Delete this function with its one caller once any layout can be filled from any other."""
-    for source, target in graph.parameter_edges:
-        if source not in here or target not in here:
-            continue
-        home, other = here[source], here[target]
-        if graph.call(target).kind is CallKind.FORWARD:
-            if (home.mesh, home.engine, home.strategy.layout) != (other.mesh, other.engine, other.strategy.layout):
-                yield (
-                    f"{target} must run where and as {source} does (mesh {home.mesh}, engine {home.engine}, "
-                    f"dp {home.strategy.dp}, tp {home.strategy.tp}, pp {home.strategy.pp}, "
-                    f"zero_stage {home.strategy.zero_stage}), until training layouts can be reallocated."
-                )
-        elif not other.mesh.inside(home.mesh):
-            yield (
-                f"{target}'s mesh {other.mesh} must be inside {source}'s mesh {home.mesh}, which holds its "
-                f"parameters, until training layouts can be reallocated."
-            )
-        elif other.engine == "transformers" and home.strategy.zero_stage == 3 and other.mesh != home.mesh:
-            yield (
-                f"{target} on engine transformers gathers the parameters that zero_stage 3 shards, so its mesh "
-                f"{other.mesh} must be {source}'s mesh {home.mesh}; or use vllm, or zero_stage 2."
-            )
+    return problems
 
 
 def _read_cluster(value: object) -> Cluster:

@@ -24,6 +24,7 @@ class Span:
         start, end: seconds, on one clock for the whole timeline.
         step: the iteration, from 0.
         tokens: tokens that this device worked on; 0 where they do not count.
+        bytes: what went over the wire, all devices together; of reallocations.
 
     Raises:
         ValueError: the span ends before it starts.
@@ -35,6 +36,7 @@ class Span:
     end: float
     step: int
     tokens: int = 0
+    bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.end >= self.start:
@@ -114,7 +116,7 @@ class Timeline:
             for device in self.devices
         ]
         for span in self.spans:
-            about = {"step": span.step, "tokens": span.tokens}
+            about = {"step": span.step, "tokens": span.tokens, **({"bytes": span.bytes} if span.bytes else {})}
             place = {"pid": 0, "tid": span.device, "ts": (span.start - zero) * 1e6, "dur": span.seconds * 1e6}
             rows.append({"name": span.call, "cat": span.call.partition(".")[0], "ph": "X", **place, "args": about})
         return {"traceEvents": rows, "displayTimeUnit": "ms"}

@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -314,6 +314,7 @@ class PPOTrainer(PPOTrainerBase):
             },
             "completions/mean_length": float(lengths.mean()),
             **{f"time/{call}": longest[call] for call in self.plan.order if call in longest},
+            **_moved(iteration.spans),
             "time/step": seconds,
             "tokens/s": iteration.samples.tokens / seconds,
         }
@@ -465,6 +466,17 @@ class PPOTrainer(PPOTrainerBase):
     def close(self) -> None:
         """End the engines. Leaving the process does it too."""
         self.placement.close()
+
+
+def _moved(spans: Iterable[Span]) -> dict[str, float]:
+    """`realloc/bytes/<call>` and `realloc/seconds/<call>` of each reallocation, by the call that it was for."""
+    metrics: dict[str, float] = {}
+    for span in spans:
+        if " -> " in span.call:
+            edge = span.call.partition(" -> ")[2]
+            metrics[f"realloc/bytes/{edge}"] = float(span.bytes)
+            metrics[f"realloc/seconds/{edge}"] = max(span.seconds, metrics.get(f"realloc/seconds/{edge}", 0.0))
+    return metrics
 
 
 __all__ = ["OnlineTrainerState", "PPOTrainer", "Sampling", "collate_prompts"]

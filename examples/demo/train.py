@@ -13,6 +13,7 @@ from typing import Any
 from datasets import load_from_disk
 from rich.console import Console
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 
 from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.callbacks import CompactProgress, MetricsWriter
@@ -32,6 +33,7 @@ class DemoArguments:
 
 
 def main() -> None:
+    disable_progress_bar()  # of loading a small model: two lines of noise for each
     script, args = parse_recipe((DemoArguments, PPOConfig))
     tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path, padding_side="left")
     prompts = load_from_disk(script.dataset_path)

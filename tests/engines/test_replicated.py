@@ -284,6 +284,14 @@ def test_a_bfloat16_role_goes_on_from_a_saved_state(samples: Rollouts) -> None:
 DEALS = {"even": None, "one rank has nothing": [list(range(8)), []], "unlike": [[1, 4], [0, 2, 3, 5, 6, 7]]}
 
 
+def test_a_float16_role_goes_on_with_the_loss_scale_it_had(samples: Rollouts) -> None:
+    one, other = (engine(policy_head(), compute_dtype=torch.float16) for _ in range(2))
+    one.scaler.scale(torch.ones(()))  # it begins with its first use
+    one.scaler.update(1024.0)
+    other.load_state_dict(one.state_dict())
+    assert other.scaler.get_scale() == 1024.0 != engine(policy_head(), compute_dtype=torch.float16).scaler.get_scale()
+
+
 def _rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)

@@ -17,9 +17,14 @@ CALLS = ("reference.forward", "reward.forward", "critic.forward", "actor.train",
 
 
 def plan(
-    devices: int, stage: int = 0, tokens: int | None = None, offload: bool = False, **meshes: str
+    devices: int,
+    stage: int = 0,
+    tokens: int | None = None,
+    offload: bool = False,
+    changed: dict[str, dict[str, Any]] | None = None,
+    **meshes: str,
 ) -> dict[str, Any]:
-    """Every call on all devices but those that `meshes` puts elsewhere, by role."""
+    """Every call on all devices but those that `meshes` puts elsewhere, by role; `changed` replaces whole calls."""
     calls: dict[str, Any] = {}
     for name in ("actor.generate", *CALLS):
         mesh = meshes.get(name.split(".")[0], f"0-{devices - 1}" if devices > 1 else "0")
@@ -33,7 +38,19 @@ def plan(
             calls[name]["offload"] = True
         if tokens and name != "actor.generate":
             calls[name]["micro_batch_tokens"] = tokens
+    calls |= changed or {}
     return {"cluster": {"nodes": 1, "devices_per_node": devices}, "calls": calls}
+
+
+def split(mesh: str, dp: int = 1, tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
+    return {"mesh": mesh, "engine": "megatron", "dp": dp, "tp": tp, "pp": pp, **more}
+
+
+def whole(device: str) -> dict[str, Any]:
+    return {"mesh": device, "engine": "zero", "dp": 1}
+
+
+ZERO3 = {"engine": "zero", "zero_stage": 3}
 
 
 PLANS: dict[int, dict[str, dict[str, Any]]] = {
@@ -45,12 +62,27 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "zero 3, small micro-batches": plan(2, stage=3, tokens=30),
         "interleaved, offloaded": plan(2, offload=True, reference="0", reward="1"),
         "actor and critic apart": plan(2, actor="0", critic="1", reference="1", reward="0"),
+        "the critic scores where it does not train": plan(2, critic="0", changed={"critic.forward": whole("1")}),
+        "tensor parallel": plan(2, changed={name: split("0-1", tp=2) for name in CALLS if name != "reward.forward"}),
     },
     4: {
         "replicas": plan(4, tokens=40),
         "zero 3": plan(4, stage=3),
         "interleaved, actor and critic apart, zero 2": plan(
             4, stage=2, actor="0-1", critic="2-3", reference="0-1", reward="2-3"
+        ),
+        "every call in a layout of its own": plan(
+            4,
+            changed={
+                "reference.forward": split("0-3", tp=2, pp=2),
+                "reward.forward": {"mesh": "2-3", "dp": 2, **ZERO3},
+                "critic.forward": {"mesh": "2-3", "dp": 2, **ZERO3},
+                "actor.train": split("0-3", dp=2, tp=2, zero_stage=1),
+                "critic.train": split("0-1", pp=2, micro_batch_tokens=40),
+            },
+        ),
+        "zero 3 trains the critic, a tensor group scores": plan(
+            4, stage=3, changed={"critic.forward": split("2-3", tp=2), "actor.train": split("0-3", dp=2, pp=2)}
         ),
     },
 }

@@ -81,6 +81,29 @@ def test_zero_3_without_a_reference_saves_and_its_checkpoint_resumes_under_anoth
     close(log(alone), log(two))
 
 
+OFFLOADED = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  offload_optimizer_device: cpu
+  zero3_init_flag: false
+  zero_stage: 2
+mixed_precision: bf16
+"""
+
+
+@pytest.mark.deepspeed
+def test_the_launchers_offload_and_precision_are_the_engines(run: Callable[..., Path], tmp_path: Path) -> None:
+    config = tmp_path / "offload.yaml"
+    config.write_text(OFFLOADED)
+    options = {**STEPS, "use_cpu": False, "bf16": True, "save_strategy": "no", "max_steps": 2}
+    two = run("train.py", 2, options, "two", config=config)
+    settings = json.loads((two / "rank-0.json").read_text())["deepspeed"]
+    assert (settings["stage"], settings["bf16"]) == (2, True)
+    assert "cpu" in settings["offload"]
+
+
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_adapter_trains_and_is_saved(run: Callable[..., Path], tmp_path: Path, stage: int) -> None:
@@ -125,3 +148,17 @@ def test_one_vllm_engine_over_two_devices_generates_for_training_on_both(run: Ca
     tensor_parallel["calls"]["actor.generate"] = {"mesh": "0-1", "engine": "vllm", "dp": 1, "tp": 2}
     folder = run("train.py", 2, options_for_vllm(plan=tensor_parallel, num_ppo_epochs=1), "two")
     assert [row["val/ratio"] for row in log(folder)] == pytest.approx([1.0, 1.0], abs=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", ["tensor-pipeline-4", "apart-4"])
+def test_engines_on_some_devices_get_the_weights_that_other_groups_train(run: Callable[..., Path], name: str) -> None:
+    """The ratio is 1 in every first pass: what generated is, bit for bit but for rounding, what trains."""
+    path = str(RECIPES.parent / "plans" / f"{name}.yaml")
+    options = options_for_vllm(plan=path, num_ppo_epochs=1, per_device_train_batch_size=2, max_steps=3)
+    folder = run("train.py", 4, options, "four")
+    assert [row["val/ratio"] for row in log(folder)] == pytest.approx([1.0] * 3, abs=1e-4)
+    assert all(row["realloc/bytes/actor.generate"] > 0 for row in log(folder))
+    assert all(row["realloc/bytes/critic.forward"] > 0 for row in log(folder))
+    check_saved(folder)

@@ -31,3 +31,13 @@ def test_the_hosts_copy_is_made_once_for_a_frozen_role_never_changes() -> None:
     hook.release()
     assert {name: tensor.data_ptr() for name, tensor in hook._host.items()} == kept
     assert {p.data_ptr() for p in module.parameters()} == set(kept.values())
+
+
+def test_a_prefetched_call_moves_nothing_more() -> None:
+    module = nn.Linear(4, 4).requires_grad_(False)
+    hook = Residency.attach(module, torch.device("cpu"))
+    hook.prefetch()
+    hook.prefetch()
+    assert hook.resident and hook.moves == 1
+    module(torch.randn(1, 4))
+    assert hook.moves == 1

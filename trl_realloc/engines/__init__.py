@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 Bucket = Sequence[tuple[str, "torch.Tensor"]]
 
 
+# What a process holds of a model: for each parameter, by the module's own name, boxes (half-open intervals of indices,
+# one per dimension) with a live tensor of exactly that box.
+Parts = Mapping[str, Sequence[tuple[tuple[tuple[int, int], ...], "torch.Tensor"]]]
+
+
 class EngineError(RuntimeError):
     """An engine could not do its call. The message names the call, the rank and what to do."""
 
@@ -105,6 +110,9 @@ class TrainingEngine(ScoringEngine, Protocol):
         learning_rate: float,
     ) -> Mapping[str, float]:
         """One optimizer step over this rank's share of one mini-batch; statistics summed over the mesh."""
+
+    def parts(self) -> Parts:
+        """What training changes of this process's parameters, live; for reallocations to read and to fill."""
 
     def export(self) -> Iterator[Bucket]:
         """The parameters as full tensors in checkpoint names. Collective over the mesh: all ranks iterate."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..ppo import TokenLoss
 from ..rollout import Ragged, Rollouts
-from . import Bucket
+from . import Bucket, Parts
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
 from .weights import BUCKET_BYTES, buckets
@@ -83,6 +83,10 @@ class ReplicatedEngine:
     def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
         return buckets(self.head.model, None, bucket_bytes, merged=merged)
 
+    def parts(self) -> Parts:
+        """The parameters that training changes, of a frozen role all: whole, live tensors by the module's names."""
+        return whole_parts(self.head.model)
+
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
         """The model with all its parameters, for generating in place."""
@@ -105,10 +109,13 @@ class ReplicatedEngine:
                     for key, cell in {**full, "master": parameter}.items()
                 }
                 scalars[name] = copy.deepcopy({key: cell for key, cell in slots.items() if key not in full})
-        return {"version": self.version, "parameters": parameters, "scalars": scalars}
+        scaler = {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
+        return {"version": self.version, "parameters": parameters, "scalars": scalars, **scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert self.optimizer is not None, "a frozen role has no state to load"
+        if self.scaler.is_enabled() and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
         for name, parameter in self.head.model.named_parameters():
             if name not in state["parameters"]:
                 continue
@@ -152,6 +159,13 @@ class ReplicatedEngine:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.group.sum_([p.grad for p in used if p.grad is not None])
+
+
+def whole_parts(model: nn.Module) -> Parts:
+    """A replica's parameters as layouts see them: the trained ones, or all where none is."""
+    named = list(model.named_parameters())
+    trained = [(name, p) for name, p in named if p.requires_grad] or named
+    return {name: [(tuple((0, size) for size in p.shape), p.data)] for name, p in trained}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

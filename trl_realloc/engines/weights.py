@@ -51,7 +51,7 @@ def buckets(
         merged: adapters added into the weights they adapt; else every parameter as the module has it, adapters apart.
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
-    named = partial(_checkpoint_names, model) if merged else list
+    named = partial(checkpoint_names, model) if merged else list
     bucket: list[_Weight] = []
     size = 0
     for weight in _weights(model) if merged else _plain(model):
@@ -72,7 +72,7 @@ def _whole(
         yield named([(weight.name, weight.make()) for weight in bucket])
 
 
-def _checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:
+def checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:
     """The module's names as the family's checkpoints have them, where they differ since Transformers 5 (GPT-NeoX's
     `lm_head` is saved as `embed_out`; a mixture's experts lie fused in the module, one by one in a checkpoint)."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

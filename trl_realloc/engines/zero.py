@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ppo import TokenLoss
+from ..realloc.layout import Box, flat_boxes
 from ..rollout import Ragged, Rollouts
-from . import Bucket
+from . import Bucket, Parts
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
-from .replicated import set_learning_rate
+from .replicated import set_learning_rate, whole_parts
 from .weights import BUCKET_BYTES, buckets
 
 
@@ -116,6 +118,8 @@ class ZeroEngine:
         self.frozen = make_optimizer is None
         if self.frozen:
             head.requires_grad_(False).eval()
+            # small parameters would be kept whole beside their partitions, and a reallocation fills the partitions
+            settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         self.engine, *_ = deepspeed.initialize(
             model=head,
             optimizer=make_optimizer(head.model) if make_optimizer else None,
@@ -148,6 +152,23 @@ class ZeroEngine:
 
     def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
         return buckets(self.head.model, self._gather, bucket_bytes, merged=merged)
+
+    def parts(self) -> Parts:
+        """As `ReplicatedEngine.parts`. In stage 3 a process holds a stretch of every flattened parameter: some boxes of
+        it, live in DeepSpeed's partition."""
+        if self.stage < 3:
+            return whole_parts(self.head.model)
+        named = list(self.head.model.named_parameters())
+        trained = [(name, p) for name, p in named if p.requires_grad] or named
+        return {name: self._partition(p) for name, p in trained}
+
+    def _partition(self, parameter: Any) -> list[tuple[Box, Tensor]]:
+        shape, flat = tuple(parameter.ds_shape), parameter.ds_tensor.data
+        first = self.group.index * flat.numel()
+        boxes = flat_boxes(shape, first, min(first + flat.numel(), parameter.ds_numel))
+        sizes = [math.prod(stop - start for start, stop in box) for box in boxes]
+        cells = flat[: sum(sizes)].split(sizes) if sizes else ()
+        return [(box, cell.view([stop - start for start, stop in box])) for box, cell in zip(boxes, cells, strict=True)]
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:

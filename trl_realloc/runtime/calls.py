@@ -97,8 +97,7 @@ def reference_forward(placement: Placement, samples: Rollouts) -> Rollouts:
 
 def critic_forward(placement: Placement, samples: Rollouts) -> Rollouts:
     mine = samples.select(share(placement, "critic.forward", samples.lengths.tolist()))
-    assert placement.critic is not None
-    out = placement.critic.forward(mine, placement.budget("critic.forward"))
+    out = placement.scoring_critic.forward(mine, placement.budget("critic.forward"))
     return Rollouts(index=mine.tensor("index"), values=out["values"]) if out else Rollouts()
 
 

@@ -30,17 +30,20 @@ class Failure:
 
 
 def sources(plan: ExecutionPlan, call: str) -> tuple[int, ...]:
-    """The ranks that hold a piece of the call's outputs: one of each data-parallel replica, its first."""
+    """The ranks that hold a piece of the call's outputs: one of each data-parallel replica, the first of its last
+    pipeline stage."""
     assignment = plan[call]
-    return tuple(assignment.mesh.devices)[:: assignment.strategy.tp * assignment.strategy.pp]
+    tp, pp = assignment.strategy.tp, assignment.strategy.pp
+    return tuple(assignment.mesh.devices)[(pp - 1) * tp :: tp * pp]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a call's outputs, and when it made it."""
+    """One rank's part of a call's outputs, when it made it, and the reallocations that it waited for before."""
 
     samples: Rollouts
     span: Span
+    moves: tuple[Span, ...] = ()
 
 
 class Exchange:
@@ -96,11 +99,11 @@ class Exchange:
                 raise JobFailed("; ".join(f"{f.call} failed on rank {f.rank}: {f.message}" for f in failures))
             done = [piece for piece in pieces if isinstance(piece, Piece)]
             samples = Rollouts.cat([piece.samples for piece in done]).sorted()
-            self._whole[call] = (samples, tuple(piece.span for piece in done))
+            self._whole[call] = (samples, tuple(span for piece in done for span in (*piece.moves, piece.span)))
         return self._whole[call][0]
 
     def spans(self, call: str) -> tuple[Span, ...]:
-        """When each rank was busy with a call of this step; after `collect`."""
+        """When each rank was busy with a call of this step, reallocations for it included; after `collect`."""
         return self._whole[call][1]
 
     def _receive(self, call: str, source: int) -> Piece | Failure:
@@ -114,9 +117,9 @@ class Exchange:
 
 
 def _pack(piece: Piece | Failure) -> bytes:
-    return pickle.dumps(piece if isinstance(piece, Failure) else (piece.span, piece.samples.to_bytes()))
+    return pickle.dumps(piece if isinstance(piece, Failure) else (piece.span, piece.samples.to_bytes(), piece.moves))
 
 
 def _unpack(data: bytes) -> Piece | Failure:
     content = pickle.loads(data)  # from another rank of this job
-    return content if isinstance(content, Failure) else Piece(Rollouts.from_bytes(content[1]), content[0])
+    return content if isinstance(content, Failure) else Piece(Rollouts.from_bytes(content[1]), content[0], content[2])

@@ -77,17 +77,14 @@ class Executor:
         for name, samples in (known or {}).items():
             self.exchange.know(name, samples)
         names = [n for n in self.plan.order if n not in (known or {}) and (only is None or n in only)]
-        for name in names:
-            if self._takes_part(name):
-                inputs = self._inputs(name, batch.prompts)
-                work = partial(self._run, name, inputs, batch, step, learning_rates, sampling)
-                self._perform(name, step, work)
+        mine = [name for name in names if self.placement.takes_part(name)]
+        for name, following in zip(mine, [*mine[1:], None], strict=True):
+            inputs = self._inputs(name, batch.prompts)
+            if following is not None:
+                self.placement.prefetch(following)  # while this call runs
+            work = partial(self._run, name, inputs, batch, step, learning_rates, sampling)
+            self._perform(name, step, work)
         return self._finish(batch, step, names, known or {})
-
-    def _takes_part(self, name: str) -> bool:
-        """In the call's mesh, or with the actor's parameters that the generating ranks are to get."""
-        generates = self.plan.graph.call(name).kind is CallKind.GENERATE
-        return self.rank in self.plan.mesh(name) or (generates and self.rank in self.plan.mesh("actor.train"))
 
     def _inputs(self, name: str, samples: Rollouts) -> Rollouts:
         """The global batch with every column that the call reads."""
@@ -123,7 +120,6 @@ class Executor:
         call, placement, rules = self.plan.graph.call(name), self.placement, self.rules
         match call.role, call.kind:
             case Role.ACTOR, CallKind.GENERATE:
-                placement.refresh_generator()
                 return calls.generate(placement, rules, samples, step, sampling or rules.sampling, self.alarm.check)
             case Role.REFERENCE, CallKind.FORWARD:
                 return calls.reference_forward(placement, samples)
@@ -138,13 +134,18 @@ class Executor:
     def _perform(self, name: str, step: int, work: Callable[[], Rollouts]) -> None:
         """Run a call and publish what it made, or that it could not: then all ranks fail at the same place, where the
         outputs are first needed, with every collective in between whole."""
-        start = time.time()
         piece: Piece | Failure
         try:
+            moved = self.placement.refresh(name)
+            moves = (Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes),) if moved else ()
+            start = time.time()
+            if self.rank not in self.plan.mesh(name):
+                return  # it had parameters to give
+            self.placement.check_fresh(name)
             with self.placement.resident(name):
                 made = work()
             tokens = int(made.ragged("responses").lengths.sum()) if "responses" in made else 0
-            piece = Piece(made, Span(name, self.rank, start, max(start, time.time()), step, tokens))
+            piece = Piece(made, Span(name, self.rank, start, max(start, time.time()), step, tokens), moves)
         except JobFailed:
             raise
         except Exception as error:

@@ -6,15 +6,17 @@ The only place that asks which engine a call has.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..cluster import DeviceMesh
@@ -24,9 +26,12 @@ from ..engines.group import MeshGroup
 from ..engines.process import die_with_launcher
 from ..engines.replicated import ReplicatedEngine
 from ..engines.transformers import TransformersEngine
+from ..engines.weights import checkpoint_names
 from ..engines.zero import ZeroEngine, ensure_process_group
 from ..plan import Assignment, ExecutionPlan
 from ..rewards import RewardModelSource
+from .groups import Edge, make_edges, make_groups
+from .reallocation import FeedingSink, GeneratorSink, Moved, Reallocation, ShadowSink, Sink
 from .residency import Residency
 
 
@@ -45,17 +50,21 @@ class Roles:
         actor: with adapters already in it, if any.
         actor_config: the Transformers config of the actor, for engines that build the model themselves.
         critic: a sequence classifier with one output.
+        actor_shell: its structure without weights, adapters left out.
         reference: `None` where the reference is the actor without its adapters.
+        adapted: the actor trains adapters alone.
         rewards: the reward role's models (its functions need no placement).
         without_adapters: the context in which the actor's module is the reference; with `reference=None`.
     """
 
     actor: Callable[[], Any]
     actor_config: Any
+    actor_shell: Callable[[], Any]
     critic: Callable[[], Any]
     reference: Callable[[], Any] | None
     rewards: Sequence[RewardModelSource] = ()
     without_adapters: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None
+    adapted: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,9 +108,12 @@ class Placement:
         self.plan, self.rank, self.roles, self.options = plan, rank, roles, options
         if plan.cluster.size == 1 and any(a.strategy.zero_stage for a in plan.assignments.values()):
             ensure_process_group()
-        self._groups, self.control = _make_groups(plan, rank)
+        self._groups, self.control = make_groups(plan, rank)
+        self._edges = make_edges(plan, rank)
+        self._shadows: dict[str, TrainedEngine] = {}
+        self._reallocations: dict[str, Reallocation] = {}
         self.started = False
-        self._residents: dict[str, Residency] = {}
+        self._residents: dict[str, list[Residency]] = defaultdict(list)
         self.generator: GenerationEngine | None = None
         self.reference: TrainedEngine | None = None
         self.actor: TrainedEngine | None = None
@@ -140,34 +152,70 @@ class Placement:
         try:
             yield
         finally:
-            if call in self._residents:
-                self._residents[call].release()
+            for hook in self._residents.get(call, ()):
+                hook.release()
 
-    def refresh_generator(self) -> None:
-        """The actor's current parameters into the generation engines, if they hold others. Every rank of
-        actor.train's mesh and of actor.generate's calls this; a collective where parameters are partitioned."""
-        actor = self.actor
-        if actor is None:
+    def prefetch(self, call: str) -> None:
+        """Parameters that the plan keeps in host memory begin to move to the device for a call that comes next."""
+        for hook in self._residents.get(call, ()):
+            hook.prefetch()
+
+    def takes_part(self, call: str) -> bool:
+        """This rank is in the call's mesh, or holds parameters that the call is to get."""
+        return self.rank in self.plan.mesh(call) or (call in self._edges and self.rank in self._edges[call].ranks)
+
+    def refresh(self, call: str) -> Moved | None:
+        """The trained parameters that the call uses brought up to date where it uses them. Every rank that
+        `takes_part` calls this. Returns what went over the wire, if anything did.
+
+        Raises:
+            TransferError, EngineError: the call's copy is not whole; nothing may be generated or scored with it.
+        """
+        if call in self._reallocations:
+            return self._reallocations[call].refresh()
+        if self.generator is not None and self.actor is not None and call == "actor.generate":
+            self._feed(self.generator, self.actor)
+        elif self.actor is not None and call == "actor.generate" and self._gathers:
+            self._gather_along(self.actor)
+        return None
+
+    @property
+    def _gathers(self) -> bool:
+        """Feeding the generation engines in place is a collective of the actor's mesh: its parameters are sharded."""
+        return self.plan["actor.train"].strategy.zero_stage == 3 and self.plan["actor.generate"].engine == "vllm"
+
+    def _feed(self, generator: GenerationEngine, actor: TrainedEngine) -> None:
+        """A generation engine of this rank gets what the actor's engine here can give by itself, or by gathering."""
+        if self.plan["actor.generate"].engine == "transformers":
+            generator.load((), actor.version)
+        elif self._gathers:
+            self._gather_along(actor, generator)
+        elif generator.version != actor.version:
+            generator.load(actor.export(), actor.version)
+
+    def _gather_along(self, actor: TrainedEngine, generator: GenerationEngine | None = None) -> None:
+        stale = generator is not None and generator.version != actor.version
+        if not self.group("actor.train").max(int(stale)):
             return
-        generator = self.generator
-        wanted = actor.version
-        partitioned = self.plan["actor.train"].strategy.zero_stage == 3
-        in_place = self.plan["actor.generate"].engine == "transformers"
-        if in_place:
-            if generator is not None:
-                generator.load((), wanted)
-        elif partitioned:
-            stale = generator is not None and generator.version != wanted
-            if self.group("actor.train").max(int(stale)):
-                stream = actor.export()
-                try:
-                    if stale and generator is not None:
-                        generator.load(stream, wanted)
-                finally:
-                    for _ in stream:  # the others are gathering too: a rank whose engine failed must not leave them
-                        pass
-        elif generator is not None and generator.version != wanted:
-            generator.load(actor.export(), wanted)
+        stream = actor.export()
+        try:
+            if stale and generator is not None:
+                generator.load(stream, actor.version)
+        finally:
+            for _ in stream:  # the others are gathering too: a rank whose engine failed must not leave them
+                pass
+
+    def check_fresh(self, call: str) -> None:
+        """Raises `EngineError` where the call's copy of trained parameters is not the version agreed on."""
+        if call in self._reallocations:
+            self._reallocations[call].check()
+
+    @property
+    def scoring_critic(self) -> TrainedEngine:
+        """The engine that answers critic.forward: the one that trains, or a copy in a layout of its own."""
+        engine = self._shadows.get("critic.forward", self.critic)
+        assert engine is not None, "this rank is not in critic.forward's mesh"
+        return engine
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[TrainedEngine]:
@@ -194,6 +242,7 @@ class Placement:
         if self._here("reference.forward") and self.roles.reference is not None:
             head = PolicyHead(self.roles.reference(), self.options.temperature)  # before the actor: it may be its copy
             self.reference = self._engine("reference.forward", head)
+        self._copy_models()
         if self._here("actor.train"):
             self.actor = self._engine("actor.train", PolicyHead(self.roles.actor(), self.options.temperature))
         if self._here("critic.train"):
@@ -203,13 +252,52 @@ class Placement:
                 (source, self._engine("reward.forward", ScoreHead(source.load()))) for source in self.roles.rewards
             ]
         if self._here("actor.generate") and self.plan["actor.generate"].engine == "transformers":
-            assert self.actor is not None, "the plan's check keeps generation by transformers inside the actor's mesh"
+            whole = self._shadows.get("actor.generate", self.actor)
+            assert whole is not None, "in place means inside the actor's mesh"
             self.generator = TransformersEngine(
-                self.actor.whole_model,
+                whole.whole_model,
                 self.options.device,
                 batch_size=self.options.forward_batch_size,
                 pad_token_id=self.options.pad_token_id,
             )
+        for call, edge in self._edges.items():
+            if self.rank in edge.ranks:
+                self._reallocations[call] = self._reallocation(call, edge)
+
+    def _copy_models(self) -> None:
+        """Second engines of trained roles, for calls in a layout of their own; before the first ones, which may
+        partition the module that both are made from."""
+        if "critic.forward" in self._edges and self._here("critic.forward"):
+            model = copy.deepcopy(self.roles.critic())
+            self._shadows["critic.forward"] = self._engine("critic.forward", ValueHead(model))
+        if copies_actor(self.plan, self.rank, self.roles.adapted):
+            head = PolicyHead(copy.deepcopy(self.roles.actor()), self.options.temperature)
+            alone = self._groups[DeviceMesh(self.rank, 1)]
+            dtype = self.options.compute_dtype
+            self._shadows["actor.generate"] = ReplicatedEngine(head, alone, self.options.device, compute_dtype=dtype)
+
+    def _reallocation(self, call: str, edge: Edge) -> Reallocation:
+        trained: TrainedEngine | None = self.critic if call == "critic.forward" else self.actor
+        sink: Sink | None = None
+        if call in self._shadows:
+            shadow = self._shadows[call]
+            feeds = call == "actor.generate" and self.generator is not None
+            sink = FeedingSink(shadow, self.generator) if feeds and self.generator else ShadowSink(shadow)
+        elif call == "actor.generate" and self.generator is not None:
+            shell = self.roles.actor_shell()
+            sink = GeneratorSink(self.generator, partial(checkpoint_names, shell), self.options.device)
+        return Reallocation(
+            edge.source,
+            call,
+            self.plan.cluster,
+            edge.ranks,
+            self.rank,
+            control=edge.control,
+            wire=edge.wire,
+            device=self.options.device,
+            holder=trained,
+            sink=sink,
+        )
 
     def _engine(self, call: str, head: RoleHead) -> TrainedEngine:
         assignment, options = self.plan[call], self.options
@@ -240,7 +328,7 @@ class Placement:
             )
         self._stack.callback(engine.close)
         if assignment.offload and not trains:
-            self._residents[call] = Residency.attach(engine.head, options.device)
+            self._residents[call].append(Residency.attach(engine.head, options.device))
         return engine
 
     def _start_vllm(self) -> None:
@@ -267,17 +355,14 @@ class Placement:
         self.generator = engine
 
 
-def _make_groups(plan: ExecutionPlan, rank: int) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
-    """A group for every mesh of the plan and for each rank alone, made on all ranks in one order as torch demands;
-    and a gloo group over all for samples, which lie on the host."""
-    singles = {DeviceMesh(device, 1) for device in range(plan.cluster.size)}
-    meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | singles)
-    if not dist.is_initialized():
-        return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    groups = {mesh: MeshGroup(tuple(mesh.devices), rank, dist.new_group(list(mesh.devices)), device) for mesh in meshes}
-    return groups, dist.new_group(backend="gloo")
+def copies_actor(plan: ExecutionPlan, rank: int, adapted: bool) -> bool:
+    """Whether this rank needs a copy of the actor's model beside or without the one that trains: to generate in, or to
+    merge adapters into for its generation engine."""
+    assignment = plan["actor.generate"]
+    if all(edge.target != "actor.generate" for edge in plan.reallocations) or rank not in assignment.mesh:
+        return False
+    owns = assignment.mesh.index(rank) % assignment.strategy.tp == 0
+    return assignment.engine == "transformers" or (adapted and owns)
 
 
 def _dtype_name(config: Any, options: EngineOptions) -> str:

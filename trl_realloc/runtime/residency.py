@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 
 class Residency(ModelHook):
-    """Brings the module's parameters to `device` before its first forward of a call; `release` takes them back.
+    """Brings the module's parameters to `device` before its first forward of a call, or ahead of it where `prefetch` is
+    called while another call still runs; `release` takes them back.
 
-    In host memory they are pinned where the device is a GPU, so that the copy back runs at the bus's speed. Where the
-    device is the CPU both places are one, and nothing moves.
+    In host memory they are pinned where the device is a GPU, so that the copy back runs at the bus's speed and, on a
+    stream of its own, beside the computation of the call before. Where the device is the CPU both places are one, and
+    nothing moves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,6 +24,7 @@ class Residency(ModelHook):
         self.moves = 0
         self._module: nn.Module | None = None
         self._host: dict[str, Tensor] = {}
+        self._arrived: torch.cuda.Event | None = None
 
     @classmethod
     def attach(cls, module: nn.Module, device: torch.device) -> Residency:
@@ -35,13 +38,32 @@ class Residency(ModelHook):
         self._module = module
         return module
 
+    def prefetch(self) -> None:
+        """Start bringing the parameters to the device; the call's first forward waits for them there."""
+        assert self._module is not None, "attach the hook first"
+        if self.resident:
+            return
+        if self.device.type == "cuda":
+            beside = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(beside):
+                self._bring(self._module)
+            self._arrived = beside.record_event()
+        else:
+            self._bring(self._module)
+
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.resident:
-            for parameter in module.parameters():
-                parameter.data = parameter.data.to(self.device, non_blocking=True)
-            self.moves += 1
-            self.resident = True
+            self._bring(module)
+        if self._arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived)
+            self._arrived = None
         return args, kwargs
+
+    def _bring(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(self.device, non_blocking=True)
+        self.moves += 1
+        self.resident = True
 
     def release(self) -> None:
         """Give the device's memory back. The host's copy is kept from the first time: a frozen role never changes."""

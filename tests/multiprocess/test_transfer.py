@@ -1,0 +1,45 @@
+"""Parameters over real wires: every layout into every other, and what those see that wait for a lost process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "cluster", "checksum"),
+    [
+        (2, {"nodes": 1, "devices_per_node": 2}, True),
+        (4, {"nodes": 2, "devices_per_node": 2}, False),
+        (8, {"nodes": 2, "devices_per_node": 4}, False),
+    ],
+)
+def test_every_receiver_ends_with_the_very_bits_and_no_byte_is_sent_twice(
+    processes: int, cluster: dict[str, int], checksum: bool, run: Callable[..., Path]
+) -> None:
+    folder = run("transfer.py", processes, {"cluster": cluster, "pairs": 40, "checksum": checksum}, "pairs")
+    rows: list[dict[str, Any]] = json.loads((folder / "pairs.json").read_text())
+    assert len(rows) >= 30
+    assert all(row["right"] for row in rows), [row["pair"] for row in rows if not row["right"]]
+    for row in rows:
+        assert row["scheduled"] == row["lower_bound"], row
+        assert checksum or row["sent"] == row["scheduled"], row
+
+
+@pytest.mark.parametrize("how", ["dies", "sleeps"])
+def test_a_receiver_that_is_lost_is_named_by_those_that_wait_for_it_within_the_time_limit(
+    how: str, start: Callable[..., Any]
+) -> None:
+    options = {"cluster": {"nodes": 1, "devices_per_node": 2}, "timeout_s": 5.0, how: 1}
+    job = start("transfer.py", 2, {**options, "only": ["zero3 0-1", "replicated 0-1"]})
+    assert job.wait(120) != 0
+    seconds, message = json.loads((job.folder / "error-0.json").read_text())
+    assert seconds < 20
+    assert "->" in message and "rank 0" in message and "rank 1" in message
