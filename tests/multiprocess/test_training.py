@@ -97,7 +97,7 @@ mixed_precision: bf16
 def test_the_launchers_offload_and_precision_are_the_engines(run: Callable[..., Path], tmp_path: Path) -> None:
     config = tmp_path / "offload.yaml"
     config.write_text(OFFLOADED)
-    options = {**STEPS, "use_cpu": False, "bf16": True, "save_strategy": "no", "max_steps": 2}
+    options = {**STEPS, "use_cpu": False, "save_strategy": "no", "max_steps": 2}
     two = run("train.py", 2, options, "two", config=config)
     settings = json.loads((two / "rank-0.json").read_text())["deepspeed"]
     assert (settings["stage"], settings["bf16"]) == (2, True)

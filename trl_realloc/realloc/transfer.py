@@ -6,7 +6,6 @@ point on one process group, on the CPU (gloo) or on GPUs (NCCL; not run there by
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Box
-from .schedule import Message, Step, TransferSchedule
+from .layout import Box, volume
+from .schedule import Message, Piece, Step, TransferSchedule
 
 
 # What a process holds of some parameters: for each, boxes with live tensors of exactly their shapes (`engines.Parts`).
 Parts = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
 BUCKET_BYTES = 256 << 20
+LARGE = 1 << 20  # pieces of so many bytes go from where they lie to where they belong, and are not packed
 TIMEOUT_S = 120.0
 _CHECKSUM_BYTES = 8
 
@@ -34,14 +34,31 @@ class TransferError(RuntimeError):
 
 
 @dataclass
+class _Flight:
+    """Bytes under way: a message's small pieces packed together, or one large piece where it lies in memory.
+
+    Args:
+        tensor: (n,) uint8, what is sent from or received into.
+        land: to be called when it has come; puts the bytes where they belong.
+        buffer: to be used again after, if the bytes do not lie in a parameter.
+    """
+
+    message: Message
+    tensor: Tensor
+    land: Callable[[], None] | None = None
+    buffer: Tensor | None = None
+    work: Any = None
+
+
+@dataclass
 class _Open:
     """A bucket under way: this rank's steps of it, what has been posted, and where its parts go."""
 
     steps: Sequence[Step]
     source: Parts
     target: Parts
-    receiving: dict[int, list[tuple[Message, Tensor, Any]]] = field(default_factory=dict)  # by wave
-    sending: list[tuple[Message, Tensor, Any]] = field(default_factory=list)
+    receiving: dict[int, list[_Flight]] = field(default_factory=dict)  # by wave
+    sending: list[_Flight] = field(default_factory=list)
 
 
 class Transfer:
@@ -84,6 +101,9 @@ class Transfer:
         self._kept: dict[str, list[Box]] = {}
         for piece in schedule.kept(rank):
             self._kept.setdefault(piece.parameter, []).append(piece.box)
+        self._free: list[
+            Tensor
+        ] = []  # message buffers, kept from run to run: new memory costs more than the copy into it
         # one batch for all of a wave: NCCL wants sends and receives of two ranks posted together
         self._batched = dist.is_initialized() and group is not None and dist.get_backend(group) == "nccl"
 
@@ -126,103 +146,148 @@ class Transfer:
 
     def _post(self, bucket: _Open, wave: int) -> None:
         """Post this rank's messages of one wave: receives first, then each send as soon as it is packed."""
-        operations: list[tuple[list[tuple[Message, Tensor, Any]], Any, Message, Tensor, int]] = []
+        waiting: list[tuple[_Flight, Any, int]] = []
         for step in bucket.steps:
             if step.wave != wave:
                 continue
-            receiving = bucket.receiving.setdefault(wave, [])
-            tag = step.bucket * self._waves + wave
-            for message in step.receives:
-                buffer = torch.empty(self._size(message), dtype=torch.uint8, device=self.device)
-                operations.append((receiving, dist.irecv, message, buffer, tag))
-                if not self._batched:
-                    self._issue(operations)
-            for message in step.sends:
-                buffer = self._pack(message, bucket)
-                self.sent_bytes += buffer.numel()
-                operations.append((bucket.sending, dist.isend, message, buffer, tag))
-                if not self._batched:
-                    self._issue(operations)
-        self._issue(operations)
+            tag = step.bucket * self._waves + wave  # flights of one message come in the order they were sent
+            for call, messages in ((dist.irecv, step.receives), (dist.isend, step.sends)):
+                for message in messages:
+                    sends = call is dist.isend
+                    for flight in self._outgoing(message, bucket) if sends else self._incoming(message, bucket):
+                        (bucket.sending if sends else bucket.receiving.setdefault(wave, [])).append(flight)
+                        self.sent_bytes += flight.tensor.numel() if sends else 0
+                        waiting.append((flight, call, tag))
+                        if not self._batched:
+                            self._issue(waiting)
+        self._issue(waiting)
 
-    def _issue(self, operations: list[tuple[list[tuple[Message, Tensor, Any]], Any, Message, Tensor, int]]) -> None:
-        peers = [m.source if call is dist.irecv else m.target for _, call, m, _, _ in operations]
-        if self._batched and operations:
+    def _issue(self, waiting: list[tuple[_Flight, Any, int]]) -> None:
+        peers = [f.message.source if call is dist.irecv else f.message.target for f, call, _ in waiting]
+        if self._batched and waiting:
             batch = [
-                dist.P2POp(call, buffer, peer, self.group)
-                for (_, call, _, buffer, _), peer in zip(operations, peers, strict=True)
+                dist.P2POp(call, flight.tensor, peer, self.group)
+                for (flight, call, _), peer in zip(waiting, peers, strict=True)
             ]
             works = dist.batch_isend_irecv(batch)
-            works = works if len(works) == len(batch) else works * len(batch)  # NCCL gives one for the batch
+            for at, (flight, _, _) in enumerate(waiting):
+                flight.work = works[min(at, len(works) - 1)]  # NCCL gives one for the batch
         else:
-            works = []
-            for (_, call, message, buffer, tag), peer in zip(operations, peers, strict=True):
-                with self._named(message):
-                    works.append(call(buffer, peer, group=self.group, tag=tag))
-        for (where, _, message, buffer, _), work in zip(operations, works, strict=True):
-            where.append((message, buffer, work))
-        operations.clear()
+            for (flight, call, tag), peer in zip(waiting, peers, strict=True):
+                with self._named(flight.message):
+                    flight.work = call(flight.tensor, peer, group=self.group, tag=tag)
+        waiting.clear()
 
     def _finish(self, bucket: _Open) -> Parts:
+        landed: list[_Flight] = []
         for wave in range(self._waves):
             if wave:
                 self._post(bucket, wave)
-            for message, buffer, work in bucket.receiving.pop(wave, ()):
-                self._wait(message, work)
-                self._unpack(message, buffer, bucket)
-        for message, _, work in bucket.sending:
-            self._wait(message, work)
+            landed += bucket.receiving.get(wave, ())
+            for flight in bucket.receiving.get(wave, ()):
+                self._wait(flight)
+                if flight.land is not None:
+                    flight.land()
+        for flight in bucket.sending:
+            self._wait(flight)
+        self._free += [f.buffer for f in (*bucket.sending, *landed) if f.buffer is not None]
         return bucket.target
 
-    def _wait(self, message: Message, work: Any) -> None:
-        with self._named(message):
-            work.wait(timedelta(seconds=self.timeout_s))
+    def _wait(self, flight: _Flight) -> None:
+        with self._named(flight.message):
+            flight.work.wait(timedelta(seconds=self.timeout_s))
 
     def _named(self, message: Message) -> _Named:
         return _Named(self, message)
 
+    def _buffer(self, size: int) -> Tensor:
+        """(size,) uint8 of the smallest free buffer that is large enough; else a new one, in place of a free one."""
+        large = [at for at, free in enumerate(self._free) if free.untyped_storage().nbytes() >= size]
+        if large:
+            at = min(large, key=lambda at: self._free[at].untyped_storage().nbytes())
+            storage = self._free.pop(at).untyped_storage()
+            return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (size,))  # type: ignore[call-overload]
+        if self._free:
+            self._free.pop()
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
     # --- messages as bytes ----------------------------------------------------------------------------------------
 
-    def _places(self, message: Message) -> Iterator[tuple[str, Box, torch.dtype, tuple[int, ...], int, int]]:
-        """For each piece: parameter, box, dtype, shape, and its first and last byte in the message."""
-        at = 0
-        for piece in message.pieces:
-            dtype = self.dtypes[piece.parameter]
-            shape = tuple(stop - start for start, stop in piece.box)
-            at += -at % dtype.itemsize  # a tensor can be seen in bytes only from a multiple of its element's size
-            end = at + math.prod(shape) * dtype.itemsize
-            yield piece.parameter, piece.box, dtype, shape, at, end
-            at = end
-
-    def _size(self, message: Message) -> int:
-        end = 0
-        for *_, end in self._places(message):  # noqa: B007
-            pass
-        return end + (_CHECKSUM_BYTES if self.checksum else 0)
-
-    def _pack(self, message: Message, bucket: _Open) -> Tensor:
-        buffer = torch.empty(self._size(message), dtype=torch.uint8, device=self.device)
-        for name, box, dtype, shape, start, end in self._places(message):
-            part = find(bucket.source, name, box)
-            if part is None:
-                part = find(bucket.target, name, box)  # passed on from where it came in an earlier wave
-            if part is None:
-                raise TransferError(f"{self.name}: rank {self.rank} is to send {name} {box} and does not hold it.")
-            buffer[start:end].view(dtype).view(shape).copy_(part)
+    def _split(self, message: Message) -> tuple[list[Piece], list[Piece]]:
+        """(large, small) pieces of a message; the same at both of its ends."""
         if self.checksum:
-            buffer[-_CHECKSUM_BYTES:] = _checksum(buffer[:-_CHECKSUM_BYTES])
-        return buffer
+            return [], list(message.pieces)
+        large = [p for p in message.pieces if volume(p.box) * self.dtypes[p.parameter].itemsize >= LARGE]
+        return large, [piece for piece in message.pieces if piece not in large] if large else list(message.pieces)
 
-    def _unpack(self, message: Message, buffer: Tensor, bucket: _Open) -> None:
-        if self.checksum and not torch.equal(
-            buffer[-_CHECKSUM_BYTES:], _checksum(buffer[:-_CHECKSUM_BYTES]).to(buffer.device)
-        ):
-            raise TransferError(f"{self._about(message)}: the checksum differs from what was sent.")
-        for name, box, dtype, shape, start, end in self._places(message):
-            part = find(bucket.target, name, box)
-            if part is None:
-                raise TransferError(f"{self.name}: rank {self.rank} got {name} {box} and has no place for it.")
-            part.copy_(buffer[start:end].view(dtype).view(shape))
+    def _places(self, pieces: Sequence[Piece]) -> tuple[list[tuple[Piece, int, int]], int]:
+        """Each piece with its first and last byte in one buffer, and the buffer's size."""
+        placed, at = [], 0
+        for piece in pieces:
+            size = self.dtypes[piece.parameter].itemsize
+            at += -at % size  # a tensor can be seen in bytes only from a multiple of its element's size
+            placed.append((piece, at, at + volume(piece.box) * size))
+            at = placed[-1][2]
+        return placed, at
+
+    def _outgoing(self, message: Message, bucket: _Open) -> Iterator[_Flight]:
+        large, small = self._split(message)
+        for piece in large:
+            part = self._held(piece, bucket)
+            if part.is_contiguous():
+                yield _Flight(message, _bytes(part))
+            else:
+                yield self._packed(message, [piece], bucket)
+        if small:
+            yield self._packed(message, small, bucket)
+
+    def _packed(self, message: Message, pieces: Sequence[Piece], bucket: _Open) -> _Flight:
+        placed, size = self._places(pieces)
+        buffer = self._buffer(size + (_CHECKSUM_BYTES if self.checksum else 0))
+        for piece, start, end in placed:
+            part = self._held(piece, bucket)
+            buffer[start:end].view(part.dtype).view(part.shape).copy_(part)
+        if self.checksum:
+            buffer[size:] = _checksum(buffer[:size])
+        return _Flight(message, buffer, buffer=buffer)
+
+    def _held(self, piece: Piece, bucket: _Open) -> Tensor:
+        part = find(bucket.source, piece.parameter, piece.box)
+        if part is None:
+            part = find(bucket.target, piece.parameter, piece.box)  # it came in an earlier wave and is passed on
+        if part is None:
+            raise TransferError(f"{self.name}: rank {self.rank} is to send {piece} and does not hold it.")
+        return part
+
+    def _incoming(self, message: Message, bucket: _Open) -> Iterator[_Flight]:
+        large, small = self._split(message)
+        for piece in large:
+            place = self._place(piece, bucket)
+            if place.is_contiguous():
+                yield _Flight(message, _bytes(place))
+            else:
+                yield self._unpacked(message, [piece], bucket)
+        if small:
+            yield self._unpacked(message, small, bucket)
+
+    def _unpacked(self, message: Message, pieces: Sequence[Piece], bucket: _Open) -> _Flight:
+        placed, size = self._places(pieces)
+        buffer = self._buffer(size + (_CHECKSUM_BYTES if self.checksum else 0))
+
+        def land() -> None:
+            if self.checksum and not torch.equal(buffer[size:], _checksum(buffer[:size]).to(buffer.device)):
+                raise TransferError(f"{self._about(message)}: the checksum differs from what was sent.")
+            for piece, start, end in placed:
+                place = self._place(piece, bucket)
+                place.copy_(buffer[start:end].view(place.dtype).view(place.shape))
+
+        return _Flight(message, buffer, land, buffer)
+
+    def _place(self, piece: Piece, bucket: _Open) -> Tensor:
+        place = find(bucket.target, piece.parameter, piece.box)
+        if place is None:
+            raise TransferError(f"{self.name}: rank {self.rank} is to get {piece} and has no place for it.")
+        return place
 
     def _about(self, message: Message) -> str:
         names = list(dict.fromkeys(piece.parameter for piece in message.pieces))
@@ -251,6 +316,10 @@ def find(parts: Parts, name: str, box: Box) -> Tensor | None:
         if all(a <= start and stop <= b for (a, b), (start, stop) in zip(held, box, strict=True)):
             return tensor[tuple(slice(start - a, stop - a) for (a, _), (start, stop) in zip(held, box, strict=True))]
     return None
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.view(-1).view(torch.uint8)
 
 
 def _checksum(payload: Tensor) -> Tensor:
