@@ -110,7 +110,7 @@ def packs(model: PreTrainedModel) -> bool:
 
     Where it does, its attention is set to the packed one, which is plain sdpa for every other caller.
     """
-    backbone = _backbone(model)
+    backbone = backbone_of(model)
     implementation = getattr(backbone.config, "_attn_implementation", None)
     if implementation not in ("sdpa", PACKED) or getattr(backbone.config, "is_encoder_decoder", False):
         return False
@@ -148,9 +148,9 @@ def _packed_rows() -> Iterator[None]:
         _packing.reset(token)
 
 
-def _backbone(model: Any) -> Any:
+def backbone_of(model: Any) -> Any:
     """The model under a task's head; adapters stay in it."""
-    base = _base(model)
+    base = base_of(model)
     return getattr(base, base.base_model_prefix, base)
 
 
@@ -165,6 +165,23 @@ class RoleHead(nn.Module):
         super().__init__()
         self.model = model
         self.packed = packs(model)
+        self._received: Tensor | None = None
+
+    def hidden(self, samples: Rollouts, received: Tensor | None) -> Tensor:
+        """(1, tokens, width): what the model's last layer here makes of the samples, or of what an earlier part of the
+        model made of them: a pipeline's stage."""
+        with self.after(received):
+            states: Tensor = self._run(backbone_of(self.model), self._inputs(samples)[0]).last_hidden_state
+        return states
+
+    @contextlib.contextmanager
+    def after(self, received: Tensor | None) -> Iterator[None]:
+        """Inside, the model goes on from the hidden states of an earlier part instead of from token ids."""
+        self._received = received
+        try:
+            yield
+        finally:
+            self._received = None
 
     def _inputs(self, samples: Rollouts) -> tuple[dict[str, Any], Tensor, Tensor]:
         """Model arguments, and where token (row, column) of every sample's row 0 of `tokens` lies."""
@@ -182,6 +199,8 @@ class RoleHead(nn.Module):
         return {"input_ids": tokens.pad(), "attention_mask": mask}, tokens.row_of, place
 
     def _run(self, model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+        if self._received is not None:
+            arguments = {**arguments, "input_ids": None, "inputs_embeds": self._received}
         with _packed_rows() if self.packed else contextlib.nullcontext():
             return model(**arguments, use_cache=False)
 
@@ -192,7 +211,9 @@ class PolicyHead(RoleHead):
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         super().__init__(model)
         self.temperature = temperature
-        self.keeps = "logits_to_keep" in inspect.signature(_base(model).forward).parameters
+        # (logits, targets, temperature) -> logprobs, entropy; another where the vocabulary is split
+        self.token_logprobs: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = TokenLogprobs.apply
+        self.keeps = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
 
     def forward(self, samples: Rollouts) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples)
@@ -207,7 +228,7 @@ class PolicyHead(RoleHead):
         picked = logits.squeeze(0) if self.packed else logits[row, column]
         if self.packed and not self.keeps:
             picked = picked[column]
-        logprobs, entropy = TokenLogprobs.apply(picked, responses.values, self.temperature)
+        logprobs, entropy = self.token_logprobs(picked, responses.values, self.temperature)
         return {"logprobs": responses.like(logprobs), "entropy": responses.like(entropy)}
 
 
@@ -220,8 +241,8 @@ class ValueHead(RoleHead):
         lengths = samples.ragged("responses").lengths + 1
         last = torch.cumsum(samples.lengths, 0) - 1
         at = _places(lengths.tolist(), last.device) + torch.repeat_interleave(last - lengths + 1, lengths)
-        hidden = self._run(_backbone(self.model), arguments).last_hidden_state
-        values = _base(self.model).score(hidden[row[at], column[at]])
+        hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
+        values = base_of(self.model).score(hidden[row[at], column[at]])
         return {"values": Ragged(values.squeeze(-1).float(), lengths)}
 
 
@@ -231,17 +252,25 @@ class ScoreHead(RoleHead):
     def forward(self, samples: Rollouts) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples)
         one_each = torch.ones(len(samples), dtype=torch.long, device=samples.lengths.device)
-        if not hasattr(_base(self.model), "score"):  # an encoder's classifier pools in its own way
+        if not hasattr(base_of(self.model), "score"):  # an encoder's classifier pools in its own way
             logits = self._run(self.model, arguments).logits[:, 0]
             return {"scores": Ragged(logits.float(), one_each)}
         last = torch.cumsum(samples.lengths, 0) - 1
-        hidden = self._run(_backbone(self.model), arguments).last_hidden_state
-        scores = _base(self.model).score(hidden[row[last], column[last]])
+        hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
+        scores = base_of(self.model).score(hidden[row[last], column[last]])
         return {"scores": Ragged(scores[:, 0].float(), one_each)}
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
+    """The model without its adapters' wrapping."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def tied_weight(model: Any) -> nn.Parameter | None:
+    """The parameter that is embedding and language head at once."""
+    base = base_of(model)
+    weight = getattr(base.get_input_embeddings(), "weight", None)
+    return weight if weight is not None and getattr(base.get_output_embeddings(), "weight", None) is weight else None
 
 
 def _joined(samples: Rollouts) -> Ragged:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,3 +69,34 @@ class MeshGroup:
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.group)
+
+
+@dataclass(frozen=True)
+class SplitGroups:
+    """A mesh as tensor groups inside pipelines inside replicas: its device `(d * pp + p) * tp + t` has tensor rank t
+    of stage p of replica d.
+
+    Args:
+        mesh: all of it.
+        dp: the ranks with this one's t and p; tp: those with its d and p; pp: those with its d and t.
+        ends: of its pipeline the first and the last stage (of which this rank need not be one).
+    """
+
+    mesh: MeshGroup
+    dp: MeshGroup
+    tp: MeshGroup
+    pp: MeshGroup
+    ends: MeshGroup
+
+
+def split_ranks(ranks: tuple[int, ...], tp: int, pp: int) -> Mapping[str, list[tuple[int, ...]]]:
+    """The ranks of every `dp`, `tp`, `pp` and `ends` group of a mesh, in one order for all that make them."""
+    inner = tp * pp
+    starts = range(0, len(ranks), inner)
+    pipelines = [tuple(ranks[d + t : d + inner : tp]) for d in starts for t in range(tp)]
+    return {
+        "dp": [tuple(ranks[i::inner]) for i in range(inner)],
+        "tp": [tuple(ranks[i : i + tp]) for i in range(0, len(ranks), tp)],
+        "pp": pipelines,
+        "ends": [(line[0], line[-1]) if pp > 1 else (line[0],) for line in pipelines],
+    }

@@ -1,0 +1,196 @@
+"""A rank that trains and scores tiny models of many families under many splits, beside one whole copy of each.
+
+Writes `<case>.json` on rank 0: the largest difference in statistics, scores, parameters and optimizer state.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from replay import rollouts
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from trl_realloc.engines.forward import PolicyHead, RoleHead, ValueHead
+from trl_realloc.engines.group import MeshGroup, SplitGroups, split_ranks
+from trl_realloc.engines.megatron import MegatronEngine
+from trl_realloc.engines.replicated import ReplicatedEngine
+from trl_realloc.modelspec import ModelSpec
+from trl_realloc.ppo import PolicyLoss, ValueLoss
+from trl_realloc.realloc.layout import megatron_layout
+from trl_realloc.rollout import Rollouts, balance
+
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "num_labels": 1,
+}
+CPU = torch.device("cpu")
+_groups: dict[tuple[int, int, int], SplitGroups] = {}
+
+
+def groups(world: int, tp: int, pp: int) -> SplitGroups:
+    """Made once for each split: all ranks make all groups, in one order."""
+    rank = dist.get_rank()
+    if (world, tp, pp) not in _groups:
+        ranks = tuple(range(world))
+        mine: dict[str, MeshGroup] = {"mesh": MeshGroup(ranks, rank, dist.group.WORLD)}
+        for kind, all_of_it in split_ranks(ranks, tp, pp).items():
+            for members in all_of_it:
+                group = dist.new_group(list(members))
+                line = kind == "ends" and rank in mine["pp"].ranks and set(members) <= set(mine["pp"].ranks)
+                if rank in members or line:
+                    mine[kind] = MeshGroup(members, rank, group)
+        _groups[world, tp, pp] = SplitGroups(**mine)
+    return _groups[world, tp, pp]
+
+
+def model_of(case: Mapping[str, Any], head: str) -> Any:
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(case.get("family", "llama"), **{**SIZES, **case.get("config", {})})
+    kind = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
+    model = kind.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # a norm of ones would hide where it is applied
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+            if "score" in name:
+                parameter.mul_(10)
+    if case.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        names = ["q_proj", "o_proj", "up_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+    return model
+
+
+def head_of(case: Mapping[str, Any], head: str) -> RoleHead:
+    model = model_of(case, head)
+    if case.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return PolicyHead(model, 0.7) if head == "policy" else ValueHead(model)
+
+
+def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    decayed = [p for _, p in named if p.dim() > 1]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": [p for _, p in named if p.dim() == 1]}], lr=0.1, eps=1e-4
+    )
+
+
+def batch(n: int) -> Rollouts:
+    made = rollouts(n)
+    responses = made.ragged("responses")
+    waves = torch.sin(torch.arange(len(responses.values)).float())
+    return made.plus(
+        logprobs=responses.like(-4.5 + 0.1 * waves),
+        advantages=responses.like(waves),
+        returns=responses.like(0.5 * waves),
+        old_values=responses.like(0.2 * waves),
+        policy_weight=torch.full((n,), 1 / len(responses.values)),
+        value_weight=torch.full((n,), 1 / len(responses.values)),
+    )
+
+
+def deal(samples: Rollouts, dp: int, replica: int, case: Mapping[str, Any]) -> Rollouts:
+    if case.get("idle"):  # one replica has all, the others none
+        return samples if replica == 0 else samples.select([])
+    return samples.select(balance(samples.lengths.tolist(), dp)[replica])
+
+
+def gap(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    assert one.keys() == other.keys(), (sorted(one), sorted(other))
+    return max((float((one[name] - other[name]).abs().max()) for name in one), default=0.0)
+
+
+def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
+    rank, tp, pp = dist.get_rank(), case.get("tp", 1), case.get("pp", 1)
+    dp = world // (tp * pp)
+    loss = PolicyLoss(0.2) if head == "policy" else ValueLoss(0.2, 0.1)
+    samples = batch(11)
+    options: dict[str, Any] = {"make_optimizer": optimizer, "max_grad_norm": case.get("max_grad_norm", 0.05)}
+    whole = ReplicatedEngine(head_of(case, head), MeshGroup((rank,), rank), CPU, **options)
+    split = MegatronEngine(
+        head_of(case, head), groups(world, tp, pp), CPU, shard_optimizer=bool(case.get("shard")), **options
+    )
+    layout_gap(split, case, head, tp, pp, world)
+    mine = deal(samples, dp, rank // (tp * pp), case)
+    differences: dict[str, float] = {}
+    budget = case.get("tokens", 40)
+    for _ in range(2):
+        expected = whole.train(samples, loss, 60, 1e-2)
+        made = split.train(mine, loss, budget, 1e-2)
+        at = mine.tensor("index")
+        here = {name: sums[at] for name, sums in expected.items()} if len(mine) else {}
+        differences["statistics"] = max(differences.get("statistics", 0.0), gap(made, here))
+    if len(mine):
+        scores, ours = whole.forward(samples.select(mine.tensor("index")), 1000), split.forward(mine, budget)
+        differences["scores"] = gap({n: c.values for n, c in scores.items()}, {n: c.values for n, c in ours.items()})
+    else:
+        split.forward(mine, budget)
+    state, kept = whole.state_dict(), split.state_dict()
+    weights: dict[str, Tensor] = {}
+    for bucket in split.export(1 << 14, merged=False):
+        weights.update(bucket)
+    if rank == 0:
+        names = dict(whole.head.model.named_parameters())
+        differences["parameters"] = gap({n: p.detach() for n, p in names.items()}, weights)
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            differences[key] = gap(*({n: c[key] for n, c in s["parameters"].items()} for s in (state, kept)))
+        assert {n: float(c["step"]) for n, c in kept["scalars"].items()} == dict.fromkeys(state["parameters"], 2.0)
+    # a checkpoint of the one goes on in the other
+    fresh = MegatronEngine(head_of(case, head), groups(world, tp, pp), CPU, **options)
+    fresh.load_state_dict(copy.deepcopy(state))
+    whole.train(samples, loss, 60, 1e-2)
+    fresh.train(mine, loss, budget, 1e-2)
+    after, resumed = whole.state_dict(), fresh.state_dict()
+    if rank == 0:
+        differences["resumed"] = gap(*({n: c["master"] for n, c in s["parameters"].items()} for s in (after, resumed)))
+    told: list[dict[str, float]] = [{} for _ in range(world)]
+    dist.all_gather_object(told, differences)
+    return {key: max(each.get(key, 0.0) for each in told) for key in told[0]}
+
+
+def layout_gap(engine: MegatronEngine, case: Mapping[str, Any], head: str, tp: int, pp: int, world: int) -> None:
+    """What the engine holds is what the layout says that is made from the config alone."""
+    if case.get("lora"):
+        return
+    from trl_realloc.cluster import DeviceMesh
+
+    kind = "lm" if head == "policy" else "score"
+    spec = ModelSpec.from_config(engine.head.model.config, kind, bytes_per_element=4)  # type: ignore[arg-type]
+    expected = megatron_layout(spec, DeviceMesh(0, world), tp, pp).parts(dist.get_rank())
+    held = {name: tuple(box for box, t in parts if t.numel()) for name, parts in engine.parts().items()}
+    assert {name: boxes for name, boxes in held.items() if boxes} == expected
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, case in options["cases"].items():
+        results = {head: run(case, head, int(os.environ["WORLD_SIZE"])) for head in case.get("heads", ["policy"])}
+        if dist.get_rank() == 0:
+            (folder / f"{name}.json").write_text(json.dumps(results))
+            print(name, results, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,79 @@
+"""Contract 1 for tensor, pipeline and data groups: every split of a model learns and says what the whole model does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
+
+BOTH = {"heads": ["policy", "value"]}
+FOUR: dict[str, dict[str, Any]] = {
+    "dp4": {**BOTH},
+    "dp4, optimizer sharded": {"shard": True},
+    "dp2 tp2": {"tp": 2, **BOTH},
+    "dp2 tp2, optimizer sharded": {"tp": 2, "shard": True, **BOTH},
+    "dp2 pp2": {"pp": 2, "shard": True, **BOTH},
+    "tp2 pp2": {"tp": 2, "pp": 2, **BOTH},
+    "pp4": {"pp": 4, **BOTH},
+    "tp4": {"tp": 4, "config": {"num_key_value_heads": 4}, **BOTH},
+    "pp2 of 5 layers": {"pp": 2, "config": {"num_hidden_layers": 5}},
+    "one replica without samples": {"tp": 2, "idle": True, "shard": True},
+    "one pipeline without samples": {"pp": 2, "idle": True},
+    "nothing clipped": {"tp": 2, "pp": 2, "max_grad_norm": 0.0},
+    "one large micro-batch": {"tp": 2, "pp": 2, "tokens": 1000},
+    "recomputed activations": {"tp": 2, "pp": 2, "checkpointing": True},
+    "tied embeddings": {"tp": 2, "pp": 2, "config": {"tie_word_embeddings": True}},
+    "tied embeddings, optimizer sharded": {"pp": 2, "shard": True, "config": {"tie_word_embeddings": True}},
+    "adapters": {"tp": 2, "pp": 2, "lora": True},
+    "adapters, optimizer sharded": {"tp": 2, "lora": True, "shard": True},
+    "biases": {"tp": 2, "pp": 2, "config": {"attention_bias": True, "mlp_bias": True}},
+    "more ranks than pieces of the vocabulary": {
+        "tp": 4,
+        "config": {"num_key_value_heads": 4, "intermediate_size": 6, "vocab_size": 101},
+    },
+    **{
+        f"{family}, {split}": {"family": family, "config": config, **degrees, **BOTH}
+        for family, config in {
+            "qwen2": {},
+            "qwen3": {},
+            "mistral": {"sliding_window": 6},
+            "gemma": {"tie_word_embeddings": True},
+            "gpt_neox": {},
+        }.items()
+        for split, degrees in {"dp2 tp2": {"tp": 2}, "dp2 pp2": {"pp": 2}}.items()
+    },
+}
+EIGHT: dict[str, dict[str, Any]] = {
+    "dp2 tp2 pp2": {"tp": 2, "pp": 2, "shard": True},
+    "tp4 pp2": {"tp": 4, "pp": 2, "config": {"num_key_value_heads": 4}},
+    "tp2 pp4": {"tp": 2, "pp": 4},
+}
+
+
+@pytest.mark.parametrize(("processes", "cases"), [(4, FOUR), (8, EIGHT)])
+def test_every_split_trains_scores_and_resumes_as_the_whole_model_does(
+    processes: int, cases: dict[str, Any], run: Callable[..., Path]
+) -> None:
+    folder = run("split.py", processes, {"cases": cases}, "ranks")
+    for name in cases:
+        for head, gaps in json.loads((folder / f"{name}.json").read_text()).items():
+            for what, gap in gaps.items():
+                assert gap < 2e-5, (name, head, what, gap)
+
+
+def test_a_family_that_cannot_be_split_is_refused_by_name() -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    from trl_realloc.engines import EngineError
+    from trl_realloc.engines.megatron import check_model
+
+    sizes = {"hidden_size": 8, "ffn_dim": 8, "num_attention_heads": 2, "word_embed_proj_dim": 8}
+    model = OPTForCausalLM(OPTConfig(vocab_size=10, num_hidden_layers=1, **sizes))
+    with pytest.raises(EngineError, match="cannot split the family 'opt'"):
+        check_model(model, 2, 1)

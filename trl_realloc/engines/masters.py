@@ -1,0 +1,210 @@
+"""The optimizer's side of a split model: float32 master weights of what this rank has, its state shared out over the
+data-parallel group or held by every replica.
+
+Owns no forward and no layout: it is handed parameters, and which of a parameter's gradients have to be summed where.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .group import MeshGroup, SplitGroups
+from .tensor import is_cut, local, local_gradient
+
+
+@dataclass
+class Master:
+    """One trained parameter of this rank.
+
+    Args:
+        name: the module's.
+        parameter: what the forward uses, maybe a DTensor.
+        owner: the data-parallel rank that steps it; -1 where each replica does for itself.
+        tied: it is held by the first and the last stage, which must stay equal.
+        partial: each tensor-parallel rank has a part of its gradient.
+        weight: (local shape) float32, of the owner; the parameter's own memory where that is float32.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owner: int
+    tied: bool
+    partial: bool
+    weight: nn.Parameter | None = None
+
+    @property
+    def value(self) -> Tensor:
+        return local(self.parameter.data)
+
+
+class Masters:
+    """Args:
+    parameters: the trained ones, in the same order on every rank with the same tensor and pipeline rank.
+    optimizer: made over those parameters; from here on it steps the master weights.
+    groups: of the mesh.
+    shard: over dp, parameter by parameter: the largest first, each to the rank with the least (ZeRO stage 1).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+        groups: SplitGroups,
+        *,
+        shard: bool,
+        tied: frozenset[str],
+        partial: frozenset[str],
+    ) -> None:
+        self.groups, self.optimizer = groups, optimizer
+        shard = shard and groups.dp.size > 1
+        owners = _owners([local(p.data).numel() for _, p in parameters], groups.dp.size)
+        self.all = [
+            Master(name, p, owner if shard else -1, name in tied, name in partial)
+            for (name, p), owner in zip(parameters, owners, strict=True)
+        ]
+        for master in self.all:
+            if self.steps(master):
+                # of float32 the same memory: a step of the master is one of the parameter
+                master.weight = nn.Parameter(master.value.detach().float())
+        of = {id(master.parameter): master.weight for master in self.all}
+        for group in optimizer.param_groups:
+            group["params"] = [weight for p in group["params"] if (weight := of.get(id(p))) is not None]
+
+    def steps(self, master: Master) -> bool:
+        """Whether this rank steps it."""
+        return master.owner in (-1, self.groups.dp.index)
+
+    def counts(self, master: Master) -> bool:
+        """Whether this rank stands for it where each part of the model is wanted once: in the norm, in a checkpoint."""
+        first_replica = master.owner == self.groups.dp.index or (master.owner == -1 and self.groups.dp.index == 0)
+        of_tensor = is_cut(master.parameter) or self.groups.tp.index == 0
+        return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
+
+    def step(self, max_norm: float) -> None:
+        """Sum the gradients over the mesh, clip them by their global norm, step, and hand every replica the result."""
+        gradients = self._gradients()
+        self._sum(gradients)
+        for master in self.all:
+            if master.weight is not None:
+                master.weight.grad = gradients[master.name]
+        if max_norm > 0:
+            self._clip(gradients, max_norm)
+        self.optimizer.step()
+        for master in self.all:
+            if master.weight is not None:
+                master.weight.grad = None
+                if master.weight.data_ptr() != master.value.data_ptr():
+                    master.value.copy_(master.weight)
+            master.parameter.grad = None
+        for owner, masters in self._by_owner():
+            _broadcast([master.value for master in masters], owner, self.groups.dp)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """float32, zeros where a replica had no samples."""
+        made = {}
+        for master in self.all:
+            gradient = local_gradient(master.parameter)
+            made[master.name] = (
+                torch.zeros_like(master.value, dtype=torch.float32)
+                if gradient is None
+                else (gradient.float().contiguous())
+            )
+        return made
+
+    def _sum(self, gradients: dict[str, Tensor]) -> None:
+        groups = self.groups
+        if groups.tp.size > 1:
+            groups.tp.sum_([gradients[master.name] for master in self.all if master.partial])
+        if groups.ends.size > 1 and groups.ends.rank in groups.ends.ranks:
+            groups.ends.sum_([gradients[master.name] for master in self.all if master.tied])
+        if groups.dp.size > 1:
+            groups.dp.sum_([gradients[master.name] for master in self.all if master.owner == -1])
+            for owner, masters in self._by_owner():
+                _reduce([gradients[master.name] for master in masters], owner, groups.dp)
+
+    def _clip(self, gradients: dict[str, Tensor], max_norm: float) -> None:
+        """As `torch.nn.utils.clip_grad_norm_` on the whole model."""
+        counted = [gradients[master.name] for master in self.all if self.counts(master)]
+        squares = [torch.linalg.vector_norm(gradient) ** 2 for gradient in counted]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.groups.mesh.device)
+        total = total.to(torch.float64)[None]
+        self.groups.mesh.sum_([total])
+        factor = torch.clamp(max_norm / (total[0].sqrt() + 1e-6), max=1.0).float()
+        for gradient in gradients.values():
+            gradient.mul_(factor.to(gradient.device))
+
+    def _by_owner(self) -> Iterator[tuple[int, list[Master]]]:
+        for owner in range(self.groups.dp.size):
+            masters = [master for master in self.all if master.owner == owner]
+            if masters:
+                yield owner, masters
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def slots(self, master: Master) -> dict[str, Any]:
+        """What the optimizer keeps of a parameter that this rank steps."""
+        assert master.weight is not None
+        return dict(self.optimizer.state.get(master.weight, {}))
+
+    def load(self, master: Master, weight: Tensor, slots: dict[str, Any]) -> None:
+        """The inverse, of this rank's part; and on a rank that does not step it the weight alone."""
+        master.value.copy_(weight)
+        if master.weight is not None:
+            if master.weight.data_ptr() != master.value.data_ptr():
+                master.weight.data.copy_(weight)
+            if slots:
+                self.optimizer.state[master.weight] = slots
+
+
+def _owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    heap = [(0, rank) for rank in range(ranks)]
+    owners = [0] * len(sizes)
+    for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
+        load, rank = heapq.heappop(heap)
+        owners[at] = rank
+        heapq.heappush(heap, (load + sizes[at], rank))
+    return owners
+
+
+_BUCKET_BYTES = 64 << 20
+
+
+def _in_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(t.nbytes for t in bucket) + tensor.nbytes > _BUCKET_BYTES
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _reduce(tensors: Sequence[Tensor], owner: int, group: MeshGroup) -> None:
+    """Sums on the owner; what the others have after is of no use."""
+    for bucket in _in_buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.reduce(flat, group.ranks[owner], group=group.group)
+        if group.index == owner:
+            _spread(flat, bucket)
+
+
+def _broadcast(tensors: Sequence[Tensor], owner: int, group: MeshGroup) -> None:
+    for bucket in _in_buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, group.ranks[owner], group=group.group)
+        if group.index != owner:
+            _spread(flat, bucket)
+
+
+def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
