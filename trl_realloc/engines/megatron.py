@@ -270,6 +270,8 @@ class MegatronEngine:
         return groups.dp.index == 0 and of_tensor and not (name == self._tied and groups.pp.index > 0)
 
     def _gathered(self, word: Any) -> list[Any]:
+        if self.groups.mesh.size == 1:
+            return [word]
         words: list[Any] = [None] * self.groups.mesh.size
         dist.all_gather_object(words, word, group=self.groups.mesh.group)
         return words

@@ -30,11 +30,9 @@ class Failure:
 
 
 def sources(plan: ExecutionPlan, call: str) -> tuple[int, ...]:
-    """The ranks that hold a piece of the call's outputs: one of each data-parallel replica, the first of its last
-    pipeline stage."""
+    """The ranks that hold a piece of the call's outputs: one of each data-parallel replica, its first."""
     assignment = plan[call]
-    tp, pp = assignment.strategy.tp, assignment.strategy.pp
-    return tuple(assignment.mesh.devices)[(pp - 1) * tp :: tp * pp]
+    return tuple(assignment.mesh.devices)[:: assignment.strategy.tp * assignment.strategy.pp]
 
 
 @dataclass(frozen=True)

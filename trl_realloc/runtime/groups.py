@@ -5,6 +5,7 @@ Made on all ranks together, in one order, as torch demands. Owns no engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import DeviceMesh
-from ..engines.group import MeshGroup
+from ..engines.group import MeshGroup, SplitGroups, split_ranks
 from ..plan import ExecutionPlan
 
 
@@ -23,10 +24,38 @@ def make_groups(plan: ExecutionPlan, rank: int) -> tuple[dict[DeviceMesh, MeshGr
     meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | singles)
     if not dist.is_initialized():
         return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = _device()
     groups = {mesh: MeshGroup(tuple(mesh.devices), rank, dist.new_group(list(mesh.devices)), device) for mesh in meshes}
     return groups, dist.new_group(backend="gloo")
+
+
+def make_split_groups(plan: ExecutionPlan, rank: int) -> dict[tuple[DeviceMesh, int, int], SplitGroups]:
+    """This rank's tensor, pipeline and data groups, by mesh, tp and pp of the calls that the engine megatron runs."""
+    found: dict[tuple[DeviceMesh, int, int], SplitGroups] = {}
+    splits = {(a.mesh, a.strategy.tp, a.strategy.pp) for a in plan.assignments.values() if a.engine == "megatron"}
+    for mesh, tp, pp in sorted(splits):
+        mine: dict[str, MeshGroup] = {}
+        for kind, members in _each_group(tuple(mesh.devices), tp, pp):
+            group = dist.new_group(list(members)) if dist.is_initialized() and len(members) > 1 else None
+            # the ends of a pipeline are of interest to its middle stages too, though not theirs
+            if rank in members or (kind == "ends" and rank in mesh and set(members) <= set(mine["pp"].ranks)):
+                mine[kind] = MeshGroup(members, rank, group, _device())
+        if rank in mesh:
+            found[mesh, tp, pp] = SplitGroups(**mine)
+    return found
+
+
+def _each_group(ranks: tuple[int, ...], tp: int, pp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "mesh", ranks
+    for kind, groups in split_ranks(ranks, tp, pp).items():
+        for members in groups:
+            yield kind, members
+
+
+def _device() -> torch.device:
+    """Where the default backend's tensors lie."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..cluster import DeviceMesh
 from ..engines import GenerationEngine
 from ..engines.forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from ..engines.group import MeshGroup
+from ..engines.megatron import MegatronEngine
 from ..engines.process import die_with_launcher
 from ..engines.replicated import ReplicatedEngine
 from ..engines.transformers import TransformersEngine
@@ -30,12 +31,12 @@ from ..engines.weights import checkpoint_names
 from ..engines.zero import ZeroEngine, ensure_process_group
 from ..plan import Assignment, ExecutionPlan
 from ..rewards import RewardModelSource
-from .groups import Edge, make_edges, make_groups
+from .groups import Edge, make_edges, make_groups, make_split_groups
 from .reallocation import FeedingSink, GeneratorSink, Moved, Reallocation, ShadowSink, Sink
 from .residency import Residency
 
 
-TrainedEngine = ReplicatedEngine | ZeroEngine
+TrainedEngine = ReplicatedEngine | ZeroEngine | MegatronEngine
 
 # On a CPU a larger forward is no faster, for its activations leave the caches, and takes more memory: training on 5,800
 # tokens took 0.90 s in forwards of 512 to 1,024 tokens, 1.15 s in two of 4,096 (3.5-million-parameter Llama, 2 cores).
@@ -109,6 +110,7 @@ class Placement:
         if plan.cluster.size == 1 and any(a.strategy.zero_stage for a in plan.assignments.values()):
             ensure_process_group()
         self._groups, self.control = make_groups(plan, rank)
+        self._splits = make_split_groups(plan, rank)
         self._edges = make_edges(plan, rank)
         self._shadows: dict[str, TrainedEngine] = {}
         self._reallocations: dict[str, Reallocation] = {}
@@ -313,15 +315,21 @@ class Placement:
             "max_grad_norm": options.max_grad_norm,
         }
         group = self.group(call)
-        if assignment.strategy.zero_stage == 0:
-            engine: TrainedEngine = ReplicatedEngine(head, group, options.device, **shared)
+        strategy = assignment.strategy
+        engine: TrainedEngine
+        if assignment.engine == "megatron":
+            groups = self._splits[assignment.mesh, strategy.tp, strategy.pp]
+            sharded = strategy.zero_stage == 1
+            engine = MegatronEngine(head, groups, options.device, shard_optimizer=sharded, **shared)
+        elif strategy.zero_stage == 0:
+            engine = ReplicatedEngine(head, group, options.device, **shared)
         else:
             alone = self._groups[DeviceMesh(self.rank, 1)].group
             engine = ZeroEngine(
                 head,
                 group,
                 options.device,
-                stage=assignment.strategy.zero_stage,
+                stage=strategy.zero_stage,
                 alone=alone,
                 config=options.deepspeed,
                 **shared,
