@@ -36,8 +36,9 @@ class Job:
         command = [sys.executable]
         if processes > 1 or config is not None:
             command += ["-m", "accelerate.commands.launch", "--main_process_port", str(_free_port())]
-            command += ["--config_file", str(config)] if config else ["--multi_gpu", "--num_machines", "1"]
-            command += ["--num_processes", str(processes), "--mixed_precision", "no", "--dynamo_backend", "no"]
+            alone = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
+            command += ["--config_file", str(config)] if config else alone
+            command += ["--num_processes", str(processes), "--dynamo_backend", "no"]
         command += [str(HERE / script), str(folder), json.dumps(options)]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "trainer"), "TRL_REALLOC_TEST_JOB": self.mark}
         environment["DS_ACCELERATOR"] = "cpu"
