@@ -183,8 +183,9 @@ def _llama_like(spec: ModelSpec, values: Mapping[str, Any], head: Head) -> Itera
     hidden, inner = spec.hidden, int(values["intermediate_size"])
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     group = Cut(0, queries // spec.kv_heads)
-    biased = bool(values.get("attention_bias", False)) and spec.family != "mistral"
-    qkv_bias, mlp_bias = biased or spec.family == "qwen2", bool(values.get("mlp_bias", False))
+    biased = bool(values.get("attention_bias", False)) and spec.family not in ("mistral", "qwen2")
+    qkv_bias = biased or spec.family == "qwen2"
+    mlp_bias = spec.family == "llama" and bool(values.get("mlp_bias", False))
     yield ParameterSpec("model.embed_tokens.weight", (spec.vocabulary, hidden), FIRST, Cut(0))
     for layer in range(spec.layers):
         at = f"model.layers.{layer}"

@@ -327,7 +327,10 @@ def _relay(cells: Sequence[_Cell], per_node: int, loads: np.ndarray) -> None:
                     may &= cell.receivers // per_node == device // per_node
                 if not may.any():
                     continue
-                choice = np.nonzero(may)[0][np.argmin(loads[cell.receivers[may]])]
+                # one that passes the part on already, so that few wait for a second wave; else the least loaded
+                chosen = may & passes_on[row] & (loads[cell.receivers] + cell.bytes <= most)
+                choices = np.nonzero(chosen if chosen.any() else may)[0]
+                choice = choices[np.argmin(loads[cell.receivers[choices]])]
                 relay = cell.receivers[choice]
                 if loads[relay] + cell.bytes >= loads[device]:
                     continue
