@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from test_plans import plan
+from test_plans import plan, split
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
@@ -163,3 +163,40 @@ def test_engines_on_some_devices_get_the_weights_that_other_groups_train(run: Ca
     assert all(row["realloc/bytes/actor.generate"] > 0 for row in log(folder))
     assert all(row["realloc/bytes/critic.forward"] > 0 for row in log(folder))
     check_saved(folder)
+
+
+def test_generating_and_scoring_where_nothing_trains_changes_no_run(run: Callable[..., Path]) -> None:
+    """The copies on the second process are refreshed before each call: the run is the one of a process alone."""
+    alone = run("train.py", 1, {**STEPS, "per_device_train_batch_size": 8}, "alone")
+    apart = plan(2, actor="0", critic="0", reference="1", reward="0")
+    apart["calls"]["actor.generate"]["mesh"] = apart["calls"]["critic.forward"]["mesh"] = "1"
+    two = run("train.py", 2, {**STEPS, "plan": apart}, "two")
+    moved = ("realloc/bytes/actor.generate", "realloc/bytes/critic.forward")
+    assert all(row.pop(name) > 0 for row in log(two)[1:] for name in moved)
+    rows = [{key: value for key, value in row.items() if not key.startswith("realloc/")} for row in log(two)]
+    close(log(alone), rows)
+    check_saved(two)
+
+
+def test_a_tensor_and_pipeline_run_resumes_as_if_never_stopped(run: Callable[..., Path]) -> None:
+    halves = {name: split("0-1", tp=2) for name in ("reference.forward", "actor.train")}
+    stages = {name: split("0-1", pp=2) for name in ("critic.forward", "critic.train")}
+    options = {**STEPS, "plan": plan(2, changed={**halves, **stages})}
+    two = run("train.py", 2, options, "two")
+    check_saved(two)
+    again = run("train.py", 2, {**options, "output_dir": str(two), "resume": str(two / "checkpoint-2")}, "again")
+    keep = [{key: v for key, v in row.items() if not key.startswith("realloc/s")} for row in log(two)]
+    assert [{key: v for key, v in row.items() if not key.startswith("realloc/s")} for row in log(again)] == keep
+    assert_equal(again, two)
+
+
+@pytest.mark.vllm
+def test_of_an_adapted_policy_only_the_adapters_move_to_engines_elsewhere(run: Callable[..., Path]) -> None:
+    apart = plan(2, actor="0", critic="0", reference="0", reward="1")
+    apart["calls"]["actor.generate"] = {"mesh": "1", "engine": "vllm"}
+    options = options_for_vllm(plan=apart, num_ppo_epochs=1, lora=True, max_steps=3)
+    two = run("train.py", 2, options, "two")
+    assert [row["val/ratio"] for row in log(two)] == pytest.approx([1.0] * 3, abs=1e-4)
+    assert abs(log(two)[-1]["objective/kl"]) > 1e-4
+    adapters = sum(t.numel() for n, t in load_file(two / "weights.safetensors").items() if "lora_" in n)
+    assert all(row["realloc/bytes/actor.generate"] == 4 * adapters for row in log(two))
