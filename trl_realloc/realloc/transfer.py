@@ -191,11 +191,14 @@ class Transfer:
         for flight in bucket.sending:
             self._wait(flight)
         self._free += [f.buffer for f in (*bucket.sending, *landed) if f.buffer is not None]
+        bucket.sending.clear()
+        bucket.receiving.clear()
         return bucket.target
 
     def _wait(self, flight: _Flight) -> None:
         with self._named(flight.message):
             flight.work.wait(timedelta(seconds=self.timeout_s))
+            flight.work = None  # held until the process ends it would outlive its group, and gloo aborts then
 
     def _named(self, message: Message) -> _Named:
         return _Named(self, message)

@@ -1,0 +1,84 @@
+"""Rank 0 trains a tiny model, rank 1 has an engine that is filled from it, and that refuses its second update."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+
+from trl_realloc.cluster import Cluster
+from trl_realloc.engines import Bucket, EngineError
+from trl_realloc.engines.forward import PolicyHead
+from trl_realloc.engines.group import MeshGroup
+from trl_realloc.engines.replicated import ReplicatedEngine
+from trl_realloc.runtime.reallocation import GeneratorSink, Reallocation
+
+
+class Picky:
+    """A generation engine in the place of vLLM's, that refuses a tensor of version 1 and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+        self.version = -1
+        for bucket in buckets:
+            for name, tensor in bucket:
+                if version == 1 and "layers.1" in name:
+                    raise EngineError(f"{name} has a shape that the engine does not know")
+                self.tensors[name] = tensor.clone()
+        self.version = version
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    model, engine, picky = tiny.policy(), None, Picky()
+    if rank == 0:
+        head = PolicyHead(model, 1.0)
+        engine = ReplicatedEngine(
+            head, MeshGroup((0,), 0), cpu, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1)
+        )
+    edge = Reallocation(
+        "actor.train",
+        "actor.generate",
+        Cluster(1, 2),
+        (0, 1),
+        rank,
+        control=dist.group.WORLD,
+        wire=dist.group.WORLD,
+        device=cpu,
+        holder=engine,
+        sink=GeneratorSink(picky, lambda tensors: tensors, cpu) if rank == 1 else None,  # type: ignore[arg-type]
+        bucket_bytes=4096,
+    )
+    told: list[Any] = []
+    for version in (0, 0, 1, 2):
+        if engine is not None:
+            engine.version = version
+        try:
+            moved = edge.refresh()
+            edge.check()
+            told.append(None if moved is None else moved.bytes)
+        except EngineError as error:
+            told.append(str(error))
+            try:
+                edge.check()
+                told[-1] += " and it could be used"
+            except EngineError as refusal:
+                told[-1] += f" | {refusal}"
+    right = all(torch.equal(picky.tensors[n], p) for n, p in model.named_parameters()) if rank == 1 else True
+    total = sum(p.numel() * 4 for p in model.parameters())
+    (folder / f"told-{rank}.json").write_text(json.dumps({"told": told, "right": right, "bytes": total}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
