@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # 2 where parameters are
     "realloc": set(),
     "realloc/layout": {"assignment", "cluster", "modelspec", "plan"},
+    "realloc/memory": {"assignment", "dataflow", "modelspec", "plan", "realloc/layout"},
     "realloc/schedule": {"cluster", "modelspec", "realloc/layout"},
     # 3 choose
     "planner": set(),
@@ -148,10 +149,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data",
         "engines",
         "engines/vllm",
+        "dataflow",
         "models",
+        "modelspec",
         "plan",
         "planner/presets",
         "plugin",
+        "realloc/memory",
         "rewards",
         "rollout",
         "runtime/calls",
@@ -184,6 +188,7 @@ PURE = {
     "plan",
     "timeline",
     "realloc/layout",
+    "realloc/memory",
     "realloc/schedule",
     "cli",
 }

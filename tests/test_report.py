@@ -67,6 +67,12 @@ def test_the_report_has_the_reward_the_times_the_plan_and_completions(tmp_path: 
     assert call_times(made) == {"actor.generate": (1.0, 0.25), "actor.train": (2.0, 0.5)}
 
 
+def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
+    moved = {"realloc/bytes/critic.forward": 2.5e6, "realloc/seconds/critic.forward": 0.25}
+    text = write_report(tmp_path, [{**row, **moved} for row in rows([0.1] * 10)], "name: apart\n").read_text()
+    assert "| critic.forward | 2.5 | 0.250 |" in text
+
+
 def test_metrics_are_written_once_per_step_also_after_resuming(tmp_path: Path) -> None:
     class State:
         is_world_process_zero = True

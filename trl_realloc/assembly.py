@@ -4,7 +4,7 @@ model is loaded or an engine started.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from .assignment import in_place
+from .assignment import Assignment, in_place
 from .cluster import Cluster
 from .config import ConfigError, PPOConfig
 from .data import check_prompts, collate_prompts, tokenize_prompts
+from .dataflow import Role
 from .engines import Sampling
 from .engines.vllm import is_vllm_available
+from .errors import Problems
 from .models import (
     ModelError,
     adapters_off,
@@ -32,9 +34,11 @@ from .models import (
     with_adapters,
     without_dropout,
 )
+from .modelspec import FAMILIES, ModelSpec
 from .plan import ExecutionPlan
 from .planner.presets import resolve_plan
 from .plugin import ReallocationPlugin
+from .realloc.memory import check_memory
 from .rewards import Rewards, read_rewards
 from .rollout import Rollouts
 from .runtime.calls import Rules
@@ -139,6 +143,14 @@ def prepare(
         raise ModelError("value_model is missing; give a sequence classifier with one output, or its name or path.")
     check_classifier(value_model, "value_model")
     rewards = _rewards(args, reward_model, reward_processing_classes)
+    scorers = [reward for reward in as_list(reward_model) if isinstance(reward, str) or hasattr(reward, "config")]
+    configs = {
+        Role.ACTOR: [config],
+        Role.REFERENCE: [config if ref_model is None else read_config(ref_model, "ref_model")],
+        Role.CRITIC: [read_config(value_model, "value_model")],
+        Role.REWARD: [read_config(reward, "reward_model") for reward in scorers],
+    }
+    check_layouts(plan, configs, [Role.ACTOR] if peft_config is not None or has_adapters(model) else [])
 
     train = tokenize_prompts(train_dataset, processing_class, "train_dataset", args.dataset_num_proc)
     evals = _eval_prompts(args, eval_dataset, processing_class)
@@ -179,6 +191,40 @@ def prepare(
     )
 
 
+def as_list(reward_model: Any) -> list[Any]:
+    return list(reward_model) if isinstance(reward_model, (list, tuple)) else [reward_model]
+
+
+def check_layouts(plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]) -> None:
+    """Hold every call's split, and the memory that the plan states, against the models' configs.
+
+    Raises:
+        PlanError: a model that cannot be split as the plan says, or parameters that do not fit.
+    """
+    specs: dict[str, list[ModelSpec]] = {}
+    problems = Problems()
+    for name, assignment in plan.assignments.items():
+        role = plan.graph.call(name).role
+        is_policy = role in (Role.ACTOR, Role.REFERENCE)
+        if assignment.engine == "megatron" or plan.cluster.memory_gb is not None:
+            for config in configs[role]:
+                with problems.of(name):
+                    specs.setdefault(name, []).append(_spec(config, assignment, is_policy))
+    problems.refuse()
+    check_memory(plan, specs, adapted)
+
+
+def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:
+    """A call's model; of a family that no table describes by its shapes, if the engine does not split it."""
+    if assignment.engine == "megatron" or config.model_type in FAMILIES:
+        spec = ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=4)
+        if assignment.engine == "megatron":
+            spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
+        return spec
+    shapes = [(name, tuple(p.shape)) for name, p in shell(config, is_policy).named_parameters()]
+    return ModelSpec.of_shapes(shapes, bytes_per_element=4)
+
+
 def _special_tokens(processing_class: Any) -> tuple[int, int | None]:
     if processing_class is None:
         raise ValueError("processing_class is missing: the policy's tokenizer.")
@@ -191,7 +237,7 @@ def _special_tokens(processing_class: Any) -> tuple[int, int | None]:
 
 
 def _rewards(args: PPOConfig, reward_model: Any, processing_classes: Any) -> Rewards:
-    for reward in reward_model if isinstance(reward_model, (list, tuple)) else [reward_model]:
+    for reward in as_list(reward_model):
         if isinstance(reward, str) or hasattr(reward, "config"):
             check_classifier(reward, "reward_model")
 

@@ -87,12 +87,16 @@ class DeviceMesh:
 class Cluster:
     """`nodes` nodes of `devices_per_node` devices each; device d is number `d % devices_per_node` of its node.
 
+    Args:
+        memory_gb: of a device, 10^9 bytes; `None` where it is not stated, and nothing is held against it.
+
     Raises:
-        PlanError: a number is less than 1, or not a whole number.
+        PlanError: a number is less than 1, or not a whole number; a memory that is none.
     """
 
     nodes: int
     devices_per_node: int
+    memory_gb: float | None = None
 
     def __post_init__(self) -> None:
         problems = Problems(
@@ -100,6 +104,9 @@ class Cluster:
             for name, value in (("nodes", self.nodes), ("devices_per_node", self.devices_per_node))
             if not _whole(value) or value < 1
         )
+        memory = self.memory_gb
+        if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0):
+            problems.append(f"a cluster's memory_gb is a number of gigabytes above 0, not {memory!r}; or leave it out.")
         problems.refuse()
 
     @property

@@ -73,10 +73,11 @@ def check_classifier(model: PreTrainedModel | str, argument: str) -> None:
             )
 
 
-def shell(config: Any) -> PreTrainedModel:
+def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
     """The model's structure without its weights: what a `Trainer` can hold on a rank that has no part of the role."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
+        return kind.from_config(config)
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:

@@ -96,7 +96,7 @@ class ExecutionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` makes an equal plan of them. The graph is left out where it is PPO's."""
-        cluster = {"nodes": self.cluster.nodes, "devices_per_node": self.cluster.devices_per_node}
+        cluster = {name: value for name, value in vars(self.cluster).items() if value is not None}
         calls = {name: assignment.to_dict() for name, assignment in self.assignments.items()}
         graph = {} if self.graph == ppo_graph() else {"graph": self.graph.to_dict()}
         return {"name": self.name, "cluster": cluster, **graph, "calls": calls}
@@ -190,7 +190,7 @@ def _read_cluster(value: object) -> Cluster:
     if not isinstance(value, Mapping):
         raise PlanError(f"cluster reads like {{nodes: 1, devices_per_node: 2}}, not {value!r}.")
     problems = Problems(f"cluster has no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys)
-    problems += [f"cluster: {key} is missing." for key in keys if key not in value]
+    problems += [f"cluster: {key} is missing." for key in ("nodes", "devices_per_node") if key not in value]
     problems.refuse()
     return Cluster(**value)
 

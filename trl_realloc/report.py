@@ -108,12 +108,27 @@ def time_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def realloc_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """What each reallocation moved over the wire, all devices together; `None` where the plan has none."""
+    calls = [key.removeprefix("realloc/bytes/") for key in rows[-1] if key.startswith("realloc/bytes/")]
+    if not calls:
+        return None
+    table = Table("parameters for", "MB per update", "seconds", title="reallocation", title_justify="left")
+    for call in calls:
+        moved = fmean(row.get(f"realloc/bytes/{call}", 0.0) for row in rows)
+        seconds = fmean(row.get(f"realloc/seconds/{call}", 0.0) for row in rows)
+        table.add_row(call, f"{moved / 1e6:,.1f}", f"{seconds:.3f}")
+    return table
+
+
 def print_summary(rows: Sequence[Mapping[str, Any]], window: int = 5) -> RewardSummary:
-    """Both tables on the terminal."""
+    """All tables on the terminal."""
     summary = reward_summary(rows, window=window)
     console = Console()
     console.print(reward_table(summary))
     console.print(time_table(rows))
+    if (moved := realloc_table(rows)) is not None:
+        console.print(moved)
     return summary
 
 
@@ -146,6 +161,7 @@ def write_report(
         "",
         *_markdown(time_table(rows)),
         "",
+        *([*_markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
         "## Plan",
         "",
         "```yaml",

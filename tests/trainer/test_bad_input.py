@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 import tiny
 from datasets import Dataset
+from transformers import OPTConfig
 
+from trl_realloc.assembly import check_layouts
+from trl_realloc.cluster import Cluster
+from trl_realloc.dataflow import Role
 from trl_realloc.engines.vllm import is_vllm_available
+from trl_realloc.plan import ExecutionPlan, PlanError
+from trl_realloc.planner.presets import flatten
 
 
 def _long() -> Dataset:
@@ -71,6 +77,35 @@ def test_bad_input_is_refused_in_a_sentence_before_anything_starts(tmp_path: Pat
         given = {"model": model, "ref_model": model}
     with pytest.raises(ValueError, match=sentence):
         tiny.trainer(tmp_path, given=given, **changes)
+
+
+def _on_four(memory_gb: float | None = None, **changes: dict[str, Any]) -> ExecutionPlan:
+    made = flatten(Cluster(1, 4, memory_gb)).to_dict()
+    for name, change in changes.items():
+        made["calls"][name.replace("__", ".")] = {"mesh": "0-3", "engine": "megatron", **change}
+    return ExecutionPlan.from_dict(made)
+
+
+@pytest.mark.parametrize(
+    ("plan", "model_type", "sentence"),
+    [
+        (
+            _on_four(actor__train={"tp": 4}),
+            "llama",
+            "actor.train: tp 4 cannot share the 2 key/value heads of a llama model evenly; use tp 1 or 2",
+        ),
+        (_on_four(critic__forward={"pp": 4}), "llama", "critic.forward: pp 4 is more than the model's 2 layers"),
+        (_on_four(reference__forward={"tp": 2, "dp": 2}), "opt", "the family 'opt' cannot be split"),
+        (_on_four(0.0001), "llama", "device 0 would hold .* but cluster.memory_gb is 0.0001; split"),
+    ],
+)
+def test_a_plan_that_the_models_cannot_follow_is_refused_from_their_configs_alone(
+    plan: ExecutionPlan, model_type: str, sentence: str
+) -> None:
+    config = tiny.config() if model_type == "llama" else OPTConfig()
+    configs = {role: [config] for role in Role}
+    with pytest.raises(PlanError, match=sentence):
+        check_layouts(plan, configs, [])
 
 
 def test_a_plan_for_two_processes_is_refused_by_one(tmp_path: Path) -> None:
