@@ -113,6 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rewards",
         "engines",
         "engines/*",
+        "realloc/transfer",
         "runtime/groups",
         "runtime/reallocation",
         "runtime/residency",

@@ -347,9 +347,9 @@ def part_of(given: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Opti
     return type(given)(groups, **given.defaults)
 
 
-def engine_options(args: PPOConfig, setup: Setup, accelerator: Any) -> EngineOptions:
+def engine_options(args: PPOConfig, setup: Setup, accelerator: Any, plugin: ReallocationPlugin) -> EngineOptions:
     """What the engines are told beyond the plan."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return EngineOptions(
         device=accelerator.device,
@@ -364,8 +364,11 @@ def engine_options(args: PPOConfig, setup: Setup, accelerator: Any) -> EngineOpt
         max_grad_norm=args.max_grad_norm or 0.0,
         gradient_checkpointing=bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing)),
         gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        deepspeed=None if plugin is None else plugin.deepspeed_config,
+        deepspeed=None if deepspeed is None else deepspeed.deepspeed_config,
         seed=args.seed,
+        bucket_bytes=(plugin.bucket_mb or 0) << 20,
+        transfer_timeout_s=plugin.transfer_timeout or 0.0,
+        checksums=bool(plugin.checksums),
         vllm={
             "max_num_seqs": max(1, -(-(args.batch_size or 1) // setup.plan["actor.generate"].strategy.dp)),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,

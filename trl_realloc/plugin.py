@@ -21,10 +21,24 @@ class ReallocationPlugin:
         generation_engine (`str`, *optional*):
             `"vllm"` or `"transformers"`; by default vLLM where it is installed. Environment:
             `TRL_REALLOC_GENERATION_ENGINE`.
+        bucket_mb (`int`, *optional*, defaults to `256`):
+            Most mebibytes that a device receives in one bucket of a reallocation; two are under way at a time.
+            Environment: `TRL_REALLOC_BUCKET_MB`.
+        transfer_timeout (`float`, *optional*, defaults to `120.0`):
+            Seconds that a message of a reallocation may take. Environment: `TRL_REALLOC_TRANSFER_TIMEOUT`.
+        checksums (`bool`, *optional*, defaults to `False`):
+            Send a checksum with every message of a reallocation, to hunt a broken wire. Environment:
+            `TRL_REALLOC_CHECKSUMS`.
+
+    Raises:
+        ValueError: a value that is none of these.
     """
 
     plan: Any = field(default=None, metadata={"help": "A preset's name, a YAML file or a plan."})
     generation_engine: str | None = field(default=None, metadata={"help": "`vllm` or `transformers`."})
+    bucket_mb: int | None = field(default=None, metadata={"help": "Most MiB received in one bucket."})
+    transfer_timeout: float | None = field(default=None, metadata={"help": "Seconds for a message."})
+    checksums: bool | None = field(default=None, metadata={"help": "Send checksums, to hunt a broken wire."})
 
     def __post_init__(self) -> None:
         if self.plan is None:
@@ -33,3 +47,22 @@ class ReallocationPlugin:
             self.generation_engine = os.environ.get("TRL_REALLOC_GENERATION_ENGINE")
         if self.generation_engine not in (None, "vllm", "transformers"):
             raise ValueError(f"generation_engine must be 'vllm' or 'transformers', not {self.generation_engine!r}.")
+        if self.bucket_mb is None:
+            self.bucket_mb = int(_number("TRL_REALLOC_BUCKET_MB", 256))
+        if self.transfer_timeout is None:
+            self.transfer_timeout = _number("TRL_REALLOC_TRANSFER_TIMEOUT", 120.0)
+        if self.checksums is None:
+            self.checksums = os.environ.get("TRL_REALLOC_CHECKSUMS", "0").lower() in ("1", "true", "yes", "on")
+        if self.bucket_mb < 1 or self.transfer_timeout <= 0:
+            raise ValueError(
+                f"bucket_mb is 1 or more and transfer_timeout above 0, not {self.bucket_mb} and "
+                f"{self.transfer_timeout}."
+            )
+
+
+def _number(variable: str, default: float) -> float:
+    text = os.environ.get(variable, str(default))
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{variable} is a number, not {text!r}.") from None

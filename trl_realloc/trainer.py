@@ -115,7 +115,8 @@ class PPOTrainer(PPOTrainerBase):
     ) -> None:
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
-        plan = assembly.resolve(args, ReallocationPlugin(args.plan, args.generation_engine), world)
+        self.plugin = ReallocationPlugin(args.plan, args.generation_engine)
+        plan = assembly.resolve(args, self.plugin, world)
         self.setup: Setup = assembly.prepare(
             args,
             plan,
@@ -164,7 +165,7 @@ class PPOTrainer(PPOTrainerBase):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        options = assembly.engine_options(self.args, self.setup, self.accelerator)
+        options = assembly.engine_options(self.args, self.setup, self.accelerator, self.plugin)
         self.placement = Placement(self.setup.plan, self.accelerator.process_index, self.setup.roles, options)
         store = torch.distributed.distributed_c10d._get_default_store() if torch.distributed.is_initialized() else None
         self.alarm = Alarm(store, self.accelerator.num_processes)

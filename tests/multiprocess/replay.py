@@ -12,8 +12,11 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
+from trl_realloc import PPOTrainer
 from trl_realloc.data import PromptBatch
 from trl_realloc.dataflow import Role
+from trl_realloc.modelspec import ModelSpec
+from trl_realloc.realloc.layout import layout_of
 from trl_realloc.rollout import Ragged, Rollouts
 
 
@@ -49,6 +52,7 @@ def main() -> None:
         settings = replace(rules.settings, num_mini_batches=options["mini_batches"])
         made.executor.rules = replace(rules, settings=settings)
         made.placement.start()
+        check_layouts(made)
         generated = batch.plus(
             logprobs=batch.ragged("responses").like(-4.5 + 0.1 * torch.sin(batch.ragged("responses").values.float())),
             has_eos=batch.ragged("responses").lengths < 12,
@@ -67,6 +71,19 @@ def main() -> None:
             (folder / f"{name}.json").write_text(json.dumps(iteration.metrics))
         made.accelerator.wait_for_everyone()
         made.close()
+
+
+def check_layouts(made: PPOTrainer) -> None:
+    """What every engine that trains holds is what the layout says that is made from config and strategy alone."""
+    for call, engine, head in (
+        ("actor.train", made.placement.actor, "lm"),
+        ("critic.train", made.placement.critic, "score"),
+    ):
+        if engine is not None:
+            spec = ModelSpec.from_config(tiny.config(num_labels=1), head, bytes_per_element=4)
+            held = {name: tuple(box for box, _ in parts) for name, parts in engine.parts().items()}
+            expected = layout_of(made.plan[call], spec).parts(made.accelerator.process_index)
+            assert {name: boxes for name, boxes in held.items() if boxes} == expected
 
 
 def torch_world() -> int:

@@ -116,8 +116,10 @@ def deal(samples: Rollouts, dp: int, replica: int, case: Mapping[str, Any]) -> R
 
 
 def gap(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The largest difference, of numbers above 1 relative to them (statistics are sums over a sample's tokens)."""
     assert one.keys() == other.keys(), (sorted(one), sorted(other))
-    return max((float((one[name] - other[name]).abs().max()) for name in one), default=0.0)
+    gaps = [(one[name] - other[name]).abs() / other[name].abs().clamp(min=1) for name in one]
+    return max((float(each.max()) for each in gaps), default=0.0)
 
 
 def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
@@ -158,6 +160,14 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     # a checkpoint of the one goes on in the other
     fresh = MegatronEngine(head_of(case, head), groups(world, tp, pp), CPU, **options)
     fresh.load_state_dict(copy.deepcopy(state))
+    loaded = fresh.state_dict()
+    if rank == 0:
+        same = [
+            torch.equal(cell, loaded["parameters"][n][k])
+            for n, c in state["parameters"].items()
+            for k, cell in c.items()
+        ]
+        differences["bits lost in loading"] = float(not all(same))
     whole.train(samples, loss, 60, 1e-2)
     fresh.train(mine, loss, budget, 1e-2)
     after, resumed = whole.state_dict(), fresh.state_dict()

@@ -30,6 +30,7 @@ from ..engines.transformers import TransformersEngine
 from ..engines.weights import checkpoint_names
 from ..engines.zero import ZeroEngine, ensure_process_group
 from ..plan import Assignment, ExecutionPlan
+from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S
 from ..rewards import RewardModelSource
 from .groups import Edge, make_edges, make_groups, make_split_groups
 from .reallocation import FeedingSink, GeneratorSink, Moved, Reallocation, ShadowSink, Sink
@@ -80,6 +81,7 @@ class EngineOptions:
         forward_batch_size: prompts or samples of one forward without gradients, where the plan gives no token budget.
         train_batch_size: samples of one forward with gradients, likewise.
         make_optimizer: role's module -> optimizer.
+        bucket_bytes, transfer_timeout_s, checksums: of reallocations, as `Transfer`'s.
     """
 
     device: torch.device
@@ -97,6 +99,9 @@ class EngineOptions:
     deepspeed: Mapping[str, Any] | None = None
     seed: int = 0
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    bucket_bytes: int = BUCKET_BYTES
+    transfer_timeout_s: float = TIMEOUT_S
+    checksums: bool = False
 
 
 class Placement:
@@ -299,6 +304,9 @@ class Placement:
             device=self.options.device,
             holder=trained,
             sink=sink,
+            bucket_bytes=self.options.bucket_bytes,
+            timeout_s=self.options.transfer_timeout_s,
+            checksum=self.options.checksums,
         )
 
     def _engine(self, call: str, head: RoleHead) -> TrainedEngine:
