@@ -106,9 +106,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def run(start: Callable[..., Job]) -> Callable[..., Path]:
     """Start a script and wait for its good end; returns the folder it wrote to."""
 
-    def to_the_end(script: str, processes: int, options: dict[str, Any], name: str, **more: Any) -> Path:
+    def to_the_end(
+        script: str, processes: int, options: dict[str, Any], name: str, limit_s: float = 200, **more: Any
+    ) -> Path:
         job = start(script, processes, options, name, **more)
-        assert job.wait(150) == 0, job.text()[-4000:]
+        assert job.wait(limit_s) == 0, job.text()[-4000:]
         return job.folder
 
     return to_the_end

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(500)]
 
 BOTH = {"heads": ["policy", "value"]}
 FOUR: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ EIGHT: dict[str, dict[str, Any]] = {
 def test_every_split_trains_scores_and_resumes_as_the_whole_model_does(
     processes: int, cases: dict[str, Any], run: Callable[..., Path]
 ) -> None:
-    folder = run("split.py", processes, {"cases": cases}, "ranks")
+    folder = run("split.py", processes, {"cases": cases}, "ranks", limit_s=400)
     for name in cases:
         for head, gaps in json.loads((folder / f"{name}.json").read_text()).items():
             for what, gap in gaps.items():
