@@ -150,6 +150,9 @@ def prepare(
         Role.CRITIC: [read_config(value_model, "value_model")],
         Role.REWARD: [read_config(reward, "reward_model") for reward in scorers],
     }
+    split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
+    if args.fp16 and split:
+        raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
     check_layouts(plan, configs, [Role.ACTOR] if peft_config is not None or has_adapters(model) else [])
 
     train = tokenize_prompts(train_dataset, processing_class, "train_dataset", args.dataset_num_proc)

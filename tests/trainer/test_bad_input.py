@@ -25,6 +25,12 @@ def _long() -> Dataset:
     return Dataset.from_dict({"prompt": [*rows[:10], " ".join(["w5"] * 120), *rows[10:]]})
 
 
+def _megatron_on_one() -> dict[str, Any]:
+    made = flatten(Cluster(1, 1), generation_engine="transformers").to_dict()
+    made["calls"]["actor.train"]["engine"] = "megatron"
+    return made
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a tokenizer without pad token": ({"processing_class": tiny.tokenizer(pad=None)}, {}, "no pad token; set one"),
     "a prompt beyond the context": ({"train_dataset": _long()}, {}, "row 10 has a prompt longer than the 116 tokens"),
@@ -49,6 +55,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         {"plan": {"cluster": {"nodes": 1, "devices_per_node": 2}, "calls": {}}},
         "actor.generate is missing",
+    ),
+    "fp16 where losses are not scaled": (
+        {},
+        {"fp16": True, "use_cpu": False, "plan": _megatron_on_one()},
+        "actor.train. does not scale losses",
     ),
     "a preset's typo": ({}, {"plan": "flaten"}, "flatten"),
     "a plan file that is not there": ({}, {"plan": "plans/none.yaml"}, "no plan file 'plans/none.yaml'"),
