@@ -123,5 +123,6 @@ def test_the_command_exits_with_2_and_no_traceback_as_a_process_too() -> None:
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == (
-        "trl-realloc: 'flaten' is neither a file nor one of the presets flatten, interleave; did you mean 'flatten'?\n"
+        "trl-realloc: 'flaten' is neither a file nor one of the presets flatten, interleave, separate; "
+        "did you mean 'flatten'?\n"
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trl_realloc.cluster import Cluster, DeviceMesh, PlanError, check_mesh, halves
 from trl_realloc.plan import ExecutionPlan
-from trl_realloc.planner.presets import PRESETS, flatten, interleave, resolve_plan
+from trl_realloc.planner.presets import PRESETS, flatten, interleave, resolve_plan, separate
 
 
 ENGINES = ("vllm", "transformers")
@@ -22,7 +22,11 @@ def test_every_preset_is_a_plan_for_every_world_size(preset: str) -> None:
         for nodes in (n for n in range(1, 9) if world_size % n == 0):
             plan = PRESETS[preset](Cluster(nodes, world_size // nodes))
             plan.check_world(world_size)
-            assert set().union(*(plan.mesh(call).devices for call in plan.order)) == set(range(world_size))
+            plan_devices = set(range(world_size))
+            used = {device for call in plan.order for device in plan.mesh(call).devices}
+            halved = preset == "separate" and world_size > 1  # what the halves leave over rests
+            expected = {device for half in halves(plan.cluster) for device in half.devices} if halved else plan_devices
+            assert used == expected
 
 
 @given(presets, clusters, engines, stages)
@@ -36,10 +40,11 @@ def test_every_preset_is_legal_with_every_engine_and_stage(
         check_mesh(plan.mesh(name), cluster)
         strategy = plan[name].strategy
         assert (strategy.dp, strategy.tp, strategy.pp) == (plan.mesh(name).size, 1, 1)
-    for trained in ("actor.train", "critic.train", "critic.forward"):
-        assert plan[trained].strategy.zero_stage == stage
-    for frozen in ("reference.forward", "reward.forward"):
-        assert plan[frozen].strategy.zero_stage == (3 if stage == 3 else 0)
+    copied = {edge.target for edge in plan.reallocations}
+    for call in map(plan.graph.call, plan.order):
+        if call.name != "actor.generate":
+            at_home = call.trains or (plan.graph.train_call(call.role) is not None and call.name not in copied)
+            assert plan[call.name].strategy.zero_stage == (stage if at_home else 3 if stage == 3 else 0), call.name
 
 
 @given(clusters, engines, stages)
@@ -90,9 +95,12 @@ def test_a_preset_generates_with_vllm_and_shards_nothing_where_nothing_is_said(p
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("flaten", "'flaten' is neither a file nor one of the presets flatten, interleave; did you mean 'flatten'?"),
+        (
+            "flaten",
+            "'flaten' is neither a file nor one of the presets flatten, interleave, separate; did you mean 'flatten'?",
+        ),
         ("Interleave", "did you mean 'interleave'?"),
-        ("zzz", "'zzz' is neither a file nor one of the presets flatten, interleave."),
+        ("zzz", "'zzz' is neither a file nor one of the presets flatten, interleave, separate."),
         (
             "plans/mine.yaml",
             "there is no plan file 'plans/mine.yaml'; give its path, or one of the presets flatten, inter",
@@ -111,3 +119,16 @@ def test_an_engine_that_cannot_generate_is_refused_in_a_preset() -> None:
         flatten(Cluster(1, 2), generation_engine="zero")
     with pytest.raises(PlanError, match="'vlm'; did you mean 'vllm'"):
         flatten(Cluster(1, 2), generation_engine="vlm")
+
+
+@given(clusters, engines, stages)
+def test_separate_trains_on_one_half_and_does_all_else_on_the_other(cluster: Cluster, engine: str, stage: int) -> None:
+    plan = separate(cluster, generation_engine=engine, zero_stage=stage)
+    if cluster.size == 1:
+        assert plan == flatten(cluster, generation_engine=engine, zero_stage=stage)
+        return
+    training, inference = halves(cluster)
+    assert not training.overlaps(inference)
+    for name in plan.order:
+        assert plan.mesh(name) == (training if name.endswith(".train") else inference)
+    assert {edge.target for edge in plan.reallocations} == {"actor.generate", "critic.forward"}

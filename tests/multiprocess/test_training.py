@@ -168,9 +168,7 @@ def test_engines_on_some_devices_get_the_weights_that_other_groups_train(run: Ca
 def test_generating_and_scoring_where_nothing_trains_changes_no_run(run: Callable[..., Path]) -> None:
     """The copies on the second process are refreshed before each call: the run is the one of a process alone."""
     alone = run("train.py", 1, {**STEPS, "per_device_train_batch_size": 8}, "alone")
-    apart = plan(2, actor="0", critic="0", reference="1", reward="0")
-    apart["calls"]["actor.generate"]["mesh"] = apart["calls"]["critic.forward"]["mesh"] = "1"
-    two = run("train.py", 2, {**STEPS, "plan": apart}, "two")
+    two = run("train.py", 2, {**STEPS, "plan": "separate"}, "two")
     moved = ("realloc/bytes/actor.generate", "realloc/bytes/critic.forward")
     assert all(row.pop(name) > 0 for row in log(two)[1:] for name in moved)
     rows = [{key: value for key, value in row.items() if not key.startswith("realloc/")} for row in log(two)]

@@ -34,7 +34,16 @@ def interleave(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage:
     )
 
 
-PRESETS: Mapping[str, Preset] = {"flatten": flatten, "interleave": interleave}
+def separate(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+    """Actor and critic train on one half of the devices; generation and scoring are on the other, with copies of both
+    that are refreshed as they change. On one device it is `flatten`."""
+    if cluster.size == 1:
+        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+    training, inference = halves(cluster)
+    return _data_parallel("separate", cluster, {}, generation_engine, zero_stage, training=training, other=inference)
+
+
+PRESETS: Mapping[str, Preset] = {"flatten": flatten, "interleave": interleave, "separate": separate}
 
 
 def resolve_plan(
@@ -80,18 +89,26 @@ def load_plan(path: str | Path) -> ExecutionPlan:
 
 
 def _data_parallel(
-    name: str, cluster: Cluster, meshes: Mapping[Role, DeviceMesh], generation_engine: str, zero_stage: int
+    name: str,
+    cluster: Cluster,
+    meshes: Mapping[Role, DeviceMesh],
+    generation_engine: str,
+    zero_stage: int,
+    *,
+    training: DeviceMesh | None = None,
+    other: DeviceMesh | None = None,
 ) -> ExecutionPlan:
-    """Every call data-parallel on its role's mesh, all devices where `meshes` does not say. Frozen roles have no
-    optimizer state or gradients to shard, so theirs is stage 3 with the trained roles', and else 0."""
+    """Every call data-parallel on its role's mesh; where `meshes` does not say on `training` or `other`, by default all
+    devices. Frozen roles and copies have no optimizer state or gradients to shard, so theirs is stage 3 with the
+    trained roles', and else 0."""
     graph: DataflowGraph = ppo_graph()
     assignments = {}
     for call in graph.calls:
-        mesh = meshes.get(call.role, cluster.mesh)
+        mesh = meshes.get(call.role, (training if call.trains else other) or cluster.mesh)
         if call.kind is CallKind.GENERATE:
             assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size), generation_engine)
         else:
-            trained = graph.train_call(call.role) is not None
-            stage = zero_stage if trained or zero_stage == 3 else 0
+            home = call.trains or (graph.train_call(call.role) is not None and other is None)
+            stage = zero_stage if home or zero_stage == 3 else 0
             assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size, zero_stage=stage), "zero")
     return ExecutionPlan(cluster, assignments, graph, name)
