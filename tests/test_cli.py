@@ -11,6 +11,7 @@ from trl_realloc.cli import main
 from trl_realloc.cluster import Cluster
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.planner.presets import PRESETS, flatten, interleave
+from trl_realloc.timeline import Span, Timeline
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -126,3 +127,21 @@ def test_the_command_exits_with_2_and_no_traceback_as_a_process_too() -> None:
         "trl-realloc: 'flaten' is neither a file nor one of the presets flatten, interleave, separate; "
         "did you mean 'flatten'?\n"
     )
+
+
+def test_two_runs_are_compared_call_by_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seconds in (("a", 1.0), ("b", 0.5)):
+        (tmp_path / name).mkdir()
+        spans = [Span("actor.train", 0, 2 * step, 2 * step + seconds, step) for step in range(3)]
+        Timeline(spans).save(tmp_path / name / "timeline.json")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert any("actor.train" in row and "1.000" in row and "0.500" in row and "0.50x" in row for row in rows)
+    assert any("whole" in row and "1.667" in row and "1.500" in row for row in rows)
+
+
+def test_a_run_without_a_timeline_is_refused_with_what_saves_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
+    assert "save one with trainer.timeline.save(path)" in capsys.readouterr().err

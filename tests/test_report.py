@@ -14,8 +14,10 @@ from trl import TrlParser
 
 from trl_realloc import PPOConfig
 from trl_realloc.callbacks import MetricsWriter
+from trl_realloc.cli import main
 from trl_realloc.plan import ExecutionPlan
-from trl_realloc.report import call_times, load_metrics, reward_summary, write_report
+from trl_realloc.report import call_times, load_metrics, report_run, reward_summary, write_report
+from trl_realloc.timeline import Span, Timeline
 
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +73,23 @@ def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
     moved = {"realloc/bytes/critic.forward": 2.5e6, "realloc/seconds/critic.forward": 0.25}
     text = write_report(tmp_path, [{**row, **moved} for row in rows([0.1] * 10)], "name: apart\n").read_text()
     assert "| critic.forward | 2.5 | 0.250 |" in text
+
+
+def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows([0.1] * 12)))
+    (tmp_path / "plan.yaml").write_text("name: mine\n")
+    Timeline(Span("actor.train", 0, step, step + 0.5, step) for step in range(12)).save(tmp_path / "timeline.json")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "written to" in capsys.readouterr().out
+    text = (tmp_path / "report.md").read_text()
+    assert "name: mine" in text and "timeline.png" in text and (tmp_path / "timeline.png").stat().st_size > 3000
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 13
+
+
+def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no metrics.jsonl; train with callbacks="):
+        report_run(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
 
 
 def test_metrics_are_written_once_per_step_also_after_resuming(tmp_path: Path) -> None:

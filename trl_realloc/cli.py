@@ -16,6 +16,8 @@ from .cluster import Cluster
 from .errors import PlanError, suggest
 from .plan import ExecutionPlan
 from .planner.presets import PRESETS, load_plan
+from .report import load_metrics, print_summary, report_run
+from .timeline import Timeline
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
@@ -86,6 +88,37 @@ def plan(preset: str, devices: int | None, nodes: int, engine: str, zero_stage: 
         raise PlanError(f"the plan cannot be written to {output} ({error.strerror}).") from None
     Console().print(plan_table(written))
     click.echo(f"written to {output}; run it with plan: {output}")
+
+
+@commands.command()
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def report(run_dir: Path) -> None:
+    """Write the report of the run in RUN_DIR again: reward, time by call, a picture of two updates, a trace."""
+    try:
+        written = report_run(run_dir)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    print_summary(load_metrics(run_dir / "metrics.jsonl"))
+    click.echo(f"written to {written}")
+
+
+@commands.command()
+@click.argument("runs", nargs=2, type=click.Path(exists=True, file_okay=False, path_type=Path))
+def compare(runs: tuple[Path, Path]) -> None:
+    """Compare what the calls of two RUNS took, such as of one recipe under two plans: folders with a timeline.json."""
+    try:
+        first, second = (Timeline.load(run / "timeline.json") for run in runs)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{error}; save one with trainer.timeline.save(path).") from None
+    table = Table("call", *(str(run) for run in runs), "ratio", title="seconds per update", title_justify="left")
+    for call, one, other, _ in first.compare(second):
+        ratio = f"{other / one:.2f}x" if one and other else ""
+        table.add_row(call, *("" if each is None else f"{each:.3f}" for each in (one, other)), ratio)
+    whole = [timeline.seconds_per_step for timeline in (first, second)]
+    table.add_row(
+        "whole update", *(f"{each:.3f}" for each in whole), f"{whole[1] / whole[0]:.2f}x" if all(whole) else ""
+    )
+    Console().print(table)
 
 
 def _cluster(plan: str, devices: int | None, nodes: int) -> Cluster:

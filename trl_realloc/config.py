@@ -214,7 +214,8 @@ class PPOConfig(ConfigBase):
     plan: dict | str | None = field(
         default=None,
         metadata={
-            "help": "The execution plan: a preset (`flatten`, `interleave`, `separate`), a YAML file or a dict. Default: `flatten`."
+            "help": "The execution plan: a preset (`flatten`, `interleave`, `separate`), a YAML file or a dict. "
+            "Default: `flatten`."
         },
     )
     generation_engine: str | None = field(

@@ -16,6 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .timeline import Timeline
+
 
 SCORES = "objective/scores"
 CLEARLY = 3.0  # standard errors of the difference
@@ -138,9 +140,12 @@ def write_report(
     plan: str,
     before: Sequence[Mapping[str, Any]] = (),
     after: Sequence[Mapping[str, Any]] = (),
+    *,
+    timeline: str = "",
 ) -> Path:
-    """`report.md` with the reward and its curve (`reward.png`), the time by call, the plan, and completions of the same
-    prompts (`query`, `model response`, `score`) before and after. Returns its path."""
+    """`report.md` with the reward and its curve (`reward.png`), the time by call (and a picture of it, if there is
+    one), the plan, and completions of the same prompts (`query`, `model response`, `score`) before and after. Returns
+    its path."""
     folder = Path(folder)
     summary = reward_summary(rows)
     reward_curve(rows, folder / "reward.png")
@@ -161,6 +166,7 @@ def write_report(
         "",
         *_markdown(time_table(rows)),
         "",
+        *([f"![two updates, devices down, time across]({timeline}); whole run: trace.json", ""] if timeline else []),
         *([*_markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
         "## Plan",
         "",
@@ -182,6 +188,34 @@ def write_report(
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def report_run(folder: str | Path) -> Path:
+    """The report of a finished run from what it left in its folder: `metrics.jsonl`, and `plan.yaml`, `timeline.json`,
+    `completions.json` where they are. With a timeline, a picture of two updates (`timeline.png`) and all of it as
+    `trace.json` for Perfetto. Returns the report's path.
+
+    Raises:
+        ValueError: there are no metrics, or too few updates.
+    """
+    folder = Path(folder)
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise ValueError(f"{folder} holds no metrics.jsonl; train with callbacks=[MetricsWriter({str(metrics)!r})].")
+    plan, said = folder / "plan.yaml", folder / "completions.json"
+    completions = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else {"before": (), "after": ()}
+    text = plan.read_text(encoding="utf-8") if plan.is_file() else ""
+    spans = folder / "timeline.json"
+    picture = ""
+    if spans.is_file():
+        timeline = Timeline.load(spans)
+        steps = timeline.steps[-2:]
+        Timeline(span for span in timeline.spans if span.step in steps).draw(folder / "timeline.png")
+        (folder / "trace.json").write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
+        picture = "timeline.png"
+    return write_report(
+        folder, load_metrics(metrics), text, completions["before"][:8], completions["after"][:8], timeline=picture
+    )
 
 
 def _markdown(table: Table) -> list[str]:

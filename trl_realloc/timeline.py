@@ -98,6 +98,13 @@ class Timeline:
             longest[call][step] = max(longest[call].get(step, 0.0), seconds)
         return {call: sum(longest[call].values()) / len(longest[call]) for call in self.calls}
 
+    @property
+    def seconds_per_step(self) -> float:
+        """From the first span's start to the last one's end, by the number of steps; 0 without spans."""
+        if not self.spans:
+            return 0.0
+        return (max(span.end for span in self.spans) - min(span.start for span in self.spans)) / len(self.steps)
+
     def compare(self, measured: Timeline) -> tuple[Comparison, ...]:
         """This timeline's estimates against what was measured, call by call, in this timeline's order."""
         estimates, measures = self.by_call(), measured.by_call()

@@ -5,7 +5,6 @@ Exits with 1 if the reward does not rise clearly.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trl_realloc.report import load_metrics, print_summary, write_report
+from trl_realloc.report import load_metrics, print_summary, report_run
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,13 +48,10 @@ def main() -> int:
     )
     Console().rule("what happened")
     rows = load_metrics(RUN / "metrics.jsonl")
-    completions = json.loads((RUN / "completions.json").read_text(encoding="utf-8"))
     summary = print_summary(rows)
-    plan = (RUN / "plan.yaml").read_text(encoding="utf-8")
-    report = write_report(RUN, rows, plan, completions["before"][:8], completions["after"][:8])
-    print(
-        f"\nin {RUN}/: report.md (with reward.png), plan.yaml, metrics.jsonl, completions.json, timeline.json, and the"
-    )
+    report = report_run(RUN)
+    print(f"\nin {RUN}/: report.md (with reward.png and timeline.png), plan.yaml, metrics.jsonl, completions.json,")
+    print("timeline.json, trace.json for ui.perfetto.dev, and the")
     print(f"trained policy: AutoModelForCausalLM.from_pretrained({str(RUN)!r})")
     print(f"read {report}; {time.monotonic() - start:.0f} s in all")
     if not summary.rose_clearly:
