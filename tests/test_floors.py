@@ -142,6 +142,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"rollout", "runtime/placement"},
     "report": {"plan", "timeline"},
     "callbacks": set(),
+    "completions": {"rollout"},
     "recipe": {"checkpoint", "config", "data", "models", "rewards", "runtime/alarm"},
     "assembly": {
         "assignment",
@@ -175,7 +176,7 @@ ONLY_HERE: dict[str, set[str]] = {
     "trl.experimental.ppo": {"compat"},
     "matplotlib": {"timeline", "report"},
     "click": {"cli"},
-    "rich": {"assembly", "callbacks", "cli", "report"},
+    "rich": {"callbacks", "cli", "completions", "report"},
 }
 
 # Pure: they run on a laptop where torch is not installed.

@@ -25,6 +25,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint, speed_m
 from . import assembly, checkpoint
 from .assembly import Setup
 from .compat import PPOTrainerBase
+from .completions import completion_rows, show_completions
 from .config import PPOConfig
 from .data import PromptBatch, SeededOrder, collate_prompts, prompt_loader, tokenize_prompts
 from .dataflow import Role
@@ -413,11 +414,11 @@ class PPOTrainer(PPOTrainerBase):
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
                 only = ("actor.generate", "reward.forward")
                 made = self.executor.run(batch, _EVAL_STEP + at, {}, only=only, sampling=near_greedy).samples
-                table += assembly.completion_rows(made, self.processing_class)
+                table += completion_rows(made, self.processing_class)
                 if sampling:
                     break
         if self.accelerator.is_main_process:
-            assembly.show_completions(table, self.args.report_to, self.state.global_step)
+            show_completions(table, self.args.report_to, self.state.global_step)
         return table
 
     # --- saving -----------------------------------------------------------------------------------------------------

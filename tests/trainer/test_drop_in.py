@@ -321,9 +321,8 @@ def test_with_pad_equal_to_eos_the_reward_is_read_at_eos_and_eos_is_trained_on(t
         seen.extend(completion_ids)
         return [0.0] * len(completion_ids)
 
-    made = tiny.trainer(
-        tmp_path, given={"processing_class": tokens, "reward_model": [ids, tiny.classifier(5)]}, max_steps=1
-    )
+    given = {"processing_class": tokens, "reward_model": [ids, tiny.classifier(5)]}
+    made = tiny.trainer(tmp_path, given=given, max_steps=1, per_device_train_batch_size=32)
     taken = {}
     run = made.executor.run
     made.executor.run = lambda *a, **k: taken.setdefault("iteration", run(*a, **k))  # keeps what the run returned

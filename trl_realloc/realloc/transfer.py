@@ -106,6 +106,8 @@ class Transfer:
         ] = []  # message buffers, kept from run to run: new memory costs more than the copy into it
         # one batch for all of a wave: NCCL wants sends and receives of two ranks posted together
         self._batched = dist.is_initialized() and group is not None and dist.get_backend(group) == "nccl"
+        if self._batched:  # NCCL connects a group with its first operation, at which all of its ranks must be
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def run(self, source: Parts, target: Callable[[Sequence[str]], Parts]) -> Iterator[Parts]:
         """Move everything once. Every rank of the schedule iterates to the end; else the others wait in vain.

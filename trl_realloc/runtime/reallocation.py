@@ -197,12 +197,11 @@ class Reallocation:
             EngineError: a rank's engine did not take its parameters; on every rank, with that rank's reason.
                 After either the target holds no version, and nothing can be generated or scored with it.
         """
-        start = time.time()
         wanted, current = self._versions()
         self.version = wanted
         if current == wanted:
             return None
-        problem = ""
+        start, problem = time.time(), ""
         stream = self.transfer.run(self.holder.parts() if self.holder else {}, self._places)
         try:
             if self.sink is None:
