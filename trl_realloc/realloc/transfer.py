@@ -62,7 +62,7 @@ class _Open:
 
 
 class Transfer:
-    """One rank's side of moving parameters along one edge.
+    """One rank's side of moving parameters along one edge. Made on all ranks of the schedule together.
 
     Args:
         name: of the edge, for messages: `actor.train -> actor.generate`.
@@ -101,9 +101,8 @@ class Transfer:
         self._kept: dict[str, list[Box]] = {}
         for piece in schedule.kept(rank):
             self._kept.setdefault(piece.parameter, []).append(piece.box)
-        self._free: list[
-            Tensor
-        ] = []  # message buffers, kept from run to run: new memory costs more than the copy into it
+        # message buffers, kept from run to run: new memory costs more than the copy into it
+        self._free: list[Tensor] = []
         # one batch for all of a wave: NCCL wants sends and receives of two ranks posted together
         self._batched = dist.is_initialized() and group is not None and dist.get_backend(group) == "nccl"
         if self._batched:  # NCCL connects a group with its first operation, at which all of its ranks must be
