@@ -16,7 +16,7 @@ from trl_realloc.assignment import ABILITIES
 from trl_realloc.cluster import Cluster, DeviceMesh, is_legal, legal_meshes
 from trl_realloc.dataflow import CallKind, DataflowGraph, ppo_graph
 from trl_realloc.plan import ENGINES, Assignment, ExecutionPlan, ParallelStrategy, PlanError
-from trl_realloc.planner.presets import flatten
+from trl_realloc.planner.presets import flatten, separate
 
 
 RECIPES = Path(__file__).parent.parent / "recipes" / "plans"
@@ -45,8 +45,8 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
         stage = draw(st.sampled_from([s for s in ABILITIES[engine].zero_stages if trained or s in (0, 3)]))
         most = None if call.kind is CallKind.GENERATE else draw(tokens)
         strategy = ParallelStrategy(mesh.size // tp // pp, tp, pp, stage, most)
-        frozen = graph.train_call(call.role) is None
-        assignments[call.name] = Assignment(mesh, strategy, engine, frozen and draw(st.booleans()))
+        away = not trained and stage < 3 and draw(st.booleans())
+        assignments[call.name] = Assignment(mesh, strategy, engine, away)
     return ExecutionPlan(cluster, assignments, graph, draw(names))
 
 
@@ -224,8 +224,13 @@ def test_a_plan_for_another_world_is_refused_with_both_numbers_and_the_remedies(
         (edited(reference__forward={"engine": "megatron", "zero_stage": 3}), "megatron has no zero_stage 3; leave it"),
         (edited(actor__train={"engine": "megatron", "tp": 4}), "dp 8 x tp 4 x pp 1 = 32 devices, but mesh 0-7 has 8"),
         (edited(actor__generate={"micro_batch_tokens": 8}), "engine vllm forms its batches itself; leave micro_batch"),
-        (edited(actor__generate={"offload": True}), "actor.generate: offload is for what frozen roles score with"),
-        (edited(critic__train={"offload": True}), "critic.train: offload is for what frozen roles score with"),
+        (edited(actor__generate={"offload": True}), "actor.generate: offload is for what roles score with"),
+        (edited(critic__train={"offload": True}), "critic.train: offload is for what roles score with"),
+        (
+            edited(critic__forward={"offload": True}),
+            "critic.forward: it scores with the very parameters that critic.train",
+        ),
+        (edited(reward__forward={"offload": True, "zero_stage": 3}), "reward.forward: zero_stage 3 shards parameters"),
         ("cluster: {nodes: 1, devices_per_node: 2}", "calls has a line for each call"),
         ("cluster: {nodes: 1, devices_per_node: 2}\ncalls: {}", "actor.train is missing; say which mesh"),
         ("calls: {actor.train: 3}", "actor.train: an assignment reads like {mesh: 0-1"),
@@ -368,6 +373,12 @@ def test_whole_copies_serve_any_call_inside_their_mesh_and_parameters_move_to_al
             plan = _grpo(cluster, home, Assignment(generate, ParallelStrategy(generate.size), "vllm"))
             moves = [(edge.source, edge.target) for edge in plan.reallocations]
             assert moves == ([] if generate.inside(train) else [("actor.train", "actor.generate")])
+
+
+def test_a_trained_roles_copy_in_a_layout_of_its_own_may_rest_in_host_memory() -> None:
+    plan = separate(Cluster(1, 4)).to_dict()
+    plan["calls"]["critic.forward"]["offload"] = True
+    assert ExecutionPlan.from_dict(plan)["critic.forward"].offload
 
 
 @pytest.mark.parametrize(

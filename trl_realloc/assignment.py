@@ -96,7 +96,8 @@ class ParallelStrategy:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where and how one call runs. `offload` moves a frozen role's parameters to host memory between its turns.
+    """Where and how one call runs. `offload` keeps what it scores with in host memory between its turns: a frozen
+    role's parameters, or a trained role's copy in a layout of its own.
 
     Raises:
         PlanError: an engine that does not exist, or a value of the wrong kind.
@@ -194,8 +195,10 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
         )
     if call.kind is CallKind.GENERATE and strategy.micro_batch_tokens is not None:
         yield f"engine {engine} forms its batches itself; leave micro_batch_tokens out."
-    if assignment.offload and (trained or call.kind is CallKind.GENERATE):
-        yield "offload is for what frozen roles score with; leave it out (DeepSpeed's own config offloads what trains)."
+    if assignment.offload and call.kind is not CallKind.FORWARD:
+        yield "offload is for what roles score with; leave it out (DeepSpeed's own config offloads what trains)."
+    elif assignment.offload and strategy.zero_stage == 3:
+        yield "zero_stage 3 shards parameters, and DeepSpeed's own config offloads those (offload_param); leave it out."
     if strategy.size != mesh.size:
         inner = 1 if unable else strategy.tp * strategy.pp
         fits = f"dp: {mesh.size // inner}" if mesh.size % inner == 0 else f"dp: {mesh.size}, tp: 1, pp: 1"

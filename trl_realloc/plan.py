@@ -182,6 +182,12 @@ def _problems(
         call = graph.call(name)
         trained = graph.train_call(call.role) is not None
         problems += [f"{name}: {problem}" for problem in assignment_problems(call, assignment, cluster, trained)]
+    for source, target in graph.parameter_edges:
+        if source in here and target in here and here[target].offload and in_place(here[source], here[target]):
+            problems.append(
+                f"{target}: it scores with the very parameters that {source} trains, which stay where they are; leave "
+                f"offload out, or give it a layout of its own."
+            )
     return problems
 
 
@@ -201,7 +207,7 @@ _HEADER = f"""\
 #   engine: {able(CallKind.GENERATE)} to generate, {able(CallKind.TRAIN)} to score and train
 #   dp, tp, pp: data, tensor and pipeline parallel degrees (1 where left out); dp x tp x pp is the mesh's size
 #   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward
-#   offload: true moves a frozen role's parameters to host memory between its turns
+#   offload: true keeps what a call scores with in host memory between its turns
 """
 
 

@@ -62,7 +62,9 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "zero 3, small micro-batches": plan(2, stage=3, tokens=30),
         "interleaved, offloaded": plan(2, offload=True, reference="0", reward="1"),
         "actor and critic apart": plan(2, actor="0", critic="1", reference="1", reward="0"),
-        "the critic scores where it does not train": plan(2, critic="0", changed={"critic.forward": whole("1")}),
+        "the critic scores where it does not train, from host memory": plan(
+            2, critic="0", changed={"critic.forward": {**whole("1"), "offload": True}}
+        ),
         "tensor parallel": plan(2, changed={name: split("0-1", tp=2) for name in CALLS}),
         "in two stages": plan(2, changed={name: split("0-1", pp=2) for name in CALLS}),
     },

@@ -238,7 +238,7 @@ class Transfer:
         large, small = self._split(message)
         for piece in large:
             part = self._held(piece, bucket)
-            if part.is_contiguous():
+            if self._goes_as_it_lies(part):
                 yield _Flight(message, _bytes(part))
             else:
                 yield self._packed(message, [piece], bucket)
@@ -267,7 +267,7 @@ class Transfer:
         large, small = self._split(message)
         for piece in large:
             place = self._place(piece, bucket)
-            if place.is_contiguous():
+            if self._goes_as_it_lies(place):
                 yield _Flight(message, _bytes(place))
             else:
                 yield self._unpacked(message, [piece], bucket)
@@ -286,6 +286,9 @@ class Transfer:
                 place.copy_(buffer[start:end].view(place.dtype).view(place.shape))
 
         return _Flight(message, buffer, land, buffer)
+
+    def _goes_as_it_lies(self, part: Tensor) -> bool:
+        return part.is_contiguous() and part.device.type == self.device.type
 
     def _place(self, piece: Piece, bucket: _Open) -> Tensor:
         place = find(bucket.target, piece.parameter, piece.box)

@@ -164,8 +164,9 @@ class Placement:
 
     def prefetch(self, call: str) -> None:
         """Parameters that the plan keeps in host memory begin to move to the device for a call that comes next."""
-        for hook in self._residents.get(call, ()):
-            hook.prefetch()
+        if call not in self._reallocations:  # a copy is refreshed first, where it rests
+            for hook in self._residents.get(call, ()):
+                hook.prefetch()
 
     def takes_part(self, call: str) -> bool:
         """This rank is in the call's mesh, or holds parameters that the call is to get."""

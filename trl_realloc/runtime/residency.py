@@ -1,4 +1,4 @@
-"""A frozen role's parameters on the device while a call of it runs, in host memory between: the plan's `offload`."""
+"""What a call scores with, on the device while it runs and in host memory between: the plan's `offload`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Residency(ModelHook):
         self.resident = True
 
     def release(self) -> None:
-        """Give the device's memory back. The host's copy is kept from the first time: a frozen role never changes."""
+        """Give the device's memory back. The host's copy is kept from the first time: scoring changes nothing, and a
+        reallocation writes to where the parameters rest."""
         assert self._module is not None, "attach the hook first"
         if not self.resident:
             return
