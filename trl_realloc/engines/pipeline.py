@@ -142,9 +142,8 @@ class _Stage(nn.Module):
         hidden = None if self._pipeline.group.index == 0 else received
         if not self._pipeline.is_last:
             sent = self._call(lambda: self.head.hidden(samples, hidden)).to(self._pipeline.dtype)
-            if (
-                self.learns and not sent.requires_grad
-            ):  # nothing up to here is trained; the later stages send back all the same
+            # where nothing up to here is trained, the later stages send gradients back all the same
+            if self.learns and not sent.requires_grad:
                 sent = sent.detach().requires_grad_()
             return sent
         with self.head.after(hidden):
