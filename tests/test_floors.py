@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "realloc/schedule",
         "planner/profile",
     },
-    "planner/simulate": {"dataflow", "plan", "timeline", "planner/cost"},
+    "planner/simulate": {"dataflow", "plan", "timeline"},
     "planner/presets": {"cluster", "dataflow", "plan"},
     "planner/search": {"cluster", "plan", "planner/presets", "planner/simulate"},
     # 3 do
@@ -140,7 +140,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugin": {"compat", "plan"},
     "config": {"compat", "plan", "planner/presets", "plugin", "ppo"},
     "checkpoint": {"rollout", "runtime/placement"},
-    "report": {"plan", "timeline"},
+    "report": {"plan", "planner/simulate", "timeline"},
     "callbacks": set(),
     "completions": {"rollout"},
     "recipe": {"checkpoint", "config", "data", "models", "rewards", "runtime/alarm"},

@@ -15,7 +15,9 @@ from trl import TrlParser
 from trl_realloc import PPOConfig
 from trl_realloc.callbacks import MetricsWriter
 from trl_realloc.cli import main
+from trl_realloc.cluster import Cluster
 from trl_realloc.plan import ExecutionPlan
+from trl_realloc.planner.presets import flatten
 from trl_realloc.report import call_times, load_metrics, report_run, reward_summary, write_report
 from trl_realloc.timeline import Span, Timeline
 
@@ -77,13 +79,17 @@ def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
 
 def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows([0.1] * 12)))
-    (tmp_path / "plan.yaml").write_text("name: mine\n")
-    Timeline(Span("actor.train", 0, step, step + 0.5, step) for step in range(12)).save(tmp_path / "timeline.json")
+    flatten(Cluster(1, 1)).save(tmp_path / "plan.yaml")
+    order = list(enumerate(flatten(Cluster(1, 1)).order))
+    starts = [(call, 4 * step + at / 2, step) for step in range(12) for at, call in order]
+    spans = [Span(call, 0, start, start + 0.5, step) for call, start, step in starts]
+    Timeline(spans).save(tmp_path / "timeline.json")
     assert main(["report", str(tmp_path)]) == 0
     assert "written to" in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
-    assert "name: mine" in text and "timeline.png" in text and (tmp_path / "timeline.png").stat().st_size > 3000
-    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 13
+    assert "name: flatten" in text and "timeline.png" in text and (tmp_path / "timeline.png").stat().st_size > 3000
+    assert "the plan's timeline takes 3.000 s per update; measured were 4.000 s. The rest, 25%" in text
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 1 + 12 * 6
 
 
 def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .errors import PlanError
+from .plan import ExecutionPlan
+from .planner.simulate import iteration_seconds
 from .timeline import Timeline
 
 
@@ -142,10 +145,11 @@ def write_report(
     after: Sequence[Mapping[str, Any]] = (),
     *,
     timeline: str = "",
+    simulated: float | None = None,
 ) -> Path:
     """`report.md` with the reward and its curve (`reward.png`), the time by call (and a picture of it, if there is
-    one), the plan, and completions of the same prompts (`query`, `model response`, `score`) before and after. Returns
-    its path."""
+    one; `simulated` seconds per update beside the measured), the plan, and completions of the same prompts (`query`,
+    `model response`, `score`) before and after. Returns its path."""
     folder = Path(folder)
     summary = reward_summary(rows)
     reward_curve(rows, folder / "reward.png")
@@ -166,6 +170,7 @@ def write_report(
         "",
         *_markdown(time_table(rows)),
         "",
+        *(_beside_measured(simulated, rows) if simulated is not None else []),
         *([f"![two updates, devices down, time across]({timeline}); whole run: trace.json", ""] if timeline else []),
         *([*_markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
         "## Plan",
@@ -206,16 +211,44 @@ def report_run(folder: str | Path) -> Path:
     completions = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else {"before": (), "after": ()}
     text = plan.read_text(encoding="utf-8") if plan.is_file() else ""
     spans = folder / "timeline.json"
-    picture = ""
+    picture, simulated = "", None
     if spans.is_file():
         timeline = Timeline.load(spans)
+        simulated = simulated_seconds(text, timeline)
         steps = timeline.steps[-2:]
         Timeline(span for span in timeline.spans if span.step in steps).draw(folder / "timeline.png")
         (folder / "trace.json").write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
         picture = "timeline.png"
     return write_report(
-        folder, load_metrics(metrics), text, completions["before"][:8], completions["after"][:8], timeline=picture
+        folder,
+        load_metrics(metrics),
+        text,
+        completions["before"][:8],
+        completions["after"][:8],
+        timeline=picture,
+        simulated=simulated,
     )
+
+
+def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
+    """Seconds per update that the plan makes of its calls' measured times: side by side where their devices differ, one
+    after the other where not. `None` where the text is no plan, or a call was never measured."""
+    try:
+        read, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
+        moves = {call.partition(" -> ")[2]: taken for call, taken in busy.items() if " -> " in call}
+        return iteration_seconds(read, busy, moves, barrier=True)
+    except (PlanError, KeyError):
+        return None
+
+
+def _beside_measured(simulated: float, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    measured = fmean(row["time/step"] for row in rows)
+    return [
+        f"From these times the plan's timeline takes {simulated:.3f} s per update; measured were {measured:.3f} s. The "
+        f"rest, {(measured - simulated) / measured:.0%}, is what happens between the calls: samples on their way, "
+        f"waiting for the slower device, logging.",
+        "",
+    ]
 
 
 def _markdown(table: Table) -> list[str]:
