@@ -94,7 +94,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "realloc/layout",
     },
     "engines/transformers": {"engines", "plan", "rollout"},
-    "engines/vllm": {"engines", "engines/process", "plan", "rollout", "realloc/layout"},
+    "engines/slots": {"engines"},
+    "engines/vllm": {"engines", "engines/process", "engines/slots", "plan", "rollout", "realloc/layout"},
     "engines/vllm_host": {"engines/process"},
     "engines/vllm_worker": set(),
     # 4 run a plan

@@ -22,15 +22,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-import torch
-from torch import Tensor
-
 from . import Bucket, Completion, EngineDied, EngineError, GenerationRequest, Sampling
 from .process import end, how_it_ended, spawn, tail, without_launcher
+from .slots import Slots, asks_for_cuda_ipc
 
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_ALIGNMENT = 64  # bytes; where a tensor may begin in a slot
 _MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
 
 
@@ -87,13 +84,12 @@ class VLLMEngine:
         self._dead: str | None = None
         self._generation = 0  # number of the latest
         self._generating = False
-        self._mapped: dict[int, Tensor] = {}  # slot -> its memory, uint8
+        # a tensor group's other workers are on other GPUs, which cannot open this one's memory by its handle
+        one_gpu = cuda_devices is not None and tensor_parallel_size == 1
+        self._slots = Slots(cuda_ipc=one_gpu and asks_for_cuda_ipc())
         self._log_name = "its log" if log_path is None else str(log_path)
         self._log: IO[bytes] = tempfile.TemporaryFile() if log_path is None else open(log_path, "ab+")  # noqa: SIM115
 
-        # Two buckets in flight: one is loaded while the next is filled. Memory of a memfd has no name to leave behind,
-        # and a container's limit on /dev/shm (64 MB in Docker) does not bind it.
-        self._slots = [os.memfd_create(f"trl_realloc bucket {slot}") for slot in range(2)]
         ours, theirs = socket.socketpair()
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a stopped process may leave half a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(step_timeout_s) + 1, 0))
@@ -107,7 +103,7 @@ class VLLMEngine:
             "kv_cache_gib": kv_cache_gib,
             "gpu_memory_utilization": gpu_memory_utilization,
             "socket": theirs.fileno(),
-            "slots": self._slots,
+            "slots": self._slots.fds,
         }
         self._started = time.monotonic()
         with theirs:
@@ -115,10 +111,10 @@ class VLLMEngine:
                 [sys.executable, "-P", "-m", "trl_realloc.engines.vllm_host", json.dumps(settings)],
                 _environment(tensor_parallel_size, cpu_cores, cuda_devices),
                 self._log,
-                keep_fds=[theirs.fileno(), *self._slots],
+                keep_fds=[theirs.fileno(), *self._slots.fds],
             )
         self._connection: Connection[Any, Any] = Connection(ours.detach())
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._slots)
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._slots.fds)
 
     def _check(
         self, model: str | os.PathLike[str], tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None
@@ -168,9 +164,9 @@ class VLLMEngine:
                 if not free:
                     free.append(self._expect("free", "loading weights")[0])
                 slot = free.pop(0)
-                size, tensors = self._fill(slot, bucket)
-                if tensors:
-                    self._send("bucket", slot, size, tensors)
+                filled = self._slots.fill(slot, bucket)
+                if filled.tensors:
+                    self._send("bucket", slot, *filled)
                 else:
                     free.append(slot)
             complete = True
@@ -181,25 +177,6 @@ class VLLMEngine:
         if complete and problem is not None:
             raise EngineError(f"{self.name}: vLLM could not load the weights of version {version}: {problem}")
         self.version = version
-
-    def _fill(self, slot: int, bucket: Bucket) -> tuple[int, list[tuple[str, str, tuple[int, ...], int]]]:
-        """Copy a bucket into a slot, which grows if need be; what lies where, for the engine."""
-        placed, size = [], 0
-        for name, tensor in bucket:
-            placed.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
-            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if size > len(self._mapped.get(slot, ())):
-            self._mapped.pop(slot, None)
-            os.ftruncate(self._slots[slot], size)
-            path = f"/proc/self/fd/{self._slots[slot]}"
-            self._mapped[slot] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        for (_, _, _, offset), (_, tensor) in zip(placed, bucket, strict=True):
-            place = self._mapped[slot][offset : offset + tensor.nbytes]
-            if tensor.is_cuda:
-                place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            else:  # not by torch: its threads wait for each other, for seconds while two vLLM workers spin on two cores
-                place.numpy()[:] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        return size, placed
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they finish, in any order. The engine begins at once and does not wait for the caller;
@@ -318,7 +295,7 @@ class VLLMEngine:
 
     def _finish(self) -> None:
         self._finalizer()
-        self._mapped.clear()
+        self._slots.clear()
         self.version = -1
 
     def close(self) -> None:

@@ -144,9 +144,9 @@ def load(llm: LLM, channel: Channel, slots: list[int]) -> None:
     while True:
         word, *arguments = channel.connection.recv()
         if word == "bucket":
-            slot, size, tensors = arguments
+            slot, size, tensors, handle = arguments
             path = f"/proc/{os.getpid()}/fd/{slots[slot]}"
-            llm.update_weights({"update_info": {"path": path, "size": size, "tensors": tensors}})
+            llm.update_weights({"update_info": {"path": path, "size": size, "tensors": tensors, "handle": handle}})
             channel.send("free", slot)
             continue
         llm.finish_weight_update()  # also of a torn update: vLLM takes no other before it

@@ -49,11 +49,13 @@ class SharedMemoryBucket(WeightTransferUpdateInfo):
         path: a file to map, such as /proc/<pid>/fd/<fd> of a memfd, which has no name to leave behind.
         size: bytes of it that are used.
         tensors: (checkpoint name, name of the torch dtype, shape, offset in bytes) each.
+        handle: of a bucket on the worker's own GPU instead, what torch's `reduce_tensor` says of it (CUDA IPC).
     """
 
     path: str
     size: int
     tensors: list[tuple[str, str, tuple[int, ...], int]]
+    handle: tuple[Any, ...] | None = None
 
 
 class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryBucket]):
@@ -80,13 +82,15 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         if self.problem is not None:
             return
         try:
-            memory = torch.from_file(update_info.path, shared=True, size=update_info.size, dtype=torch.uint8)
+            memory = _opened(update_info, self.device)
             # a copy of each, for vLLM keeps a layer's tensors until it has all, and the next bucket overwrites these
             weights = (
                 (name, _view(memory, dtype, shape, offset).to(self.device, copy=True))
                 for name, dtype, shape, offset in update_info.tensors
             )
             self._loaded |= self.model.load_weights(weights) or self._expected
+            if update_info.handle is not None:
+                torch.cuda.synchronize(self.device)  # the copies are done before the bucket is filled again
         except Exception:
             self.problem = traceback.format_exc()
 
@@ -113,6 +117,18 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         raise NotImplementedError("the trainer sends through trl_realloc.engines.vllm.VLLMEngine.load")
+
+
+def _opened(bucket: SharedMemoryBucket, device: torch.device) -> Tensor:
+    """(size,) uint8: the bucket's memory in this process."""
+    if bucket.handle is None:
+        return torch.from_file(bucket.path, shared=True, size=bucket.size, dtype=torch.uint8)
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    arguments = list(bucket.handle)
+    arguments[6] = device.index  # the GPU's number here, which may be another in the process that filled it
+    memory: Tensor = rebuild_cuda_tensor(*arguments)
+    return memory[: bucket.size]
 
 
 def _tied_layers(model: nn.Module) -> list[Any]:
