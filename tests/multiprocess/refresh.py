@@ -77,6 +77,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     right = all(torch.equal(picky.tensors[n], p) for n, p in model.named_parameters()) if rank == 1 else True
     total = sum(p.numel() * 4 for p in model.parameters())
     (folder / f"told-{rank}.json").write_text(json.dumps({"told": told, "right": right, "bytes": total}))
+    dist.barrier()  # none closes its connections while another still uses them
     dist.destroy_process_group()
 
 

@@ -124,6 +124,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         )
     if rank == 0:
         (folder / "pairs.json").write_text(json.dumps(rows))
+    dist.barrier()  # none closes its connections while another still uses them
     dist.destroy_process_group()
 
 
