@@ -201,8 +201,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             print(name, results, flush=True)
     dist.barrier()
     sys.stdout.flush()
-    # Hundreds of gloo groups were made here. Taken down while other ranks still take down theirs, gloo's threads now and
-    # then abort a process that has done all its work ("terminate called without an active exception").
+    # Hundreds of gloo groups were made here. Taken down while other ranks take down theirs, gloo's threads now and then
+    # abort a process that has done all its work ("terminate called without an active exception").
     os._exit(0)
 
 
