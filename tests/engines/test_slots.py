@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from trl_realloc.engines.slots import Slots, asks_for_cuda_ipc
+from trl_realloc.engines.vllm import is_vllm_available
 
 
 def bucket() -> list[tuple[str, torch.Tensor]]:
@@ -58,10 +62,11 @@ def test_a_slot_grows_and_is_kept_where_it_is_large_enough(slots: Slots) -> None
     assert os.fstat(slots.fds[0]).st_size == size >= 16000
 
 
-def test_on_a_gpu_the_worker_opens_the_slot_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+def open_by_handle() -> dict[str, torch.Tensor]:
     """What is packed, what is sent and how it is opened are ours; `reduce_tensor` and `rebuild_cuda_tensor` are not."""
-    vllm_worker = pytest.importorskip("trl_realloc.engines.vllm_worker")
     from torch.multiprocessing import reductions
+
+    from trl_realloc.engines import vllm_worker
 
     opened: list[torch.Tensor] = []
 
@@ -73,19 +78,25 @@ def test_on_a_gpu_the_worker_opens_the_slot_by_its_handle(monkeypatch: pytest.Mo
         assert arguments[6] == 1, "the worker's own number of the GPU, not the trainer's 3"
         return opened[arguments[7]]
 
-    monkeypatch.setattr(reductions, "reduce_tensor", reduce)
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     made = Slots(cuda_ipc=True)
-    try:
+    with (
+        patch.object(reductions, "reduce_tensor", reduce),
+        patch.object(reductions, "rebuild_cuda_tensor", rebuild),
+        patch.object(torch.cuda, "synchronize", lambda device: None),
+    ):
         size, tensors, _ = made.fill(0, bucket())
         handle = made._on_the_gpu(0, made.fill(0, bucket()), bucket())
         told = vllm_worker.SharedMemoryBucket(path="", size=size, tensors=tensors, handle=handle)
-        found = read(vllm_worker._opened(told, SimpleNamespace(index=1)), told.tensors)
-        assert all(torch.equal(found[name], tensor) for name, tensor in bucket())
-    finally:
-        for fd in made.fds:
-            os.close(fd)
+        found = read(vllm_worker._opened(told, SimpleNamespace(index=1)), tensors)
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+@pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
+def test_on_a_gpu_the_worker_opens_the_slot_by_its_handle() -> None:
+    """In a process of its own, as the worker is: vLLM stays out of this one."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+        found = worker.submit(open_by_handle).result(timeout=180)
+    assert all(torch.equal(found[name], tensor) for name, tensor in bucket())
 
 
 def test_cuda_ipc_is_used_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
