@@ -115,9 +115,29 @@ class ModelSpec:
     def by_name(self) -> Mapping[str, ParameterSpec]:
         return {parameter.name: parameter for parameter in self.parameters}
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(parameter.elements for parameter in self.parameters)
+
+    @cached_property
+    def layer_elements(self) -> float:
+        """Of a decoder layer on average; of the whole model where its layers are not known."""
+        if not self.layers:
+            return self.elements
+        return sum(p.elements for p in self.parameters if 0 <= p.layer < self.layers) / self.layers
+
+    @cached_property
+    def head_elements(self) -> int:
+        """Of the matrix after the last layer: a tied embedding counts."""
+        if not self.layers:
+            return 0
+        last = [p for p in self.parameters if len(p.shape) == 2 and p.layer >= self.layers]
+        return sum(p.elements for p in (last or self.parameters[:1] if self.tied else last))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of keys and values, all layers together."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_element
 
     @property
     def bytes(self) -> int:

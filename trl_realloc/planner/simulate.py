@@ -6,10 +6,142 @@ for its devices. How long a call takes is its caller's to say: measured, or esti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from ..cluster import DeviceMesh
 from ..plan import ExecutionPlan
 from ..timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that keeps devices busy once per iteration: a call, or a reallocation.
+
+    Args:
+        meshes: whose devices are all busy with it; a reallocation has two.
+        after: places of earlier tasks of the same iteration whose results it needs.
+        previous: the place of the task of the iteration before that it needs.
+        moves: parameters; in the first iteration they are where they are wanted.
+    """
+
+    name: str
+    meshes: tuple[DeviceMesh, ...]
+    seconds: float
+    after: tuple[int, ...] = ()
+    previous: int | None = None
+    moves: bool = False
+
+    @property
+    def devices(self) -> list[int]:
+        return sorted({device for mesh in self.meshes for device in mesh.devices})
+
+
+def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float]) -> list[Task]:
+    """A plan's calls in its order, each after the reallocation that is for it, if that takes time.
+
+    Raises:
+        KeyError: a call of the plan has no seconds.
+    """
+    edges = {edge.target: edge.source for edge in plan.reallocations}
+    where: dict[str, int] = {}
+    tasks: list[Task] = []
+    waiting: list[tuple[int, str]] = []  # places whose `previous` is the place of that call
+    for name in plan.order:
+        trained = plan.graph.train_call(plan.graph.call(name).role)
+        after = [where[edge.producer] for edge in plan.graph.data_edges if edge.consumer == name]
+        if moves.get(name, 0.0) > 0 and name in edges:
+            meshes = (plan.mesh(edges[name]), plan.mesh(name))
+            waiting.append((len(tasks), edges[name]))
+            after.append(len(tasks))
+            # The executor moves parameters when it comes to the call, so its data are there first.
+            data = tuple(after[:-1])
+            tasks.append(Task(f"{edges[name]} -> {name}", meshes, moves[name], data, moves=True))
+        where[name] = len(tasks)
+        if trained is not None:
+            waiting.append((len(tasks), trained))
+        tasks.append(Task(name, (plan.mesh(name),), seconds[name], tuple(after)))
+    previous = {place: where[name] for place, name in waiting}
+    return [Task(t.name, t.meshes, t.seconds, t.after, previous.get(place), t.moves) for place, t in enumerate(tasks)]
+
+
+def run(
+    tasks: Sequence[Task],
+    *,
+    iterations: int = 1,
+    barrier: bool = False,
+    warm: bool = False,
+    processors: float | None = None,
+) -> list[list[tuple[float, float]]]:
+    """(start, end) of every task, by iteration. A task starts when what it needs and every earlier task that shares a
+    device with it are done.
+
+    Args:
+        barrier: an iteration begins when all of the one before is done, as the trainer's do.
+        warm: the first iteration moves parameters too.
+        processors: how many devices compute at full speed at once, where several share processors; a task's seconds
+            are those that it takes alone.
+    """
+    n = len(tasks)
+    shares = [[any(a.overlaps(b) for a in one.meshes for b in other.meshes) for other in tasks] for one in tasks]
+    needs: list[list[int]] = []  # by place in the unrolled list
+    skipped: set[int] = set()
+    for step in range(iterations):
+        for at, task in enumerate(tasks):
+            place = step * n + at
+            if task.moves and step == 0 and not warm:
+                skipped.add(place)
+                needs.append([])
+                continue
+            own = [step * n + other for other in range(at) if shares[at][other] or other in task.after]
+            if step:
+                before = (step - 1) * n
+                if barrier:
+                    own += range(before, before + n)
+                else:
+                    own += [before + other for other in range(at, n) if shares[at][other]]
+                    own += [before + task.previous] if task.previous is not None else []
+            needs.append(own)
+    lasting = [0.0 if at in skipped else tasks[at % n].seconds for at in range(n * iterations)]
+    sizes = [sum(mesh.size for mesh in task.meshes) for task in tasks]
+    ends = _alone(needs, lasting) if processors is None else _together(needs, lasting, sizes, processors)
+    return [ends[step * n : (step + 1) * n] for step in range(iterations)]
+
+
+def _alone(needs: Sequence[Sequence[int]], lasting: Sequence[float]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for own, seconds in zip(needs, lasting, strict=True):
+        start = max([found[at][1] for at in own], default=0.0)
+        found.append((start, start + seconds))
+    return found
+
+
+def _together(
+    needs: Sequence[Sequence[int]], lasting: Sequence[float], sizes: Sequence[int], processors: float
+) -> list[tuple[float, float]]:
+    """Tasks that run at once slow each other down where together they want more than all processors."""
+    n = len(sizes)
+    left, open_needs = list(lasting), [set(own) for own in needs]
+    begun: dict[int, float] = {}
+    found: list[tuple[float, float]] = [(0.0, 0.0)] * len(needs)
+    waiting, now = list(range(len(needs))), 0.0
+    while waiting or begun:
+        for at in [at for at in waiting if not open_needs[at]]:
+            waiting.remove(at)
+            begun[at] = now
+        rate = min(1.0, processors / sum(min(sizes[at % n], processors) for at in begun))
+        step = min(left[at] for at in begun) / rate
+        now += step
+        done = []
+        for at in begun:
+            left[at] -= step * rate
+            if left[at] <= 1e-12:
+                done.append(at)
+        for at in done:
+            found[at] = (begun.pop(at), now)
+        for at in waiting:
+            open_needs[at].difference_update(done)
+    return found
 
 
 def simulate(
@@ -19,6 +151,7 @@ def simulate(
     *,
     iterations: int = 1,
     barrier: bool = False,
+    processors: float | None = None,
 ) -> Timeline:
     """The timeline of some iterations from a standing start.
 
@@ -30,47 +163,40 @@ def simulate(
         seconds: of each call on its mesh.
         reallocations: seconds to move parameters, by the call that gets them; of those that `plan.reallocations` names.
         iterations: how many.
-        barrier: each begins when all of the one before is done, as the trainer's do; else they overlap where they can.
+        barrier, processors: as `run`'s.
 
     Raises:
         KeyError: a call of the plan has no seconds.
     """
-    edges = {edge.target: edge.source for edge in plan.reallocations}
-    moves = {call: taken for call, taken in (reallocations or {}).items() if call in edges and taken > 0}
-    needs = {name: [edge.producer for edge in plan.graph.data_edges if edge.consumer == name] for name in plan.order}
-    free = [0.0] * plan.cluster.size
-    ended: dict[str, float] = {}  # each call's latest end
-    spans: list[Span] = []
-    for step in range(iterations):
-        before = dict(ended)  # the ends of the iteration before
-        if barrier:
-            free = [max(free)] * len(free)
-        for name in plan.order:
-            trained = plan.graph.train_call(plan.graph.call(name).role)
-            ready = max([before.get(trained, 0.0) if trained else 0.0, *(ended[other] for other in needs[name])])
-            mesh = plan.mesh(name).devices
-            if step and name in moves:
-                both = sorted({*mesh, *plan.mesh(edges[name]).devices})
-                ready = _run(f"{edges[name]} -> {name}", both, ready, moves[name], step, free, spans)
-            ended[name] = _run(name, list(mesh), ready, seconds[name], step, free, spans)
-    return Timeline(spans)
-
-
-def _run(
-    name: str, devices: list[int], ready: float, seconds: float, step: int, free: list[float], spans: list[Span]
-) -> float:
-    """Give the devices the work as soon as it is ready and all of them are free; its end."""
-    start = max([ready, *(free[device] for device in devices)])
-    for device in devices:
-        free[device] = start + seconds
-        spans.append(Span(name, device, start, start + seconds, step))
-    return start + seconds
+    tasks = tasks_of(plan, seconds, reallocations or {})
+    times = run(tasks, iterations=iterations, barrier=barrier, processors=processors)
+    return Timeline(
+        Span(task.name, device, start, end, step)
+        for step, row in enumerate(times)
+        for task, (start, end) in zip(tasks, row, strict=True)
+        if step or not task.moves
+        for device in task.devices
+    )
 
 
 def iteration_seconds(
-    plan: ExecutionPlan, seconds: Mapping[str, float], reallocations: Mapping[str, float], *, barrier: bool = False
+    plan: ExecutionPlan,
+    seconds: Mapping[str, float],
+    reallocations: Mapping[str, float],
+    *,
+    barrier: bool = False,
+    processors: float | None = None,
 ) -> float:
     """Of one iteration in the long run: of the last of eight."""
-    timeline = simulate(plan, seconds, reallocations, iterations=8, barrier=barrier)
-    ends = [max(span.end for span in timeline.of_step(step).spans) for step in (6, 7)]
+    return steady_seconds(tasks_of(plan, seconds, reallocations), barrier=barrier, processors=processors)
+
+
+def steady_seconds(
+    tasks: Sequence[Task], *, barrier: bool = False, processors: float | None = None, iterations: int = 8
+) -> float:
+    """Seconds of an iteration in the long run."""
+    if barrier:
+        return max(end for _, end in run(tasks, warm=True, processors=processors)[0])
+    times = run(tasks, iterations=iterations, processors=processors)
+    ends = [max(end for _, end in row) for row in times[-2:]]
     return ends[1] - ends[0]

@@ -121,6 +121,18 @@ class TransferSchedule:
             int((cell.sources // per_node != cell.receivers // per_node).sum()) * cell.bytes for cell in self._cells
         )
 
+    def traffic(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of every device inside its node and between nodes, each (2, devices): sent, received."""
+        per_node, size = self.cluster.devices_per_node, self.cluster.size
+        found = np.zeros((2, 2, size))
+        for cell in self._cells:
+            receivers = np.broadcast_to(cell.receivers, cell.sources.shape)
+            for at, across in enumerate((False, True)):
+                mine = ((cell.sources // per_node) != (receivers // per_node)) == across
+                for direction, devices in enumerate((cell.sources, receivers)):
+                    found[at, direction] += np.bincount(devices[mine], minlength=size) * cell.bytes
+        return found[0], found[1]
+
     @cached_property
     def lower_bound_bytes(self) -> int:
         """What the target's devices lack, counted from the layouts and not from the schedule: each device's part of the

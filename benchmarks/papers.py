@@ -1,0 +1,217 @@
+"""Published iterations against this planner's estimates of them, row by row.
+
+    python benchmarks/papers.py [--json FILE] [--settings FILE ...] [--time-limit SECONDS]
+
+For each row of a settings file's table it estimates the Megatron heuristic (tp 8, pp over the nodes, every call on all
+devices), where its time goes, the plan that the search finds in the authors' space, and the rule of thumb that the
+authors distilled from their searches. Nothing is fitted to a row. Needs no GPU and no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from trl_realloc.assignment import Assignment, ParallelStrategy
+from trl_realloc.cluster import Cluster, DeviceMesh
+from trl_realloc.dataflow import CallKind, Role, ppo_graph
+from trl_realloc.modelspec import ModelSpec
+from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.hardware import DEVICES, Analytic, Device, Link
+from trl_realloc.planner.search import Found, Problem, search
+from trl_realloc.planner.space import Space
+from trl_realloc.planner.workload import Workload
+
+
+SETTINGS = Path(__file__).parent / "papers"
+GRAPH = ppo_graph()
+COMMUNICATION = ("tensor", "pipeline", "data", "bubble")  # a stage that waits, waits inside a receive
+COMPUTATION = ("compute", "memory", "optimizer")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table, ready to be planned."""
+
+    label: str
+    problem: Problem
+    published: Mapping[str, float]
+    nodes: int
+
+
+def device_of(values: Mapping[str, Any]) -> Device:
+    known = DEVICES[values["name"]]
+    latency = {"collective_latency": values["collective_latency"], "efficiency": values["collective_efficiency"]}
+    numbers = {key: float(values[key]) for key in ("efficiency", "launch", "decode_launch", "step")}
+    inside, between = (Link(float(values[key]), 5e-6, **latency) for key in ("inside_bandwidth", "between_bandwidth"))
+    return replace(known, inside=inside, between=between, **numbers)
+
+
+def spec_of(settings: Mapping[str, Any], billions: int, head: Any) -> ModelSpec:
+    layers, hidden, inner, heads, kv_heads = settings["models"][billions]
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": settings["vocabulary"],
+    }
+    return ModelSpec.from_config(config, head, bytes_per_element=2)
+
+
+def rows_of(path: Path) -> Iterator[tuple[dict[str, Any], Row]]:
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    device = device_of(settings["device"])
+    sizes = settings["models"]
+    specs = {(size, head): spec_of(settings, size, head) for size in sizes for head in ("lm", "score")}
+    for line in csv.DictReader((path.parent / settings["table"]).read_text(encoding="utf-8").splitlines()):
+        actor, critic, gpus = (int(line[key]) for key in ("actor_b", "critic_b", "gpus"))
+        cluster = Cluster(gpus // settings["devices_per_node"], settings["devices_per_node"], device.memory / 1e9)
+        workload = Workload(
+            int(line["batch"]),
+            int(line["prompt"]),
+            (int(line["gen"]),),
+            mini_batches=settings["mini_batches"],
+            epochs=settings["epochs"],
+            recompute=settings["recompute"],
+        )
+        of = {Role.ACTOR: (actor, "lm"), Role.REFERENCE: (actor, "lm")}
+        models = {call.name: [specs[of.get(call.role, (critic, "score"))]] for call in GRAPH.calls}
+        share = settings["gpu_memory_share"]
+        pricing = Pricing(cluster, workload, Analytic(device), memory=device.memory, vllm_share=share)
+        space = Space(cluster, GRAPH, models, pricing, ("vllm", "megatron"), deep_generation=True, **settings["space"])
+        label = f"{actor}+{critic}@{gpus} gen {line['gen']}"
+        published = {key: float(line[f"{key}_s"]) for key in ("heuristic", "real") if line[f"{key}_s"]}
+        yield settings, Row(label, Problem(space, space.choices(), barrier=False), published, cluster.nodes)
+
+
+def uniform(row: Row, mesh_of: Mapping[str, DeviceMesh], strategy_of: Mapping[str, ParallelStrategy]) -> dict[str, Any]:
+    return {
+        name: Assignment(mesh_of[name], strategy_of[name], "vllm" if name == "actor.generate" else "megatron")
+        for name in GRAPH.order
+    }
+
+
+def heuristic(row: Row) -> Found:
+    """Megatron's habit."""
+    mesh = row.problem.space.cluster.mesh
+    per_node = row.problem.space.cluster.devices_per_node
+    strategy = ParallelStrategy(1, per_node, row.nodes)
+    every = uniform(row, dict.fromkeys(GRAPH.order, mesh), dict.fromkeys(GRAPH.order, strategy))
+    return row.problem.found(row.problem.state_of(every), "heuristic")
+
+
+def rule(row: Row) -> Found | None:
+    """The authors' rule of thumb, on two nodes or more: generate on all with tp 1 and pp over the nodes, train side by
+    side on nodes split by model size with dp 2, tp 4 and pp across, score with the reference on all and with critic
+    and reward on halves."""
+    if row.nodes < 2:
+        return None
+    space = row.problem.space
+    per_node = space.cluster.devices_per_node
+    actor, critic = (space.specs[name][0].elements for name in ("actor.train", "critic.train"))
+    first = min(row.nodes - 1, max(1, round(row.nodes * actor / (actor + critic))))
+    whole = space.cluster.mesh
+    left, right = DeviceMesh(0, first * per_node), DeviceMesh(first * per_node, (row.nodes - first) * per_node)
+    half = row.nodes // 2 * per_node
+    halves = DeviceMesh(0, half), DeviceMesh(half, whole.size - half)
+    meshes = dict(zip(GRAPH.order, (whole, whole, halves[1], halves[0], left, right), strict=True))
+
+    def split(name: str) -> ParallelStrategy:
+        nodes = meshes[name].size // per_node
+        if GRAPH.call(name).kind is CallKind.GENERATE:
+            pp = max(2, row.nodes)
+            return ParallelStrategy(whole.size // pp, 1, pp)
+        return ParallelStrategy(2, per_node // 2, nodes)
+
+    every = uniform(row, meshes, {name: split(name) for name in GRAPH.order})
+    return row.problem.found(row.problem.state_of(every), "rule")
+
+
+def shares(found: Found, parts: tuple[str, ...]) -> float:
+    """Of an iteration's seconds on the devices of all meshes."""
+    size = found.space.cluster.size
+    spent = sum(
+        found.costs[name].parts.get(part, 0.0) * choice.assignment.mesh.size / size
+        for name, choice in found.choices.items()
+        for part in parts
+    )
+    return spent / found.seconds
+
+
+def compare(path: Path, time_limit_s: float) -> Iterator[dict[str, Any]]:
+    for settings, row in rows_of(path):
+        base = heuristic(row)
+
+        def out(plan: str, published: float | None, estimated: float, unit: str, label: str = row.label) -> Any:
+            setting = {"paper": settings["paper"], "setting": label, "plan": plan}  # noqa: B023
+            return {**setting, "published": published, "estimated": round(float(estimated), 4), "unit": unit}
+
+        yield out("heuristic", row.published["heuristic"], base.seconds, "s")
+        pair = row.label.partition(" ")[0]
+        if pair in settings["heuristic_shares"] and row.label.endswith(" 896"):
+            compute, communication = settings["heuristic_shares"][pair]
+            yield out("heuristic, compute", compute, shares(base, COMPUTATION), "share")
+            yield out("heuristic, communication", communication, shares(base, COMMUNICATION), "share")
+        outcome = search(row.problem, time_limit_s=time_limit_s)
+        best = min((row.problem.found(state, "searched") for state in outcome.states), key=lambda each: each.seconds)
+        yield out("searched", row.published["real"], best.seconds, "s")
+        yield out("gain", row.published["heuristic"] / row.published["real"], base.seconds / best.seconds, "x")
+        moved = sum(best.estimate.moves.values()) / best.seconds
+        yield out("reallocation, at most", settings["reallocation_share"], moved, "share")
+        if (by_rule := rule(row)) is not None:
+            yield out("rule of thumb", row.published["real"], by_rule.seconds, "s")
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table("setting", "plan", "published", "estimated", "", title="published against estimated")
+    for row in rows:
+        ratio = f"{row['estimated'] / row['published'] - 1:+.0%}" if row["unit"] in ("s", "x") else ""
+        number = "{:.0%}" if row["unit"] == "share" else "{:.2f} " + row["unit"]
+        values = [number.format(row[key]) for key in ("published", "estimated")]
+        shown.add_row(row["setting"], row["plan"], *values, ratio)
+    return shown
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean absolute deviations of seconds, and mean gains."""
+    found = {}
+    for plan in ("heuristic", "searched", "rule of thumb"):
+        errors = [abs(r["estimated"] / r["published"] - 1) for r in rows if r["plan"] == plan and r["published"]]
+        found[f"{plan}: mean deviation"] = round(fmean(errors), 4)
+    for key in ("published", "estimated"):
+        found[f"gain {key}"] = round(geometric_mean([r[key] for r in rows if r["plan"] == "gain"]), 3)
+    moved = [r["estimated"] for r in rows if r["plan"].startswith("reallocation")]
+    found["reallocation: mean share"], found["reallocation: largest share"] = round(fmean(moved), 4), max(moved)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--settings", type=Path, nargs="*", default=sorted(SETTINGS.glob("*.yaml")))
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds of each search")
+    given = parser.parse_args()
+    rows = [row for path in given.settings for row in compare(path, given.time_limit)]
+    console = Console()
+    console.print(table(rows))
+    for name, value in summary(rows).items():
+        console.print(f"{name}: {value:.1%}" if "gain" not in name else f"{name}: {value:.2f}x")
+    if given.json:
+        given.json.write_text(json.dumps({"rows": rows, "summary": summary(rows)}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Time and memory of one call under one assignment, and time of one reallocation.
+
+Every second has a cause (`PARTS`), so that what bounds a call can be said. docs/planner.md has the formulas with their
+sources. Prices only; which assignment is taken is the search's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..assignment import Assignment, ParallelStrategy
+from ..cluster import Cluster
+from ..dataflow import Call, CallKind
+from ..modelspec import ModelSpec
+from ..realloc.schedule import TransferSchedule
+from .hardware import Link, Rates
+from .workload import Workload
+
+
+# What a call's seconds are spent on, in words.
+PARTS = {
+    "compute": "arithmetic",
+    "memory": "reading weights and caches (memory bandwidth)",
+    "launch": "decode steps' scheduling and samples in and out",
+    "tensor": "tensor-parallel collectives",
+    "pipeline": "messages between pipeline stages",
+    "bubble": "pipeline stages that wait (bubbles)",
+    "data": "data-parallel reductions and ZeRO's gathers",
+    "optimizer": "optimizer steps",
+    "load": "parameters into the engine or back from host memory",
+}
+
+PREFILL_TOKENS = 8192  # of one forward over prompts, in an engine that generates
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """One call's price.
+
+    Args:
+        parts: seconds by cause, of the device that works longest.
+        static: bytes that each device of the mesh holds throughout the iteration.
+        transient: bytes on top while the call runs.
+    """
+
+    parts: Mapping[str, float]
+    static: float = 0.0
+    transient: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def __add__(self, other: CallCost) -> CallCost:
+        """Both, one after the other."""
+        names = dict.fromkeys([*self.parts, *other.parts])
+        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
+        return CallCost(parts, self.static + other.static, max(self.transient, other.transient))
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What prices depend on beside call and assignment.
+
+    Args:
+        memory: bytes of a device; `None` where it is not known and nothing is held against it.
+        vllm_share: of a device's memory that a vLLM engine takes.
+        moments: bytes of optimizer state for each trained element, its float32 master included.
+        default_cap: most tokens of one forward where the plan says nothing.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    rates: Rates
+    memory: float | None = None
+    vllm_share: float = 0.3
+    moments: int = 12
+    default_cap: int | None = None
+
+    def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
+        """Of a call that runs these models, one after the other, on a mesh of its own."""
+        total = CallCost({"launch": self.rates.call})
+        for spec in specs:
+            match call.kind:
+                case CallKind.GENERATE:
+                    total += self._generate(spec, assignment)
+                case CallKind.FORWARD:
+                    total += self._forward(spec, assignment)
+                case CallKind.TRAIN:
+                    total += self._train(spec, assignment)
+        return self._shared(total, assignment)
+
+    def budget(self, kind: CallKind, strategy: ParallelStrategy) -> int:
+        """Most tokens of one forward."""
+        own = self.workload.train_tokens if kind is CallKind.TRAIN else self.workload.forward_tokens
+        return strategy.micro_batch_tokens or (own if self.default_cap is None else min(own, self.default_cap))
+
+    # --- links of the groups of a mesh -------------------------------------------------------------------------------
+
+    def _link(self, devices: int) -> Link:
+        """Of so many neighbouring devices: a group that leaves its node is as slow as what joins the nodes."""
+        return self.rates.inside if devices <= self.cluster.devices_per_node else self.rates.between
+
+    def _links(self, assignment: Assignment) -> tuple[Link, Link, Link]:
+        """(tensor, pipeline, data)."""
+        strategy = assignment.strategy
+        inner = strategy.tp * strategy.pp
+        return self._link(strategy.tp), self._link(inner), self._link(inner * strategy.dp)
+
+    # --- scoring -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
+        strategy, work, rates = assignment.strategy, self.workload, self.rates
+        tokens, squared = work.tokens / strategy.dp, work.episodes * work.mean_square / strategy.dp
+        micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, strategy), strategy.pp)
+        parts, stage = self._pass(spec, assignment, tokens / micro, squared / micro, micro)
+        if strategy.zero_stage == 3:
+            parts["data"] = micro * self._exposed_gather(spec, strategy, self._links(assignment)[2], stage)
+        size = spec.bytes / (strategy.tp * strategy.pp * (strategy.dp if strategy.zero_stage == 3 else 1))
+        working = self._working(spec, tokens / micro, strategy, backward=False)
+        if assignment.offload:
+            parts["load"] = size / rates.host_bandwidth
+            return CallCost(parts, 0.0, working + size)
+        return CallCost(parts, size, working)
+
+    def _pass(
+        self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float, micro: int, *, train: bool = False
+    ) -> tuple[dict[str, float], float]:
+        """Forwards (and backwards) of so many micro-batches through the stages; and one stage's arithmetic for one.
+
+        ReaL's (micro + pp - 1) stages, with what its code leaves out: the messages between them.
+        """
+        strategy, rates, work = assignment.strategy, self.rates, self.workload
+        tensor_link, pipeline_link, _ = self._links(assignment)
+        layers = math.ceil(_layers(spec) / strategy.pp)
+        answered = tokens * work.mean_response / work.mean_length  # the head sees only positions that matter
+        compute = layers * rates.layer(spec, tokens, squared, strategy.tp) + rates.head(spec, answered, strategy.tp)
+        sweeps = 1
+        if train:
+            again = work.recompute * layers * rates.layer(spec, tokens, squared, strategy.tp)
+            back = layers * rates.layer_backward(spec, tokens, squared, strategy.tp)
+            compute += again + back + rates.head(spec, answered, strategy.tp, backward=True)
+            sweeps = 2 + work.recompute
+        activations = tokens * spec.hidden * spec.bytes_per_element
+        tensor = layers * 2 * sweeps * tensor_link.all_reduce(activations, strategy.tp)
+        parts = {"compute": micro * compute}
+        if strategy.tp > 1:
+            parts["tensor"] = micro * tensor
+        if strategy.pp > 1:
+            parts["bubble"] = (strategy.pp - 1) * (compute + tensor)
+            parts["pipeline"] = (1 + train) * (micro + strategy.pp - 2) * pipeline_link.send(activations)
+        return parts, compute
+
+    def _exposed_gather(self, spec: ModelSpec, strategy: ParallelStrategy, link: Link, compute: float) -> float:
+        """ZeRO-3: what of gathering all parameters once does not run under the arithmetic."""
+        gather = link.gather(spec.bytes, strategy.dp) + (_layers(spec) - 1) * link.collective_latency / 2
+        return gather - self.rates.overlap * min(gather, compute)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def _train(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
+        strategy, work, rates = assignment.strategy, self.workload, self.rates
+        share = strategy.dp * work.mini_batches
+        tokens, squared = work.tokens / share, work.episodes * work.mean_square / share
+        micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, strategy), strategy.pp)
+        parts, compute = self._pass(spec, assignment, tokens / micro, squared / micro, micro, train=True)
+        link = self._links(assignment)[2]
+        elements = spec.elements / (strategy.tp * strategy.pp)
+        size = elements * spec.bytes_per_element
+        stage, dp = strategy.zero_stage, strategy.dp
+        if dp > 1:
+            parts["data"] = self._reduction(spec, strategy, link, size, micro, compute)
+        parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
+        parts = {name: work.updates * seconds for name, seconds in parts.items()}
+        static = size / (dp if stage == 3 else 1) + size / (dp if stage >= 2 else 1)
+        static += elements * self.moments / (dp if stage else 1)
+        held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # 1F1B: the first stage holds one for each stage
+        return CallCost(parts, static, self._working(spec, tokens / micro, strategy, backward=True, held=held))
+
+    def _reduction(
+        self, spec: ModelSpec, strategy: ParallelStrategy, link: Link, size: float, micro: int, compute: float
+    ) -> float:
+        """Of one optimizer step, beyond what runs under the backward (Rajbhandari et al. 2020, section 7)."""
+        dp, under = strategy.dp, self.rates.overlap * compute * 2 / 3
+        match strategy.zero_stage:
+            case 0 | 1:
+                own = link.all_reduce(size, dp)
+                gathered = link.gather(size, dp) if strategy.zero_stage else 0.0
+                return own - self.rates.overlap * min(own, under) + gathered
+            case 2:
+                own = link.gather(size, dp)
+                return micro * (own - self.rates.overlap * min(own, under)) + own
+        scatter = link.gather(size, dp)
+        passes = 2 * self._exposed_gather(spec, strategy, link, compute / 3)
+        return micro * (passes + scatter - self.rates.overlap * min(scatter, under))
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    def _generate(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
+        strategy, work, rates = assignment.strategy, self.workload, self.rates
+        tensor_link, pipeline_link, _ = self._links(assignment)
+        tp, pp, layers = strategy.tp, strategy.pp, math.ceil(_layers(spec) / strategy.pp)
+        share = math.ceil(work.episodes / strategy.dp)
+        slots, static, cache = self._slots(spec, assignment, share)
+        if assignment.engine == "transformers":  # whole batches, each as long as its longest sample
+            steps = work.response_tokens[-1]
+            mean = work.prompt_tokens + steps / 2
+            phases: Sequence[tuple[int, int, float]] = [(steps * math.ceil(share / slots), min(share, slots), mean)]
+        else:
+            phases = work.decoding(share, slots)
+        compute = memory = launch = tensor = pipeline = 0.0
+        for steps, batch, cached in phases:
+            part = batch / pp  # as many micro-batches as stages keep all of them busy
+            busy, reading = rates.decode(spec, part, cached, tp)
+            once = steps * pp
+            if reading > busy:
+                memory += once * layers * reading
+            else:
+                compute += once * layers * busy
+            compute += once * rates.decode_head(spec, part, tp) / (1 if pp == 1 else pp)
+            size = part * spec.hidden * spec.bytes_per_element
+            tensor += once * layers * 2 * tensor_link.all_reduce(size, tp)
+            if pp > 1:
+                pipeline += once * pipeline_link.send(size)
+            launch += steps * rates.step
+        prompts = share * work.prompt_tokens
+        micro = _micro_batches(prompts, PREFILL_TOKENS, pp)
+        first, _ = self._pass(spec, assignment, prompts / micro, prompts * work.prompt_tokens / micro, micro)
+        decoding = {"compute": compute, "memory": memory, "launch": launch, "tensor": tensor, "pipeline": pipeline}
+        load = {"load": spec.bytes / tp / pp / rates.host_bandwidth} if assignment.engine == "vllm" else {}
+        names = dict.fromkeys([*decoding, *first, *load])
+        parts = {n: decoding.get(n, 0.0) + first.get(n, 0.0) + load.get(n, 0.0) for n in names}
+        return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
+
+    def _slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float]:
+        """(samples under way at once, bytes held, cache on top) of an engine that generates `share` samples."""
+        strategy = assignment.strategy
+        weights = spec.bytes / (strategy.tp * strategy.pp)
+        each = self.workload.longest * spec.kv_bytes_per_token / strategy.pp
+        each /= min(strategy.tp, max(spec.kv_heads, 1))
+        if assignment.engine == "transformers":
+            slots = min(share, max(1, int(self.workload.forward_tokens / self.workload.longest)))
+            return slots, weights, slots * each
+        if self.memory is None:
+            return share, weights, share * each
+        taken = self.memory * self.vllm_share
+        slots = int((taken - weights) / each) if each else share
+        # an engine too large for its share takes what it needs for one sample, which the memory check then sees
+        return (min(share, slots), taken, 0.0) if slots >= 1 else (1, weights + each, 0.0)
+
+    # --- memory and shared processors --------------------------------------------------------------------------------
+
+    def _working(
+        self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
+    ) -> float:
+        """Activations of one forward: 34 bytes per token and channel of a layer at 16 bits (Korthikanti et al. 2022,
+        equation 1, without the attention matrix), a layer's input alone where they are computed again; and the
+        logits' float32 twice."""
+        width = spec.hidden * spec.bytes_per_element / 2
+        layers = math.ceil(_layers(spec) / strategy.pp)
+        one_layer = 34 * tokens * width / strategy.tp
+        kept = 2 * tokens * width * layers if self.workload.recompute else one_layer * (layers - 1)
+        answered = tokens * self.workload.mean_response / self.workload.mean_length
+        logits = 8 * answered * (spec.vocabulary if spec.head_elements else 1) / strategy.tp
+        return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
+
+    def _shared(self, cost: CallCost, assignment: Assignment) -> CallCost:
+        """Where devices share processors, a call on more devices than processors takes turns."""
+        processors = self.rates.processors
+        if processors is None or assignment.mesh.size <= processors:
+            return cost
+        more = assignment.mesh.size / processors
+        parts = dict(cost.parts)
+        waiting = parts.pop("bubble", 0.0)  # others compute while a stage waits
+        parts = {name: seconds * more for name, seconds in parts.items()}
+        parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / more))
+        return CallCost(parts, cost.static, cost.transient)
+
+
+def move_seconds(schedule: TransferSchedule, rates: Rates) -> float:
+    """Of one reallocation: of the device that sends or receives longest, its bytes by the links they take. A device
+    sends and receives at once."""
+    inside, between = schedule.traffic()
+    seconds = 0.0
+    for sent_in, received_in, sent_out, received_out in zip(*inside, *between, strict=True):
+        own = max(sent_in, received_in) / rates.inside.bandwidth + max(sent_out, received_out) / rates.between.bandwidth
+        seconds = max(seconds, own)
+    return seconds + schedule.waves * rates.between.latency if seconds else 0.0
+
+
+def quick_move_seconds(spec: ModelSpec, home: Assignment, other: Assignment, pricing: Pricing) -> float:
+    """A bound on `move_seconds` without a schedule, from the bytes that each receiver takes at most and each sender
+    gives at least; for a search that ranks thousands."""
+    rates = pricing.rates
+    split = other.strategy.tp * other.strategy.pp if other.engine == "megatron" else 1
+    receivers = other.mesh.size // (other.strategy.tp if other.engine == "vllm" else 1)
+    held = home.strategy.tp * home.strategy.pp * (home.strategy.dp if home.strategy.zero_stage == 3 else 1)
+    each = spec.bytes / split * (1 - 1 / held if home.mesh.overlaps(other.mesh) else 1)
+    together = (
+        home.mesh.first // pricing.cluster.devices_per_node == other.mesh.last // pricing.cluster.devices_per_node
+    )
+    link = rates.inside if together else rates.between
+    sent = each * receivers / home.mesh.size
+    return max(each, min(sent, each * receivers)) / link.bandwidth
+
+
+def _layers(spec: ModelSpec) -> int:
+    return spec.layers or 1
+
+
+def _micro_batches(tokens: float, budget: float, pp: int) -> int:
+    """How many forwards so many tokens take; a pipeline wants one for each stage."""
+    return max(1, math.ceil(tokens / budget), pp if pp > 1 else 1)

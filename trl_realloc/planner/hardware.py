@@ -1,0 +1,225 @@
+"""What a device and its links can do: public specifications of known ones, and the unit costs that follow from them.
+
+`Rates` is what the cost model asks; `Analytic` answers from a specification, `profile.Measured` from measurements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ..cluster import Cluster
+from ..errors import PlanError, nearest
+from ..modelspec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two devices.
+
+    Args:
+        bandwidth: bytes/s of one device, one way.
+        latency: seconds of a message.
+        collective_latency: seconds of a collective without its bytes.
+        efficiency: share of the bandwidth that a collective of large messages reaches.
+    """
+
+    bandwidth: float
+    latency: float = 5e-6
+    collective_latency: float = 20e-6
+    efficiency: float = 0.8
+
+    def send(self, size: float) -> float:
+        """Seconds to send so many bytes."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+    def all_reduce(self, size: float, n: int) -> float:
+        """A ring's 2 (n - 1) / n times the bytes, over the efficient bandwidth."""
+        return 2 * self.gather(size, n) if n > 1 else 0.0
+
+    def gather(self, size: float, n: int) -> float:
+        """All-gather to `size` bytes in all, or a reduce-scatter of them: (n - 1) / n of the bytes."""
+        if n == 1:
+            return 0.0
+        return self.collective_latency / 2 + (n - 1) / n * size / (self.bandwidth * self.efficiency)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of accelerator in its usual node.
+
+    Args:
+        flops: peak dense FLOP/s of bf16 matrix products.
+        memory: bytes.
+        memory_bandwidth: bytes/s.
+        inside, between: links inside a node and between nodes.
+        host_bandwidth: bytes/s to host memory.
+        efficiency: share of `flops` that large matrix products reach.
+        memory_efficiency: share of `memory_bandwidth` that reading weights and caches reaches.
+        launch: seconds at least of one layer's forward, for the host launches its kernels one by one.
+        decode_launch: the same in decoding, where an engine replays a captured graph.
+        step: seconds of a decode step outside the layers: scheduling and sampling.
+        call: seconds of a call beside its work: samples in, samples out.
+        overlap: share of ZeRO's traffic that runs under the arithmetic beside it.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    inside: Link
+    between: Link
+    host_bandwidth: float
+    efficiency: float = 0.5
+    memory_efficiency: float = 0.7
+    launch: float = 150e-6
+    decode_launch: float = 15e-6
+    step: float = 2e-3
+    call: float = 20e-3
+    overlap: float = 0.8
+
+
+# Peak dense bf16, memory and NVLink (half of the quoted sum of both ways) by NVIDIA's data sheets of the A100 80GB SXM,
+# H100 SXM and H200 SXM; one NIC for each GPU, HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) with the others,
+# as in NVIDIA's DGX A100 and DGX H100; PCIe 4 and 5 with 16 lanes.
+DEVICES: Mapping[str, Device] = {
+    "a100": Device("a100", 312e12, 80e9, 2.039e12, Link(300e9), Link(25e9), 32e9),
+    "h100": Device("h100", 989e12, 80e9, 3.35e12, Link(450e9), Link(50e9), 64e9),
+    "h200": Device("h200", 989e12, 141e9, 4.8e12, Link(450e9), Link(50e9), 64e9),
+}
+
+
+def parse_cluster(text: str) -> tuple[Cluster, Device]:
+    """The cluster and its device that a person wrote as `h100:16x8`: 16 nodes of 8 H100s; `h100:8` is one node.
+
+    Raises:
+        PlanError: text of another form, or a device that no specification is here for.
+    """
+    found = re.fullmatch(r"([a-z0-9-]+):(?:(\d+)x)?(\d+)", text.strip().lower())
+    if found is None:
+        raise PlanError(f"a cluster is written as h100:16x8 (16 nodes of 8 H100s) or h100:8, not {text!r}.")
+    name, nodes, per_node = found.groups()
+    if name not in DEVICES:
+        near = nearest(name, DEVICES)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(DEVICES)}."
+        raise PlanError(f"there is no specification of {name!r}; {hint}")
+    device = DEVICES[name]
+    return Cluster(int(nodes or 1), int(per_node), device.memory / 1e9), device
+
+
+class Rates(Protocol):
+    """Unit costs of one kind of device, in seconds of one device; collectives are priced by the links."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inside(self) -> Link: ...
+    @property
+    def between(self) -> Link: ...
+    @property
+    def host_bandwidth(self) -> float: ...
+    @property
+    def step(self) -> float: ...
+    @property
+    def call(self) -> float: ...
+    @property
+    def overlap(self) -> float: ...
+    @property
+    def processors(self) -> float | None:
+        """How many devices can compute at once, where several share a processor; `None`: each has its own."""
+
+    def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        """One layer's forward of so many tokens, whose samples' squared lengths sum to `squared`."""
+
+    def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        """One layer's backward."""
+
+    def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
+        """What is outside the layers: the language head and the loss, forward or backward."""
+
+    def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
+        """(compute, memory) seconds of one layer in one decode step; the longer of the two passes."""
+
+    def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
+        """The head's part of a decode step."""
+
+    def optimizer(self, elements: float, element_bytes: int) -> float:
+        """An optimizer step on so many parameters."""
+
+
+@dataclass(frozen=True)
+class Analytic:
+    """`Rates` from a device's specification: the longer of arithmetic and memory traffic (a roofline), and no less than
+    the host needs to launch the kernels."""
+
+    device: Device
+    processors: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def inside(self) -> Link:
+        return self.device.inside
+
+    @property
+    def between(self) -> Link:
+        return self.device.between
+
+    @property
+    def host_bandwidth(self) -> float:
+        return self.device.host_bandwidth
+
+    @property
+    def step(self) -> float:
+        return self.device.step
+
+    @property
+    def call(self) -> float:
+        return self.device.call
+
+    @property
+    def overlap(self) -> float:
+        return self.device.overlap
+
+    def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        flops = (
+            2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
+        )  # causal: half the pairs
+        read = spec.layer_elements * spec.bytes_per_element / self._read
+        return max(flops / self._flops / tp, read / tp, self.device.launch)
+
+    def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        return 2 * self.layer(spec, tokens, squared, tp)
+
+    def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
+        flops = 2 * tokens * spec.head_elements / self._flops
+        return max(flops, spec.head_elements * spec.bytes_per_element / self._read) / tp * (2 if backward else 1)
+
+    def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
+        pairs = 4 * spec.heads * spec.head_dim * samples * cached
+        compute = max((2 * samples * spec.layer_elements + pairs) / self._flops / tp, self.device.decode_launch)
+        cache = samples * cached * spec.kv_bytes_per_token / max(spec.layers, 1) / min(tp, max(spec.kv_heads, 1))
+        return compute, (spec.layer_elements * spec.bytes_per_element / tp + cache) / self._read
+
+    def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
+        return self.head(spec, samples, tp)
+
+    def optimizer(self, elements: float, element_bytes: int) -> float:
+        # gradient read, float32 weight and two moments read and written, the weight written once more
+        return elements * (2 * element_bytes + 24) / self._read
+
+    @property
+    def _flops(self) -> float:
+        return self.device.flops * self.device.efficiency
+
+    @property
+    def _read(self) -> float:
+        return self.device.memory_bandwidth * self.device.memory_efficiency
+
+    def changed(self, **values: float) -> Analytic:
+        """The same with other numbers of the device."""
+        return Analytic(replace(self.device, **values), self.processors)  # type: ignore[arg-type]

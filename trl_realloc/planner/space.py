@@ -1,0 +1,218 @@
+"""What each call could be assigned: every legal mesh, engine, strategy, micro-batch size and offload, priced.
+
+A call's price depends on its mesh's size and not on where it lies, so it is asked once for each size. What another
+choice on the same mesh beats in time and in memory is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..assignment import ABILITIES, Assignment, ParallelStrategy
+from ..cluster import Cluster, DeviceMesh, legal_meshes
+from ..dataflow import Call, CallKind, DataflowGraph
+from ..errors import PlanError
+from ..modelspec import ModelSpec
+from .cost import CallCost, Pricing
+
+
+MOST_MESHES = 512  # of a cluster; beyond, only aligned powers of two of its nodes, and none below a 64th
+KEPT = 8  # choices of one call on one mesh
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One assignment of one call, priced."""
+
+    assignment: Assignment
+    cost: CallCost
+
+    @property
+    def seconds(self) -> float:
+        return self.cost.seconds
+
+
+@dataclass(frozen=True)
+class Space:
+    """Which assignments there are to choose from.
+
+    Args:
+        engines: that may generate, and that may score and train.
+        deep_generation: generation may be split by pipeline as well; no engine here does it, others' may.
+        tp_limit: largest tensor degree; by default a node's devices.
+        offload: whether frozen roles may rest in host memory.
+        zero_stages: to choose from.
+        smallest_mesh: devices of a mesh at least.
+        train_width: largest tp x dp of a training.
+    """
+
+    cluster: Cluster
+    graph: DataflowGraph
+    specs: Mapping[str, Sequence[ModelSpec]]
+    pricing: Pricing
+    engines: tuple[str, ...] = ("vllm", "zero", "megatron")
+    deep_generation: bool = False
+    tp_limit: int | None = None
+    offload: bool = True
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    smallest_mesh: int = 1
+    train_width: int | None = None
+
+    def choices(self) -> dict[str, list[Choice]]:
+        """By call; each list by seconds.
+
+        Raises:
+            PlanError: a call that fits on no mesh, with the memory it wants at least.
+        """
+        return {name: self._of_call(self.graph.call(name)) for name in self.graph.order}
+
+    def _of_call(self, call: Call) -> list[Choice]:
+        by_size: dict[int, list[Choice]] = {}
+        found: list[Choice] = []
+        least = float("inf")
+        for mesh in meshes_of(self.cluster):
+            if mesh.size < min(self.smallest_mesh, self.cluster.size):
+                continue
+            if mesh.size not in by_size:
+                priced = [
+                    Choice(assignment, self.pricing.price(call, self.specs.get(call.name, ()), assignment))
+                    for assignment in self._assignments(call, DeviceMesh(0, mesh.size))
+                ]
+                least = min([least, *(choice.cost.static + choice.cost.transient for choice in priced)])
+                by_size[mesh.size] = undominated(self._fitting(priced))
+            found += [
+                Choice(Assignment(mesh, c.assignment.strategy, c.assignment.engine, c.assignment.offload), c.cost)
+                for c in by_size[mesh.size]
+            ]
+        if not found:
+            memory = (self.pricing.memory or 0.0) / 1e9
+            raise PlanError(
+                f"{call.name} fits on no mesh of {self.cluster}: it takes {least / 1e9:.1f} GB of a device at least, "
+                f"and a device has {memory:.0f} GB."
+            )
+        return sorted(found, key=lambda choice: choice.seconds)
+
+    def _fitting(self, choices: Sequence[Choice]) -> list[Choice]:
+        memory = self.pricing.memory
+        return [c for c in choices if memory is None or c.cost.static + c.cost.transient <= memory]
+
+    def _assignments(self, call: Call, mesh: DeviceMesh) -> Iterator[Assignment]:
+        for engine in self.engines:
+            ability = ABILITIES[engine]
+            if call.kind not in ability.kinds:
+                continue
+            deep = self.deep_generation and call.kind is CallKind.GENERATE
+            degrees = (*ability.degrees, *(("pp",) if deep else ()))
+            for dp, tp, pp in self._degrees(call, mesh.size, degrees):
+                if engine == "megatron" and tp == pp == 1 and "zero" in self.engines:
+                    continue  # the zero engine's layouts
+                for stage in self._stages(call, ability.zero_stages, dp):
+                    for tokens in self._micro_batches(call, dp, pp):
+                        strategy = ParallelStrategy(dp, tp, pp, stage, tokens)
+                        yield Assignment(mesh, strategy, engine)
+                        if self._may_rest(call, stage):
+                            yield Assignment(mesh, strategy, engine, offload=True)
+
+    def _degrees(self, call: Call, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+        limit = self.tp_limit or self.cluster.devices_per_node
+        for tp in _powers(min(size, limit)) if "tp" in degrees else (1,):
+            for pp in _divisors(size // tp) if "pp" in degrees and size % tp == 0 else (1,):
+                dp, rest = divmod(size, tp * pp)
+                if call.trains and self.train_width is not None and tp * dp > self.train_width:
+                    continue
+                if rest or (dp > 1 and "dp" not in degrees) or dp > self.pricing.workload.episodes:
+                    continue
+                if all(_splits(spec, call, tp, pp) for spec in self.specs.get(call.name, ())):
+                    yield dp, tp, pp
+
+    def _stages(self, call: Call, able: Sequence[int], dp: int) -> Iterator[int]:
+        for stage in able:
+            if stage in self.zero_stages or stage == 0:
+                if stage and dp == 1:
+                    continue
+                if call.trains or stage in (0, 3):
+                    yield stage
+
+    def _micro_batches(self, call: Call, dp: int, pp: int) -> Iterator[int | None]:
+        """The default; where the pipeline or the memory may want less, halves of it down to one sample."""
+        yield None
+        if call.kind is CallKind.GENERATE:
+            return
+        work = self.pricing.workload
+        tokens = self.pricing.budget(call.kind, ParallelStrategy())
+        share = work.tokens / dp / (work.mini_batches if call.trains else 1)
+        if pp > 1:
+            for times in (1, 2, 4):
+                if work.longest <= share / (times * pp) < tokens:
+                    yield int(share / (times * pp))
+        if self.pricing.memory is not None:
+            while tokens / 2 >= work.longest:
+                tokens //= 2
+                yield tokens
+
+    def _may_rest(self, call: Call, stage: int) -> bool:
+        frozen = self.graph.train_call(call.role) is None
+        return self.offload and frozen and call.kind is CallKind.FORWARD and stage < 3
+
+
+def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
+    """The legal meshes; of a large cluster those of them that the search looks at."""
+    if cluster.nodes * (cluster.nodes + 1) // 2 + 2 * cluster.size <= MOST_MESHES:
+        return list(dict.fromkeys([*legal_meshes(cluster), cluster.mesh]))
+    smallest = max(1, cluster.size // 64)
+    found = [cluster.mesh]
+    per_node = cluster.devices_per_node
+    size = 1
+    while size < per_node and per_node % size == 0:
+        if size >= smallest:
+            found += [DeviceMesh(first, size) for first in range(0, cluster.size, size)]
+        size *= 2
+    count = 1
+    while count <= cluster.nodes:
+        if count * per_node >= smallest:
+            starts = range(0, cluster.nodes - count + 1, count)
+            found += [DeviceMesh(start * per_node, count * per_node) for start in starts]
+            rest = cluster.nodes - count  # what it leaves on either side, so that the two can be used at once
+            if rest and cluster.nodes * per_node - count * per_node >= smallest:
+                found += [DeviceMesh(count * per_node, rest * per_node), DeviceMesh(0, rest * per_node)]
+        count *= 2
+    return list(dict.fromkeys(found))
+
+
+def undominated(choices: Iterable[Choice]) -> list[Choice]:
+    """Those that no other beats in seconds, bytes held and bytes on top; the fastest of them, and the smallest."""
+    kept: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.seconds, c.cost.static, c.cost.transient)):
+        if not any(
+            k.cost.static <= choice.cost.static * 1.001 and k.cost.transient <= choice.cost.transient * 1.001
+            for k in kept
+        ) or _new_layout(choice, kept):
+            kept.append(choice)
+    if len(kept) <= KEPT:
+        return kept
+    smallest = min(kept, key=lambda c: c.cost.static + c.cost.transient)
+    return [*[c for c in kept if c is not smallest][: KEPT - 1], smallest]
+
+
+def _new_layout(choice: Choice, kept: Sequence[Choice]) -> bool:
+    """A layout that none of the kept has, not much slower: it may be worth it for what need not be moved."""
+    own = choice.assignment.engine, choice.assignment.strategy.layout
+    same = any((k.assignment.engine, k.assignment.strategy.layout) == own for k in kept)
+    return not same and choice.seconds < 1.5 * kept[0].seconds
+
+
+def _splits(spec: ModelSpec, call: Call, tp: int, pp: int) -> bool:
+    if pp > max(spec.layers, 1) or (tp > 1 and not spec.layers):
+        return False
+    if call.kind is CallKind.GENERATE:
+        return spec.heads % tp == 0 and (spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0) if tp > 1 else True
+    return tp == 1 or spec.kv_heads % tp == 0
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << exponent for exponent in range(limit.bit_length())]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
