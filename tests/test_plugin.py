@@ -8,7 +8,7 @@ from trl_realloc import ReallocationPlugin
 
 
 def test_the_environment_gives_the_defaults_and_arguments_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ReallocationPlugin() == ReallocationPlugin(plan="flatten", generation_engine=None)
+    assert ReallocationPlugin() == ReallocationPlugin(plan="auto", generation_engine=None)
     monkeypatch.setenv("TRL_REALLOC_PLAN", "interleave")
     monkeypatch.setenv("TRL_REALLOC_GENERATION_ENGINE", "transformers")
     assert ReallocationPlugin().plan == "interleave"

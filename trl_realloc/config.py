@@ -96,8 +96,8 @@ class PPOConfig(ConfigBase):
         ds3_gather_for_generation (`bool`, *optional*, defaults to `True`):
             Of no effect here: a generation engine is filled bucket by bucket, and holds whole parameters.
         plan (`dict | str`, *optional*):
-            The execution plan: a preset (`flatten`, `interleave`, `separate`), a YAML file or a dict. Default:
-            `flatten`.
+            The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, `separate`), a
+            YAML file or a dict. Default: `auto`.
         generation_engine (`str`, *optional*):
             `vllm` or `transformers`. Default: vllm where it is installed.
         value_learning_rate (`float`, *optional*):
@@ -214,8 +214,8 @@ class PPOConfig(ConfigBase):
     plan: dict | str | None = field(
         default=None,
         metadata={
-            "help": "The execution plan: a preset (`flatten`, `interleave`, `separate`), a YAML file or a dict. "
-            "Default: `flatten`."
+            "help": "The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, "
+            "`separate`), a YAML file or a dict. Default: `auto`."
         },
     )
     generation_engine: str | None = field(

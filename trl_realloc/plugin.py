@@ -16,8 +16,8 @@ class ReallocationPlugin:
     """What `accelerate launch` can say about placement through the environment; `PPOConfig`'s fields come first.
 
     Args:
-        plan (`str`, `dict` or `ExecutionPlan`, *optional*, defaults to `"flatten"`):
-            A preset's name, a YAML file or a plan. Environment: `TRL_REALLOC_PLAN`.
+        plan (`str`, `dict` or `ExecutionPlan`, *optional*, defaults to `"auto"`):
+            `auto` (the planner's choice), a preset's name, a YAML file or a plan. Environment: `TRL_REALLOC_PLAN`.
         generation_engine (`str`, *optional*):
             `"vllm"` or `"transformers"`; by default vLLM where it is installed. Environment:
             `TRL_REALLOC_GENERATION_ENGINE`.
@@ -42,7 +42,7 @@ class ReallocationPlugin:
 
     def __post_init__(self) -> None:
         if self.plan is None:
-            self.plan = os.environ.get("TRL_REALLOC_PLAN", "flatten")
+            self.plan = os.environ.get("TRL_REALLOC_PLAN", "auto")
         if self.generation_engine is None:
             self.generation_engine = os.environ.get("TRL_REALLOC_GENERATION_ENGINE")
         if self.generation_engine not in (None, "vllm", "transformers"):

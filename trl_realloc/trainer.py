@@ -117,10 +117,10 @@ class PPOTrainer(PPOTrainerBase):
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
         self.plugin = ReallocationPlugin(args.plan, args.generation_engine)
-        plan = assembly.resolve(args, self.plugin, world)
+        wanted = assembly.resolve(args, self.plugin, world)
         self.setup: Setup = assembly.prepare(
             args,
-            plan,
+            wanted,
             world.process_index,
             processing_class=processing_class,
             model=model,

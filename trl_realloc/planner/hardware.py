@@ -130,6 +130,9 @@ class Rates(Protocol):
     def processors(self) -> float | None:
         """How many devices can compute at once, where several share a processor; `None`: each has its own."""
 
+    def measured(self, spec: ModelSpec, tp: int, generates: bool) -> bool:
+        """Whether these rates know the model under that tensor degree."""
+
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         """One layer's forward of so many tokens, whose samples' squared lengths sum to `squared`."""
 
@@ -184,6 +187,9 @@ class Analytic:
     @property
     def overlap(self) -> float:
         return self.device.overlap
+
+    def measured(self, spec: ModelSpec, tp: int, generates: bool) -> bool:
+        return True
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         flops = (

@@ -43,6 +43,8 @@ def separate(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: i
     return _data_parallel("separate", cluster, {}, generation_engine, zero_stage, training=training, other=inference)
 
 
+AUTO = "auto"  # the planner's choice, which needs more than a cluster's size
+
 PRESETS: Mapping[str, Preset] = {"flatten": flatten, "interleave": interleave, "separate": separate}
 
 
@@ -83,7 +85,7 @@ def load_plan(path: str | Path) -> ExecutionPlan:
     presets = ", ".join(PRESETS)
     if file.suffix in (".yaml", ".yml") or len(file.parts) > 1:
         raise PlanError(f"there is no plan file {str(path)!r}; give its path, or one of the presets {presets}.")
-    near = nearest(path, PRESETS)
+    near = nearest(path, (*PRESETS, AUTO))
     hint = f"; did you mean {near!r}?" if near else "."
     raise PlanError(f"{str(path)!r} is neither a file nor one of the presets {presets}{hint}")
 

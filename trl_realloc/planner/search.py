@@ -19,8 +19,9 @@ from ..errors import PlanError
 from ..plan import ExecutionPlan
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
+from ..timeline import Timeline
 from .cost import CallCost, move_seconds, quick_move_seconds
-from .simulate import Task, steady_seconds
+from .simulate import Task, simulate, steady_seconds
 from .space import Choice, Space
 
 
@@ -72,6 +73,19 @@ class Found:
     def seconds(self) -> float:
         return self.estimate.seconds
 
+    @property
+    def fits(self) -> bool:
+        limit = self.space.pricing.memory
+        return limit is None or self.estimate.memory <= limit
+
+    @property
+    def timeline(self) -> Timeline:
+        """One iteration as it is expected to go."""
+        seconds = {name: cost.seconds for name, cost in self.costs.items()}
+        processors = self.space.pricing.rates.processors
+        spans = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, processors=processors)
+        return spans.of_step(1)
+
 
 @dataclass
 class Problem:
@@ -107,8 +121,8 @@ class Problem:
             tasks, barrier=self.barrier, processors=self.space.pricing.rates.processors, iterations=4
         )
         memory, fullest = self._memory(state, stays)
-        named = {self.names[target]: seconds for target, seconds in moves.items() if seconds > 0}
-        return Estimate(seconds, named, memory, fullest)
+        named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
+        return Estimate(float(seconds), named, memory, fullest)
 
     def weight(self, state: State) -> float:
         """What the search makes small: seconds; a plan that does not fit is worse than any that does, by how much it

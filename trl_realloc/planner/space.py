@@ -123,7 +123,11 @@ class Space:
                     continue
                 if rest or (dp > 1 and "dp" not in degrees) or dp > self.pricing.workload.episodes:
                     continue
-                if all(_splits(spec, call, tp, pp) for spec in self.specs.get(call.name, ())):
+                generates = call.kind is CallKind.GENERATE
+                if all(
+                    _splits(spec, call, tp, pp) and self.pricing.rates.measured(spec, tp, generates)
+                    for spec in self.specs.get(call.name, ())
+                ):
                     yield dp, tp, pp
 
     def _stages(self, call: Call, able: Sequence[int], dp: int) -> Iterator[int]:

@@ -1,0 +1,162 @@
+"""Which plan to run, of all there are, and what is to be said about it: the alternatives, and why each lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..dataflow import DataflowGraph, ppo_graph
+from ..errors import PlanError
+from ..modelspec import ModelSpec
+from .cost import PARTS, CallCost, Pricing
+from .presets import PRESETS
+from .search import Found, Outcome, Problem, search
+from .space import Space
+
+
+SIMPLER = 0.02  # a preset whose estimate is within this of the best is taken: estimates are no better than that
+
+
+@dataclass(frozen=True)
+class Beaten:
+    """A plan that was not chosen, and why. `found` is `None` where it cannot be at all."""
+
+    name: str
+    found: Found | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan to run, and what it was chosen over."""
+
+    best: Found
+    beaten: tuple[Beaten, ...]
+    outcome: Outcome
+
+    @property
+    def said(self) -> str:
+        """In a sentence."""
+        how = "all of them" if self.outcome.exhaustive else "a search"
+        return (
+            f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
+            f"{self.outcome.evaluations} plans ({how}, {self.outcome.seconds:.1f} s)"
+        )
+
+
+def choose(
+    specs: Mapping[str, Sequence[ModelSpec]],
+    pricing: Pricing,
+    *,
+    graph: DataflowGraph | None = None,
+    generation_engine: str = "vllm",
+    zero_stages: Sequence[int] | None = None,
+    barrier: bool = True,
+    seed: int = 0,
+    time_limit_s: float = 5.0,
+) -> Chosen:
+    """The fastest plan by estimate that fits.
+
+    Args:
+        specs: by call, the models that it runs.
+        zero_stages: of the engine zero to choose from; by default all where memory is known, else 0 alone, for the
+            others give memory for time.
+        barrier: iterations do not overlap.
+
+    Raises:
+        PlanError: the models fit on no plan.
+    """
+    graph = graph or ppo_graph()
+    stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
+    engines = (generation_engine, "zero", "megatron")
+    space = Space(
+        pricing.cluster, graph, specs, pricing, engines, offload=pricing.memory is not None, zero_stages=stages
+    )
+    problem = Problem(space, space.choices(), barrier=barrier)
+    presets: dict[str, Found] = {}
+    beaten: list[Beaten] = []
+    is_ppo = graph == ppo_graph()
+    for name, preset in PRESETS.items() if is_ppo else ():
+        for stage in stages:
+            label = name if stage == 0 else f"{name}, ZeRO-{stage}"
+            plan = preset(pricing.cluster, generation_engine=generation_engine, zero_stage=stage)
+            found = problem.found(problem.state_of(plan.assignments), label)
+            if found.fits:
+                presets[label] = found
+            elif stage in (0, 3):
+                beaten.append(Beaten(label, None, _too_large(found)))
+    starts = [tuple(found.choices.values()) for found in presets.values()]
+    outcome = search(problem, seed=seed, time_limit_s=time_limit_s, starts=starts)
+    ranked = sorted((problem.found(state, "searched") for state in outcome.states), key=lambda each: each.seconds)
+    best = ranked[0]
+    simple = min(presets.values(), key=lambda each: each.seconds, default=best)
+    if simple.seconds <= best.seconds * (1 + SIMPLER):
+        best = simple
+    for label, found in sorted(presets.items(), key=lambda item: item[1].seconds):
+        if found is not best:
+            beaten.append(Beaten(label, found, why_slower(found, best)))
+    if best is not ranked[0]:
+        gain = 1 - ranked[0].seconds / best.seconds
+        reason = f"{gain:.1%} faster by estimate, which is no more than estimates are good for"
+        beaten.append(Beaten("searched", ranked[0], reason))
+    elif (other := _different(ranked, best)) is not None:
+        beaten.append(Beaten("next best", other, why_slower(other, best)))
+    return Chosen(best, tuple(beaten), outcome)
+
+
+def why_slower(found: Found, best: Found) -> str:
+    """The call that costs a plan most against the best one, in a sentence."""
+    slower = {name: found.costs[name].seconds - best.costs[name].seconds for name in found.costs}
+    name = max(slower, key=lambda each: slower[each])
+    more = found.seconds - best.seconds
+    if slower[name] > 0.25 * more:
+        here, there = (each.choices[name].assignment for each in (found, best))
+        return (
+            f"{name} takes {found.costs[name].seconds:.3g} s on {here.mesh} ({here.strategy}), not "
+            f"{best.costs[name].seconds:.3g} s on {there.mesh} ({there.strategy})"
+        )
+    moved = sum(found.estimate.moves.values()) - sum(best.estimate.moves.values())
+    if moved > 0.25 * more:
+        return f"its reallocations take {moved:.3g} s more"
+    return "its calls wait for each other, where those of the best run side by side"
+
+
+def explain(cost: CallCost) -> str:
+    """What bounds a call, in numbers."""
+    parts = sorted(cost.parts.items(), key=lambda item: -item[1])
+    whole = cost.seconds
+    return "; ".join(
+        f"{seconds / whole:.0%} {PARTS[name]} ({seconds:.3g} s)" for name, seconds in parts if seconds > 0.005 * whole
+    )
+
+
+def _different(ranked: Sequence[Found], best: Found) -> Found | None:
+    def layouts(found: Found) -> tuple[object, ...]:
+        each = [choice.assignment for choice in found.choices.values()]
+        return tuple((a.mesh, a.engine, a.strategy.layout) for a in each)
+
+    return next((found for found in ranked if layouts(found) != layouts(best)), None)
+
+
+def _too_large(found: Found) -> str:
+    memory = found.space.pricing.memory or 0.0
+    wanted = found.estimate.memory / 1e9
+    return f"device {found.estimate.fullest} would hold {wanted:.1f} GB, and has {memory / 1e9:.0f} GB"
+
+
+def smallest_cluster(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, most: int = 1024) -> int | None:
+    """The fewest devices, doubling from one, on which the models fit at all; `None` beyond `most`."""
+    from dataclasses import replace
+
+    from ..cluster import Cluster
+
+    per_node = pricing.cluster.devices_per_node
+    size = 1
+    while size <= most:
+        cluster = Cluster(max(1, size // per_node), min(size, per_node), pricing.cluster.memory_gb)
+        try:
+            choose(specs, replace(pricing, cluster=cluster), time_limit_s=1.0)
+            return size
+        except PlanError:
+            size *= 2
+    return None

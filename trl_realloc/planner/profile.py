@@ -1,0 +1,308 @@
+"""Measured unit costs: what short runs took, as a table, and `Rates` fitted to it.
+
+The table is a file that says on which machine, with which versions and models it was made. Each kind of work is a sum
+of non-negative unit costs times counts (tokens, squared lengths, steps, bytes), fitted by least squares of the relative
+error. Measures nothing itself; who fills the table is `profiling`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import PlanError
+from ..modelspec import ModelSpec
+from .hardware import Link
+
+
+FEWEST = 2  # observations of a kind of work, below which nothing is fitted
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One measured stretch of work.
+
+    Args:
+        work: `forward`, `train`, `generate`, `all_reduce`, `send`, or `iteration` (what an iteration of six calls took
+            beside them).
+        model: whose, by `model_key`; empty for the links.
+        seconds: it took, on the device that took longest.
+        devices: that were at work at the same time.
+        tp, pp: the split it ran under.
+        tokens, squared: of one device's samples (of its replica), and the sum of their squared lengths. In generation
+            `tokens` are those of the prompts.
+        answered: of the tokens, those of responses.
+        steps: decoded; or optimizer steps.
+        grown: sum over decode steps of the samples under way.
+        cached: sum over decode steps of all tokens in the caches.
+        bytes: of a message, or of a collective's tensor.
+    """
+
+    work: str
+    model: str
+    seconds: float
+    devices: int
+    tp: int = 1
+    pp: int = 1
+    tokens: float = 0.0
+    squared: float = 0.0
+    answered: float = 0.0
+    steps: float = 0.0
+    grown: float = 0.0
+    cached: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A table of observations of one machine.
+
+    Args:
+        hardware: what a device is, in words; a profile is of use only where they agree.
+        about: versions and settings it was made under.
+        devices: of the job that made it.
+        processors: how many devices computed at full speed at once, where several share processors.
+        recompute: training computed its forwards again in its backwards.
+    """
+
+    hardware: str
+    about: Mapping[str, str]
+    devices: int
+    processors: float | None
+    recompute: bool
+    observations: tuple[Observation, ...]
+
+    def save(self, path: str | Path) -> None:
+        """As JSON, a line for each observation."""
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        head = {key: value for key, value in vars(self).items() if key != "observations"}
+        lines = ",\n".join(json.dumps(asdict(each)) for each in self.observations)
+        file.write_text(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n', encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """The inverse of `save`. Raises `PlanError` where the file holds no profile."""
+        try:
+            saved = json.loads(Path(path).read_text(encoding="utf-8"))
+            rows = tuple(Observation(**row) for row in saved.pop("observations"))
+            return Profile(**saved, observations=rows)
+        except OSError as error:
+            raise PlanError(f"the profile {path} cannot be read ({error.strerror}).") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"{path} is no profile ({error}); make one with trl-realloc profile.") from None
+
+    def check_hardware(self, hardware: str) -> None:
+        """Raises:
+        PlanError: it was made on other hardware than that.
+        """
+        if hardware != self.hardware:
+            raise PlanError(
+                f"the profile was made on {self.hardware!r}, but this job runs on {hardware!r}; make one here with "
+                f"trl-realloc profile, or leave it out and it is made by itself."
+            )
+
+
+def model_key(spec: ModelSpec) -> str:
+    """A model's shape in words: what its costs depend on."""
+    return f"{spec.family or 'model'} {spec.layers}x{spec.hidden} of {spec.elements}"
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Seconds of a whole model's forward and of its training: by token and by squared length; and by optimizer step."""
+
+    forward: tuple[float, float]
+    train: tuple[float, float]
+    step: float
+    answered: float  # share of the tokens
+
+
+class Measured:
+    """`Rates` of a profile. What devices that share processors took at the same time is brought down to what one takes
+    alone."""
+
+    host_bandwidth = 5e9  # of a copy inside host memory; a vLLM engine's weights go through it
+    overlap = 0.0  # gloo's collectives run when their tensors are whole
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.processors = profile.processors
+
+    @property
+    def name(self) -> str:
+        return self.profile.hardware
+
+    @cached_property
+    def inside(self) -> Link:
+        rings = self._alone("all_reduce")
+        sends = self._alone("send")
+        if not rings or not sends:
+            return Link(1e9, 50e-6, 100e-6, 1.0)  # a job of one device sends nothing
+        latency, each = _fit([(1.0, o.bytes) for o, _ in sends], [seconds for _, seconds in sends])
+        bandwidth = 1 / each if each else 1e12
+        parts = [(1.0, 2 * (o.devices - 1) / o.devices * o.bytes / bandwidth) for o, _ in rings]
+        collective, slower = _fit(parts, [seconds for _, seconds in rings])
+        return Link(bandwidth, latency, collective, 1 / slower if slower else 1.0)
+
+    @property
+    def between(self) -> Link:
+        return self.inside
+
+    @cached_property
+    def call(self) -> float:
+        rows = [seconds for _, seconds in self._alone("iteration")]
+        return float(np.median(rows)) / 6 if rows else 0.0
+
+    def measured(self, spec: ModelSpec, tp: int, generates: bool) -> bool:
+        """Whether there is anything to say about the model under that tensor degree."""
+        work = "generate" if generates else "forward"
+        return len(self._alone(work, model_key(spec), tp)) >= FEWEST
+
+    def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        passes = self._passes(spec, tp)
+        return self._of_layer(spec, tp, tokens, _dot(passes.forward, (tokens, squared)), 1)
+
+    def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        passes = self._passes(spec, tp)
+        again = 1 + self.profile.recompute
+        whole = _dot(passes.train, (tokens, squared)) - again * _dot(passes.forward, (tokens, squared))
+        return self._of_layer(spec, tp, tokens, max(whole, 0.0), 1)
+
+    def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
+        passes = self._passes(spec, tp)
+        everywhere = tokens / passes.answered
+        forward = passes.forward[0] * everywhere
+        again = 1 + self.profile.recompute
+        whole = max(passes.train[0] * everywhere - again * forward, 0.0) if backward else forward
+        return whole * self._head_share(spec)
+
+    def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
+        _, _, each, kept = self._decoding(spec, tp)
+        return (each * samples + kept * samples * cached) / max(spec.layers, 1), 0.0
+
+    def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
+        return 0.0  # a sample's share of a step has it
+
+    @property
+    def step(self) -> float:
+        """Of the only model that generates."""
+        keys = {o.model for o in self.profile.observations if o.work == "generate"}
+        return max((self._fitted_decoding(key, 1)[1] for key in keys), default=0.0)
+
+    def optimizer(self, elements: float, element_bytes: int) -> float:
+        rows = [(self._passes_of(key, 1).step, size) for key, size in self._sizes.items()]
+        known = [(step / size) for step, size in rows if size]
+        return elements * float(np.median(known)) if known else 0.0
+
+    # --- fits --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sizes(self) -> dict[str, float]:
+        """Elements of every model that was trained, as its key has them."""
+        return {o.model: float(o.model.rsplit(" ", 1)[1]) for o in self.profile.observations if o.work == "train"}
+
+    @cached_property
+    def _fits(self) -> dict[Any, Any]:
+        return {}
+
+    def _alone(self, work: str, model: str = "", tp: int = 1) -> list[tuple[Observation, float]]:
+        """Observations with the seconds that each would have taken had no other device wanted its processor."""
+        found = []
+        for each in self.profile.observations:
+            if each.work == work and each.model == model and each.tp == tp and each.pp == 1:
+                crowd = max(1.0, each.devices / self.processors) if self.processors else 1.0
+                found.append((each, each.seconds / crowd))
+        return found
+
+    def _passes(self, spec: ModelSpec, tp: int) -> _Passes:
+        return self._passes_of(model_key(spec), tp)
+
+    def _passes_of(self, key: str, tp: int) -> _Passes:
+        if (key, tp) not in self._fits:
+            self._fits[key, tp] = self._fit_passes(key, tp)
+        passes: _Passes = self._fits[key, tp]
+        return passes
+
+    def _fit_passes(self, key: str, tp: int) -> _Passes:
+        scoring, training = self._alone("forward", key, tp), self._alone("train", key, tp)
+        rows = scoring or training
+        if not rows:
+            raise PlanError(f"the profile has no model like {key} under tp {tp}; make one with trl-realloc profile.")
+        forward = _fit([(o.tokens, o.squared) for o, _ in rows], [seconds for _, seconds in rows])
+        if not scoring:
+            forward = tuple(each / 3 for each in forward)
+        train: tuple[float, ...] = tuple(3 * each for each in forward)
+        step = 0.0
+        if training:
+            counts = [(o.tokens, o.squared, o.steps) for o, _ in training]
+            *train_, step = _fit(counts, [seconds for _, seconds in training])
+            train = tuple(train_)
+            size = float(key.rsplit(" ", 1)[1]) * 4 / tp
+            shared = max(o.devices for o, _ in training) // tp
+            step = max(0.0, step - self.inside.all_reduce(size, shared))
+        answered = sum(o.answered for o, _ in rows) / sum(o.tokens for o, _ in rows)
+        return _Passes((forward[0], forward[1]), (train[0], train[1]), step, max(answered, 1e-6))
+
+    def _of_layer(self, spec: ModelSpec, tp: int, tokens: float, whole: float, sweeps: int) -> float:
+        """A layer's share of a whole pass; the collectives of tensor parallelism are in it, and are priced apart."""
+        each = whole * (1 - self._head_share(spec)) / max(spec.layers, 1)
+        if tp == 1:
+            return each
+        collectives = 2 * sweeps * self.inside.all_reduce(tokens * spec.hidden * spec.bytes_per_element, tp)
+        return max(each - collectives, 0.2 * each)
+
+    @staticmethod
+    def _head_share(spec: ModelSpec) -> float:
+        return spec.head_elements / (spec.head_elements + max(spec.layers, 1) * spec.layer_elements)
+
+    def _decoding(self, spec: ModelSpec, tp: int) -> tuple[float, float, float, float]:
+        return self._fitted_decoding(model_key(spec), tp)
+
+    def _fitted_decoding(self, key: str, tp: int) -> tuple[float, float, float, float]:
+        """Seconds by prompt token, step, sample and step, cached token and step."""
+        at = ("decode", key, tp)
+        if at not in self._fits:
+            rows = self._alone("generate", key, tp)
+            counts = [(o.tokens, o.steps, o.grown, o.cached) for o, _ in rows]
+            self._fits[at] = _fit(counts, [seconds for _, seconds in rows])
+        fitted: tuple[float, float, float, float] = self._fits[at]
+        return fitted
+
+
+def _dot(rates: Sequence[float], counts: Sequence[float]) -> float:
+    return sum(rate * count for rate, count in zip(rates, counts, strict=True))
+
+
+def _fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Non-negative unit costs that explain the seconds, by least squares of the relative error: what comes out negative
+    is noise, and left out."""
+    target = np.asarray(seconds, float)
+    table = np.asarray(counts, float) / target[:, None]
+    scale = np.abs(table).max(axis=0)
+    used = [at for at in range(table.shape[1]) if scale[at] > 0]
+    found = np.zeros(table.shape[1])
+    while used:
+        part, *_ = np.linalg.lstsq(table[:, used] / scale[used], np.ones(len(target)), rcond=1e-6)
+        if (part >= 0).all():
+            found[used] = part / scale[used]
+            break
+        used.pop(int(np.argmin(part)))
+    return tuple(float(each) for each in found)
+
+
+def merged(profiles: Iterable[Profile]) -> Profile:
+    """One profile of several of the same machine."""
+    first, *rest = profiles
+    for other in rest:
+        first.check_hardware(other.hardware)
+    rows = tuple(dict.fromkeys(o for each in (first, *rest) for o in each.observations))
+    return Profile(
+        **{f.name: getattr(first, f.name) for f in fields(first) if f.name != "observations"}, observations=rows
+    )
