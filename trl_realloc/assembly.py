@@ -5,13 +5,13 @@ model is loaded or an engine started.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
 
 from .assignment import Assignment, in_place
 from .cluster import Cluster
@@ -34,14 +34,15 @@ from .models import (
     with_adapters,
     without_dropout,
 )
-from .modelspec import FAMILIES, ModelSpec
+from .modelspec import ModelSpec
+from .optimizer import make_optimizer, part_of
 from .plan import ExecutionPlan
 from .planner.presets import AUTO, resolve_plan
-from .planner.workload import Workload
-from .planning import Job, Planned, known_estimate, plan_job, specs_of
+from .planning import Job, Planned, job_of, known_estimate, plan_job, recomputes, spec_of, specs_of
 from .plugin import ReallocationPlugin
 from .profiling import Subject
 from .realloc.memory import check_memory
+from .replanning import REFERENCE, VALUE_FOLDER, Replanner, packed_rewards
 from .rewards import Rewards, read_rewards
 from .runtime.calls import Rules
 from .runtime.placement import EngineOptions, Roles, copies_actor
@@ -188,14 +189,15 @@ def prepare(
 
     make = partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer)
     lengths = [len(row) for row in train["input_ids"]]
-    job = Job(
+    job = job_of(
+        args,
         wanted.cluster,
         rank,
         wanted.engine,
         Subject(configs, specs_of(configs), peft_config, processing_class),
-        _profile_options(args, wanted, context_length, pad_token_id),
-        workload_of(args, sum(lengths) / len(lengths), context_length),
-        args.vllm_gpu_memory_utilization,
+        prompt_tokens=sum(lengths) / len(lengths),
+        context_length=context_length,
+        pad_token_id=pad_token_id,
     )
     planned = plan_job(job) if wanted.plan is None else known_estimate(job, wanted.plan)
     plan = planned.plan
@@ -242,47 +244,6 @@ def check_plan(
     check_layouts(plan, configs, adapted)
 
 
-def workload_of(args: PPOConfig, prompt_tokens: float, context_length: int) -> Workload:
-    """One iteration of the run, every response as long as it may be: how long they are is known when they are."""
-    return Workload(
-        episodes=args.batch_size or 1,
-        prompt_tokens=prompt_tokens,
-        response_tokens=(args.response_length,),
-        mini_batches=args.num_mini_batches,
-        epochs=args.num_ppo_epochs,
-        recompute=_recomputes(args),
-        forward_tokens=args.local_rollout_forward_batch_size * context_length,
-        train_tokens=args.per_device_train_batch_size * context_length,
-    )
-
-
-def _recomputes(args: PPOConfig) -> bool:
-    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
-
-
-def _profile_options(args: PPOConfig, wanted: Wanted, context_length: int, pad_token_id: int) -> EngineOptions:
-    """What engines are told in the short runs that measure a machine: as in the run, with the default optimizer."""
-    return EngineOptions(
-        device=args.device,
-        temperature=1.0,
-        response_length=args.response_length,
-        context_length=context_length,
-        forward_batch_size=args.local_rollout_forward_batch_size,
-        train_batch_size=args.per_device_train_batch_size,
-        pad_token_id=pad_token_id,
-        make_optimizer=partial(make_optimizer, args),
-        compute_dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        max_grad_norm=args.max_grad_norm or 0.0,
-        gradient_checkpointing=_recomputes(args),
-        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        seed=args.seed,
-        vllm={
-            "max_num_seqs": max(1, -(-(args.batch_size or 1) // wanted.cluster.size)),
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        },
-    )
-
-
 def as_list(reward_model: Any) -> list[Any]:
     return list(reward_model) if isinstance(reward_model, (list, tuple)) else [reward_model]
 
@@ -307,14 +268,12 @@ def check_layouts(plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], ad
 
 
 def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:
-    """A call's model; of a family that no table describes by its shapes, if the engine does not split it."""
-    if assignment.engine == "megatron" or config.model_type in FAMILIES:
+    """A call's model. Raises `PlanError` where the assignment splits it as it cannot be."""
+    if assignment.engine == "megatron":
         spec = ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=4)
-        if assignment.engine == "megatron":
-            spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
+        spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
         return spec
-    shapes = [(name, tuple(p.shape)) for name, p in shell(config, is_policy).named_parameters()]
-    return ModelSpec.of_shapes(shapes, bytes_per_element=4)
+    return spec_of(config, is_policy)
 
 
 def _special_tokens(processing_class: Any) -> tuple[int, int | None]:
@@ -401,42 +360,24 @@ def _roles(
     )
 
 
-def make_optimizer(args: PPOConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `args` name over a role's trainable parameters, weight decay where Trainer has it."""
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, module)  # type: ignore[arg-type]
-    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    decayed = set(get_parameter_names(module, [nn.LayerNorm], patterns))
-    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for name, p in trainable if name in decayed], "weight_decay": args.weight_decay},
-        {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
-    ]
-    optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **kwargs)
-    return optimizer
+def replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
+    """What watches a plan that the planner chose; `None` where the plan is the user's, or where the run's state cannot
+    be carried over: adapters, and an optimizer that the user made over the models' own parameters."""
+    planned = setup.planned
+    mine = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
+    if planned.chosen is None or setup.roles.adapted or not mine or not (plugin.replan or 0.0) > 0:
+        return None
+    return Replanner(setup.job, planned, plugin.replan or 0.0)
 
 
-def part_of(given: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """The part of a user's optimizer over all trained models that concerns one of them: same class, same groups.
-
-    Raises:
-        ConfigError: it holds none of the module's parameters.
-    """
-    own = {id(p) for p in module.parameters()}
-    first = given.param_groups[0]["lr"]
-    groups = []
-    for group in given.param_groups:
-        params = [p for p in group["params"] if id(p) in own]
-        if params:
-            ratio = group["lr"] / first if first else 1.0
-            groups.append({**group, "params": params, "lr_ratio": ratio})
-    if not groups:
-        raise ConfigError(
-            f"the optimizer in `optimizers` holds no parameter of the {type(module).__name__} to be trained; make it "
-            f"over the parameters of both model and value_model, after they are loaded."
-        )
-    return type(given)(groups, **given.defaults)
+def moved(args: PPOConfig, setup: Setup, planned: Planned, rank: int, folder: Path) -> Setup:
+    """The setup of a run that goes on under another plan, its models as `replanning.pack` left them in `folder`."""
+    models = packed_rewards(folder, setup.roles.rewards, lambda path: without_dropout(load_classifier(path, False)))
+    rewards = Rewards(models, tuple(setup.rules.functions), setup.rules.reward_weights)
+    policy, value, reference = str(folder), str(folder / VALUE_FOLDER), str(folder / REFERENCE)
+    config = setup.roles.actor_config
+    shown, roles = _roles(args, planned.plan, rank, policy, reference, value, rewards, config, None)
+    return replace(setup, plan=planned.plan, planned=planned, policy=shown, roles=roles)
 
 
 def engine_options(args: PPOConfig, setup: Setup, accelerator: Any, plugin: ReallocationPlugin) -> EngineOptions:
@@ -454,7 +395,7 @@ def engine_options(args: PPOConfig, setup: Setup, accelerator: Any, plugin: Real
         make_optimizer=setup.make_optimizer,
         compute_dtype=dtypes.get(accelerator.mixed_precision),
         max_grad_norm=args.max_grad_norm or 0.0,
-        gradient_checkpointing=_recomputes(args),
+        gradient_checkpointing=recomputes(args),
         gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         deepspeed=None if deepspeed is None else deepspeed.deepspeed_config,
         seed=args.seed,

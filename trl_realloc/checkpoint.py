@@ -36,11 +36,16 @@ def save_models(placement: Placement, folder: Path, save_policy: Any) -> None:
             with _writing_here(placement.actor.head.model):
                 save_policy(placement.actor.head.model, state, folder)
     if placement.critic is not None:
-        state = _whole_state(placement.critic, placement.group("critic.train").is_leader)
-        if state is not None:
-            (folder / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
-            with _writing_here(placement.critic.head.model):
-                placement.critic.head.model.save_pretrained(folder / VALUE_FOLDER, state_dict=state)
+        save_whole(placement.critic, folder / VALUE_FOLDER, placement.group("critic.train").is_leader)
+
+
+def save_whole(engine: TrainedEngine, folder: Path, writes: bool) -> None:
+    """A role's model whole, as `from_pretrained` reads it. Collective over its mesh; the rank that `writes` does."""
+    state = _whole_state(engine, writes)
+    if state is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _writing_here(engine.head.model):
+            engine.head.model.save_pretrained(folder, state_dict=state)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,15 @@
-"""`trl-realloc`: plans on a laptop. Shows a plan and writes one; needs neither torch nor a device."""
+"""`trl-realloc`: plans on a laptop. Chooses, shows and writes plans without torch; measures with it, in a job."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +18,13 @@ from . import __version__
 from .cluster import Cluster
 from .errors import PlanError, suggest
 from .plan import ExecutionPlan
+from .planner.choose import Chosen, choose
+from .planner.cost import Pricing
+from .planner.hardware import Analytic, parse_cluster
 from .planner.presets import PRESETS, load_plan
+from .planner.profile import Measured, Profile
+from .planner.show import beaten_table, draw_estimate, estimate_table, explained
+from .planner.task import Task, is_recipe, read_task
 from .report import load_metrics, print_summary, report_run
 from .timeline import Timeline
 
@@ -67,27 +76,123 @@ def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: in
 
 
 @commands.command()
-@click.argument("preset")
+@click.argument("what", metavar="RECIPE|PRESET")
 @_devices
 @_nodes
 @_engine
 @_zero_stage
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not to the screen.")
-def plan(preset: str, devices: int | None, nodes: int, engine: str, zero_stage: int, output: Path | None) -> None:
-    """Write the plan that PRESET stands for as YAML, to be read, edited and run."""
-    if preset not in PRESETS:
-        raise PlanError(f"there is no preset {preset!r}; {suggest(preset, PRESETS)}")
-    cluster = _cluster(preset, devices, nodes)
-    written = PRESETS[preset](cluster, generation_engine=engine, zero_stage=zero_stage)
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
+@click.option("--cluster", metavar="KIND:NxM", help="Plan a recipe for N nodes of M known devices, like h100:16x8.")
+@click.option("--profile", "measured", type=click.Path(path_type=Path), help="Plan a recipe for a measured machine.")
+@click.option("--prompt-tokens", type=float, help="Mean length of a prompt, for a recipe.")
+@click.option("--explain", "calls", multiple=True, metavar="CALL", help="Say what bounds a call, in numbers.")
+@click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="S", help="Of the search.")
+def plan(
+    what: str,
+    devices: int | None,
+    nodes: int,
+    engine: str,
+    zero_stage: int,
+    output: Path | None,
+    cluster: str | None,
+    measured: Path | None,
+    prompt_tokens: float | None,
+    calls: tuple[str, ...],
+    time_limit: float,
+) -> None:
+    """Choose the plan for a RECIPE, and say what it was chosen over; or write the plan that a PRESET stands for.
+
+    A recipe is planned for --cluster, for the machine of --profile, or for this one, which is measured the first time.
+    The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json.
+    """
+    if is_recipe(what):
+        task = read_task(what, prompt_tokens)
+        chosen = _choose(task, cluster, measured, devices, nodes, time_limit)
+        _show_choice(chosen, calls, output or Path("plan.yaml"))
+        return
+    if what not in PRESETS:
+        raise PlanError(f"{what!r} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
+    written = PRESETS[what](_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
     if output is None:
         click.echo(written.to_yaml(), nl=False)
         return
+    _save(written, output)
+    Console().print(plan_table(written))
+    click.echo(f"written to {output}; run it with plan: {output}")
+
+
+def _choose(
+    task: Task, cluster: str | None, measured: Path | None, devices: int | None, nodes: int, time_limit: float
+) -> Chosen:
+    if cluster is not None:
+        machine, device = parse_cluster(cluster)
+        workload, share = task.workload(machine), task.settings["vllm_gpu_memory_utilization"]
+        pricing = Pricing(machine, workload, Analytic(device), memory=device.memory, vllm_share=share)
+        specs = task.specs(bytes_per_element=2)
+    else:
+        path = measured or _measure(task, devices or _processes(task.recipe))
+        profile = Profile.load(path)
+        machine = Cluster(nodes, profile.devices // nodes)
+        pricing = Pricing(machine, task.workload(machine), Measured(profile), moments=8, default_cap=1024)
+        specs = task.specs()
+    return choose(specs, pricing, generation_engine=task.engine, time_limit_s=time_limit)
+
+
+def _show_choice(chosen: Chosen, calls: Sequence[str], output: Path) -> None:
+    console = Console()
+    console.print(f"{chosen.said[0].upper()}{chosen.said[1:]}.")
+    console.print(estimate_table(chosen.best))
+    if chosen.beaten:
+        console.print(beaten_table(chosen))
+    for call in calls:
+        console.print(explained(chosen.best, call))
+    _save(chosen.best.plan, output)
+    drawn = " and ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))
+    click.echo(f"written to {output}, {drawn}; run it with plan: {output}")
+
+
+def _save(written: ExecutionPlan, output: Path) -> None:
     try:
         written.save(output)
     except OSError as error:
         raise PlanError(f"the plan cannot be written to {output} ({error.strerror}).") from None
-    Console().print(plan_table(written))
-    click.echo(f"written to {output}; run it with plan: {output}")
+
+
+@commands.command()
+@click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_devices
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("profile.json"))
+@click.option("--prompt-tokens", type=float, help="Mean length of a prompt.")
+def profile(recipe: Path, devices: int | None, output: Path, prompt_tokens: float | None) -> None:
+    """Measure what this machine needs for RECIPE's models, with as many processes as the run will have."""
+    task = read_task(recipe, prompt_tokens)
+    measured = _measure(task, devices or _processes(recipe))
+    output.write_bytes(measured.read_bytes())
+    click.echo(f"{len(Profile.load(output).observations)} observations in {output}")
+
+
+def _measure(task: Task, devices: int) -> Path:
+    """Run the short job that measures; its profile's path."""
+    output = Path(tempfile.mkdtemp(prefix="trl_realloc_")) / "profile.json"
+    job = ["-m", "trl_realloc.profile_job", str(task.recipe), str(output), str(task.prompt_tokens)]
+    launch = [sys.executable]
+    if devices > 1:
+        launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]
+        launch += [str(devices), "--mixed_precision", "no", "--dynamo_backend", "no"]
+    done = subprocess.run([*launch, *job], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode or not output.is_file():
+        said = "\n".join(done.stderr.strip().splitlines()[-12:])
+        raise PlanError(f"measuring {task.recipe} on {devices} processes failed: {said}")
+    return output
+
+
+def _processes(recipe: Path) -> int:
+    """As many as the accelerate config beside the recipe says, else one."""
+    config = recipe.parent / "accelerate.yaml"
+    try:
+        return int(yaml.safe_load(config.read_text(encoding="utf-8"))["num_processes"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        return 1
 
 
 @commands.command()

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from .cluster import Cluster
+from .config import PPOConfig
 from .dataflow import DataflowGraph, Role, ppo_graph
 from .errors import PlanError
 from .models import shell
 from .modelspec import FAMILIES, ModelSpec
+from .optimizer import make_optimizer
 from .plan import ExecutionPlan
-from .planner.choose import Chosen, choose, explain
+from .planner.choose import Chosen, choose
 from .planner.cost import Pricing
 from .planner.presets import flatten
 from .planner.profile import Measured, Profile
 from .planner.search import Found, Problem
+from .planner.show import beaten_table, estimate_table
 from .planner.space import Space
 from .planner.workload import Workload
 from .profiling import Subject, cache_path, cached_profile
@@ -90,15 +92,71 @@ def specs_of(configs: Mapping[Role, Sequence[Any]], graph: DataflowGraph | None 
     found: dict[str, list[ModelSpec]] = {}
     for call in (graph or ppo_graph()).calls:
         is_policy = call.role in (Role.ACTOR, Role.REFERENCE)
-        found[call.name] = [_spec(config, is_policy) for config in configs.get(call.role, ())]
+        found[call.name] = [spec_of(config, is_policy) for config in configs.get(call.role, ())]
     return found
 
 
-def _spec(config: Any, is_policy: bool) -> ModelSpec:
+def spec_of(config: Any, is_policy: bool) -> ModelSpec:
     if config.model_type in FAMILIES:
         return ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=4)
     shapes = [(name, tuple(p.shape)) for name, p in shell(config, is_policy).named_parameters()]
     return ModelSpec.of_shapes(shapes, bytes_per_element=4)
+
+
+def job_of(
+    args: PPOConfig,
+    cluster: Cluster,
+    rank: int,
+    engine: str,
+    subject: Subject,
+    *,
+    prompt_tokens: float,
+    context_length: int,
+    pad_token_id: int,
+) -> Job:
+    """A job by its training arguments: every response as long as it may be, for how long they are is known when they
+    are; and engines in the short runs told what they are in the run itself, with the default optimizer.
+
+    Args:
+        prompt_tokens: mean of the data set.
+        context_length: the longest prompt with the longest response.
+    """
+    episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps * cluster.size
+    workload = Workload(
+        episodes=episodes,
+        prompt_tokens=max(1.0, prompt_tokens),
+        response_tokens=(args.response_length,),
+        mini_batches=args.num_mini_batches,
+        epochs=args.num_ppo_epochs,
+        recompute=recomputes(args),
+        forward_tokens=args.local_rollout_forward_batch_size * context_length,
+        train_tokens=args.per_device_train_batch_size * context_length,
+    )
+    options = EngineOptions(
+        device=args.device,
+        temperature=1.0,
+        response_length=args.response_length,
+        context_length=context_length,
+        forward_batch_size=args.local_rollout_forward_batch_size,
+        train_batch_size=args.per_device_train_batch_size,
+        pad_token_id=pad_token_id,
+        make_optimizer=partial(make_optimizer, args),
+        compute_dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        max_grad_norm=args.max_grad_norm or 0.0,
+        gradient_checkpointing=recomputes(args),
+        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        seed=args.seed,
+        vllm={
+            "max_num_seqs": max(1, -(-episodes // cluster.size)),
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        },
+    )
+    return Job(cluster, rank, engine, subject, options, workload, args.vllm_gpu_memory_utilization)
+
+
+def recomputes(args: PPOConfig) -> bool:
+    """Whether training computes its forwards again in its backwards."""
+    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
 
 
 def plan_job(job: Job, *, time_limit_s: float = 5.0) -> Planned:
@@ -151,9 +209,6 @@ def estimate(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pric
     return problem.found(problem.state_of(plan.assignments), plan.name)
 
 
-# --- what a person sees -----------------------------------------------------------------------------------------------
-
-
 def say(chosen: Chosen, profile: Profile, measured: bool) -> None:
     console = Console(stderr=True)
     source = "measured just now" if measured else "measured before"
@@ -161,39 +216,3 @@ def say(chosen: Chosen, profile: Profile, measured: bool) -> None:
     console.print(estimate_table(chosen.best))
     if chosen.beaten:
         console.print(beaten_table(chosen))
-
-
-def estimate_table(found: Found) -> Table:
-    """A row for each call: where and how it runs, the memory it takes of a device, and its time."""
-    table = Table("call", "mesh", "engine", "strategy", "memory", "time", title=found.name, title_justify="left")
-    for name, choice in found.choices.items():
-        assignment, cost = choice.assignment, choice.cost
-        strategy = f"{assignment.strategy}{' offload' if assignment.offload else ''}"
-        memory = f"{(cost.static + cost.transient) / 1e9:.2f} GB"
-        table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, f"{cost.seconds:.3f} s")
-    for name, seconds in found.estimate.moves.items():
-        table.add_row(f"parameters to {name}", "", "", "", "", f"{seconds:.3f} s")
-    table.add_section()
-    most = f"{found.estimate.memory / 1e9:.2f} GB"
-    table.add_row("iteration", str(found.space.cluster.mesh), "", "", most, f"{found.seconds:.3f} s")
-    return table
-
-
-def beaten_table(chosen: Chosen) -> Table:
-    """The alternatives, and why each lost."""
-    table = Table("instead", "time", "why not", title="alternatives", title_justify="left")
-    for each in chosen.beaten:
-        time = f"{each.found.seconds:.3f} s" if each.found else "does not fit"
-        table.add_row(each.name, time, each.reason)
-    return table
-
-
-def explained(found: Found, call: str) -> str:
-    """What bounds a call of a plan. Raises `PlanError` for a call that there is not."""
-    name = found.space.graph.call(call).name
-    return f"{name}, {found.costs[name].seconds:.3g} s: {explain(found.costs[name])}"
-
-
-def save_estimate(found: Found, folder: str | Path) -> None:
-    """`estimate.json`: the iteration as it is expected to go, as a timeline."""
-    found.timeline.save(Path(folder) / "estimate.json")

@@ -29,6 +29,9 @@ class ReallocationPlugin:
         checksums (`bool`, *optional*, defaults to `False`):
             Send a checksum with every message of a reallocation, to hunt a broken wire. Environment:
             `TRL_REALLOC_CHECKSUMS`.
+        replan (`float`, *optional*, defaults to `0.1`):
+            Under `plan: auto`, how far the lengths of responses may move the plan's estimate, as a share, before the
+            planner searches again between two updates; 0 or less for never. Environment: `TRL_REALLOC_REPLAN`.
 
     Raises:
         ValueError: a value that is none of these.
@@ -38,6 +41,7 @@ class ReallocationPlugin:
     generation_engine: str | None = field(default=None, metadata={"help": "`vllm` or `transformers`."})
     bucket_mb: int | None = field(default=None, metadata={"help": "Most MiB received in one bucket."})
     transfer_timeout: float | None = field(default=None, metadata={"help": "Seconds for a message."})
+    replan: float | None = field(default=None, metadata={"help": "Share that lets the planner search again."})
     checksums: bool | None = field(default=None, metadata={"help": "Send checksums, to hunt a broken wire."})
 
     def __post_init__(self) -> None:
@@ -51,6 +55,8 @@ class ReallocationPlugin:
             self.bucket_mb = int(_number("TRL_REALLOC_BUCKET_MB", 256))
         if self.transfer_timeout is None:
             self.transfer_timeout = _number("TRL_REALLOC_TRANSFER_TIMEOUT", 120.0)
+        if self.replan is None:
+            self.replan = _number("TRL_REALLOC_REPLAN", 0.1)
         if self.checksums is None:
             self.checksums = os.environ.get("TRL_REALLOC_CHECKSUMS", "0").lower() in ("1", "true", "yes", "on")
         if self.bucket_mb < 1 or self.transfer_timeout <= 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -43,7 +44,7 @@ from .runtime.alarm import Alarm
 from .runtime.calls import Rules
 from .runtime.exchange import Exchange
 from .runtime.executor import Executor, Iteration
-from .runtime.placement import EngineOptions, Placement, Roles
+from .runtime.placement import CACHED_TOKENS, EngineOptions, Placement, Roles
 from .timeline import Timeline
 
 
@@ -83,12 +84,32 @@ def hardware(device: torch.device) -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads a device"
 
 
-def processors(device: torch.device, per_node: int) -> float | None:
-    """How many of a node's devices compute at full speed at once; `None` where each has a processor of its own."""
-    if device.type == "cuda":
+def processors(work: Callable[[], None], cluster: Cluster, rank: int, device: torch.device) -> float | None:
+    """How many of a node's devices compute at full speed at once: of n devices that slow each other down by x, n / x.
+    `None` where each has a processor, and a way to memory, of its own. All ranks call this together.
+
+    Args:
+        work: some arithmetic like the job's.
+    """
+    if device.type == "cuda" or cluster.size == 1:
         return None
-    able = len(os.sched_getaffinity(0)) / torch.get_num_threads()
-    return able if able < per_node else None
+
+    def taken(alone: bool) -> float:
+        seconds = []
+        for _ in range(4):
+            dist.barrier()
+            begun = time.perf_counter()
+            if rank == 0 or not alone:
+                work()
+            seconds.append(time.perf_counter() - begun)
+            dist.barrier()
+        return float(np.median(seconds[1:]))
+
+    slower = torch.tensor([taken(alone=False) / taken(alone=True)])
+    dist.broadcast(slower, 0)
+    per_node = cluster.devices_per_node
+    able = per_node / max(1.0, float(slower))
+    return able if able < 0.97 * per_node else None
 
 
 def about(options: EngineOptions, engine: str) -> dict[str, str]:
@@ -113,7 +134,6 @@ def cache_path(subject: Subject, cluster: Cluster, options: EngineOptions, engin
         "adapters": str(subject.peft_config),
         "cluster": str(cluster),
         "recompute": options.gradient_checkpointing,
-        "budget": [options.forward_batch_size, options.train_batch_size, options.context_length],
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     root = Path(os.environ.get("TRL_REALLOC_CACHE", Path.home() / ".cache" / "trl_realloc"))
@@ -152,6 +172,7 @@ def measure(
     found: list[Observation] = []
     with _progress(rank) as progress:
         bar = progress.add_task("measuring this machine for the planner", total=len(plans) + 1)
+        able = processors(runs.arithmetic(), cluster, rank, options.device)
         found += links(cluster.size, options.device)
         progress.advance(bar)
         samples: Rollouts | None = None
@@ -162,7 +183,6 @@ def measure(
     box: list[Any] = [tuple(found)]
     if dist.is_initialized():
         dist.broadcast_object_list(box, 0)
-    able = processors(options.device, cluster.devices_per_node)
     recompute = options.gradient_checkpointing
     return Profile(hardware(options.device), about(options, engine), cluster.size, able, recompute, box[0])
 
@@ -235,25 +255,29 @@ class _Runs:
         return [(n, r), (n, r), (half, r), (n, short), (n, max(1, r // 2)), (half, short), (n, r)]
 
     def plans(self) -> Iterator[ExecutionPlan]:
-        """Every call on all devices; then scoring and training under each tensor degree that all models can take."""
+        """Every call on all devices; then scoring and training under each tensor degree that all models can take, and
+        in pipelines of two stages."""
         yield flatten(self.cluster, generation_engine=self.engine)
-        tp = 2
-        while tp <= self.cluster.devices_per_node:
-            try:
-                for specs in self.subject.specs.values():
-                    for spec in specs:
-                        spec.check_strategy(tp, 1)
-            except PlanError:
-                return
-            yield self._split(tp)
-            tp *= 2
+        degrees = [(2, 1), (1, 2), *((1 << at, 1) for at in range(2, self.cluster.devices_per_node.bit_length()))]
+        for tp, pp in degrees:
+            if self.cluster.devices_per_node % (tp * pp) == 0 and self._can(tp, pp):
+                yield self._split(tp, pp)
 
-    def _split(self, tp: int) -> ExecutionPlan:
+    def _can(self, tp: int, pp: int) -> bool:
+        try:
+            for specs in self.subject.specs.values():
+                for spec in specs:
+                    spec.check_strategy(tp, pp)
+        except PlanError:
+            return False
+        return True
+
+    def _split(self, tp: int, pp: int) -> ExecutionPlan:
         mesh, graph = self.cluster.mesh, ppo_graph()
-        split = Assignment(mesh, ParallelStrategy(mesh.size // tp, tp), "megatron")
+        split = Assignment(mesh, ParallelStrategy(mesh.size // (tp * pp), tp, pp), "megatron")
         whole = Assignment(mesh, ParallelStrategy(mesh.size), "transformers")
         assignments = {c.name: whole if c.kind is CallKind.GENERATE else split for c in graph.calls}
-        return ExecutionPlan(self.cluster, assignments, graph, f"tp {tp}")
+        return ExecutionPlan(self.cluster, assignments, graph, f"tp {tp} pp {pp}")
 
     def observe(self, plan: ExecutionPlan, samples: Rollouts | None) -> tuple[list[Observation], Rollouts | None]:
         """Run a plan a few times; with `samples`, its scoring and training alone, on those."""
@@ -311,12 +335,32 @@ class _Runs:
                         "answered": float(responses.sum()) / strategy.dp,
                         "steps": float(kind is CallKind.TRAIN),
                     }
+                    if strategy.pp > 1:
+                        counts["micro"] = float(max(strategy.pp, math.ceil(counts["tokens"] / self._budget(kind))))
                 share = seconds * spec.elements / every
                 yield Observation(
                     str(kind), model_key(spec), share, plan.cluster.size, strategy.tp, strategy.pp, **counts
                 )
         if "actor.generate" in busy:
             yield Observation("iteration", "", max(1e-6, whole - sum(busy.values())), plan.cluster.size)
+
+    def arithmetic(self) -> Callable[[], None]:
+        """A forward and a backward of the actor."""
+        model = self._model(self.subject.configs[Role.ACTOR][0], is_policy=True)
+        tokens = torch.zeros((4, min(256, self.options.context_length)), dtype=torch.long)
+
+        def work() -> None:
+            model(input_ids=tokens).logits.mean().backward()
+            model.zero_grad(set_to_none=True)
+
+        return work
+
+    def _budget(self, kind: CallKind) -> int:
+        """Most tokens of a forward, as `Placement.budget` has it."""
+        options = self.options
+        samples = options.train_batch_size if kind is CallKind.TRAIN else options.forward_batch_size
+        room = samples * options.context_length
+        return min(room, CACHED_TOKENS) if options.device.type == "cpu" else room
 
     # --- what is run ------------------------------------------------------------------------------------------------
 

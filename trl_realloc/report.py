@@ -146,10 +146,11 @@ def write_report(
     *,
     timeline: str = "",
     simulated: float | None = None,
+    expected: Sequence[str] = (),
 ) -> Path:
     """`report.md` with the reward and its curve (`reward.png`), the time by call (and a picture of it, if there is
-    one; `simulated` seconds per update beside the measured), the plan, and completions of the same prompts (`query`,
-    `model response`, `score`) before and after. Returns its path."""
+    one; `simulated` seconds per update beside the measured; `expected`, lines on the estimate), the plan, and
+    completions of the same prompts (`query`, `model response`, `score`) before and after. Returns its path."""
     folder = Path(folder)
     summary = reward_summary(rows)
     reward_curve(rows, folder / "reward.png")
@@ -172,6 +173,7 @@ def write_report(
         "",
         *(_beside_measured(simulated, rows) if simulated is not None else []),
         *([f"![two updates, devices down, time across]({timeline}); whole run: trace.json", ""] if timeline else []),
+        *expected,
         *([*_markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
         "## Plan",
         "",
@@ -198,7 +200,8 @@ def write_report(
 def report_run(folder: str | Path) -> Path:
     """The report of a finished run from what it left in its folder: `metrics.jsonl`, and `plan.yaml`, `timeline.json`,
     `completions.json` where they are. With a timeline, a picture of two updates (`timeline.png`) and all of it as
-    `trace.json` for Perfetto. Returns the report's path.
+    `trace.json` for Perfetto. With an `estimate.json` what was expected stands beside
+    what was measured. Returns the report's path.
 
     Raises:
         ValueError: there are no metrics, or too few updates.
@@ -211,10 +214,11 @@ def report_run(folder: str | Path) -> Path:
     completions = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else {"before": (), "after": ()}
     text = plan.read_text(encoding="utf-8") if plan.is_file() else ""
     spans = folder / "timeline.json"
-    picture, simulated = "", None
+    picture, simulated, expected = "", None, list[str]()
     if spans.is_file():
         timeline = Timeline.load(spans)
         simulated = simulated_seconds(text, timeline)
+        expected = _beside_estimate(folder, timeline)
         steps = timeline.steps[-2:]
         Timeline(span for span in timeline.spans if span.step in steps).draw(folder / "timeline.png")
         (folder / "trace.json").write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
@@ -227,6 +231,7 @@ def report_run(folder: str | Path) -> Path:
         completions["after"][:8],
         timeline=picture,
         simulated=simulated,
+        expected=expected,
     )
 
 
@@ -247,6 +252,41 @@ def _beside_measured(simulated: float, rows: Sequence[Mapping[str, Any]]) -> lis
         f"From these times the plan's timeline takes {simulated:.3f} s per update; measured were {measured:.3f} s. The "
         f"rest, {(measured - simulated) / measured:.0%}, is what happens between the calls: samples on their way, "
         f"waiting for the slower device, logging.",
+        "",
+    ]
+
+
+def estimate_table(estimate: Timeline, measured: Timeline) -> Table:
+    """What was expected of every call and of the iteration, and what it was; the first update, in which all warms up,
+    is left out where there are more."""
+    steps = measured.steps[1:] or measured.steps
+    warm = Timeline(span for span in measured.spans if span.step in steps)
+    table = Table("call", "estimated", "measured", "error", title="estimate against measurement", title_justify="left")
+
+    def row(name: str, expected: float | None, was: float | None) -> None:
+        cells = ["" if each is None else f"{each:.3f} s" for each in (expected, was)]
+        table.add_row(name, *cells, f"{expected / was - 1:+.0%}" if expected and was else "")
+
+    for call, expected, was, _ in estimate.compare(warm):
+        row(call, expected, was)
+    whole = fmean(warm.of_step(step).seconds_per_step for step in steps) if steps else None
+    row("iteration", estimate.seconds_per_step, whole)
+    return table
+
+
+def _beside_estimate(folder: Path, measured: Timeline) -> list[str]:
+    """The estimate that a run was begun with, if it left one: a table and a picture."""
+    file = folder / "estimate.json"
+    if not file.is_file():
+        return []
+    estimate = Timeline.load(file)
+    estimate.draw(folder / "estimate.png")
+    return [
+        "### Estimated and measured",
+        "",
+        *_markdown(estimate_table(estimate, measured)),
+        "",
+        "![the iteration as it was expected](estimate.png)",
         "",
     ]
 

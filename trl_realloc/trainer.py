@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint, speed_metrics
+from transformers.utils import logging
 
 from . import assembly, checkpoint
 from .assembly import Setup
@@ -31,13 +32,17 @@ from .data import PromptBatch, SeededOrder, collate_prompts, prompt_loader, toke
 from .dataflow import Role
 from .engines import Sampling
 from .plan import ExecutionPlan
+from .planner.show import save_estimate
 from .plugin import ReallocationPlugin
+from .replanning import pack, unpack
 from .runtime.alarm import Alarm, JobFailed
 from .runtime.exchange import Exchange
 from .runtime.executor import Executor, Iteration
 from .runtime.placement import Placement
 from .timeline import Span, Timeline
 
+
+logger = logging.get_logger(__name__)
 
 SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
 _EVAL_STEP = 1 << 40  # evaluation draws from seeds of its own, the same at every evaluation
@@ -97,6 +102,7 @@ class PPOTrainer(PPOTrainerBase):
 
     state: OnlineTrainerState
     control: Any
+    model: Any
 
     def __init__(
         self,
@@ -157,6 +163,14 @@ class PPOTrainer(PPOTrainerBase):
         """The execution plan that this run follows."""
         return self.setup.plan
 
+    def save_estimate(self, folder: str | Path) -> bool:
+        """Write what the plan is expected to take as `estimate.json`, for the report; whether there is an estimate (on
+        rank 0, of a plan that the planner chose, or of any plan on a machine that has been measured)."""
+        found = self.setup.planned.found
+        if found is not None and self.accelerator.process_index == 0:
+            save_estimate(found, folder)
+        return found is not None
+
     @property
     def timeline(self) -> Timeline:
         """When this run's calls were executed, as far as this rank has heard."""
@@ -166,6 +180,11 @@ class PPOTrainer(PPOTrainerBase):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        self._place()
+        self.replanner = assembly.replanner(self.setup, self.plugin)
+
+    def _place(self) -> None:
+        """The runtime of the plan: groups now, engines when they are first needed."""
         options = assembly.engine_options(self.args, self.setup, self.accelerator, self.plugin)
         self.placement = Placement(self.setup.plan, self.accelerator.process_index, self.setup.roles, options)
         store = torch.distributed.distributed_c10d._get_default_store() if torch.distributed.is_initialized() else None
@@ -209,7 +228,9 @@ class PPOTrainer(PPOTrainerBase):
         self._memory_tracker.start()
         self.is_in_train = True
         with self._failing_together():
+            begun = time.time()
             self.placement.start()
+            self._start_seconds = time.time() - begun
             output = self._train(folder)
         self.is_in_train = False
         return output
@@ -241,6 +262,7 @@ class PPOTrainer(PPOTrainerBase):
             self._show_completions()
             if self.control.should_training_stop:
                 break
+            self._replan(iteration)
         if self._in_pass:  # stopped in the middle of it
             self._end_pass()
         if self._window:
@@ -251,6 +273,27 @@ class PPOTrainer(PPOTrainerBase):
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         return TrainOutput(self.state.global_step, 0.0, metrics)
+
+    def _replan(self, iteration: Iteration) -> None:
+        """Move to another plan where the lengths of the responses have made another faster: state for state what it
+        was, on other devices or under other strategies."""
+        if self.replanner is None:
+            return
+        self.replanner.note(iteration.samples.ragged("responses").lengths.tolist())
+        planned = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
+        if planned is None:
+            return
+        folder = Path(self.args.output_dir) / ".moving"
+        pack(self.placement, folder, self._write_policy)
+        self.placement.close()
+        self.setup = assembly.moved(self.args, self.setup, planned, self.accelerator.process_index, folder)
+        self.model = self.policy_model = self.setup.policy
+        self._place()
+        unpack(self.placement, folder, self.accelerator.process_index)
+        if self.accelerator.is_main_process:
+            found = planned.found
+            expected = f", an estimated {found.seconds:.3g} s per iteration" if found else ""
+            logger.warning(f"update {self.state.global_step}: the plan is now {planned.plan.name}{expected}.")
 
     def _start_state(self, folder: Path | None) -> None:
         args = self.args

@@ -56,6 +56,7 @@ def main() -> None:
     if speaks:
         Console().print(plan_table(trainer.plan))
         trainer.plan.save(folder / "plan.yaml")
+        trainer.save_estimate(folder)
     before = trainer.generate_completions(sampling=True)
     trainer.train()
     after = trainer.generate_completions(sampling=True)

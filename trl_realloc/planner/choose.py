@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ..cluster import Cluster
 from ..dataflow import DataflowGraph, ppo_graph
 from ..errors import PlanError
 from ..modelspec import ModelSpec
@@ -14,6 +16,7 @@ from .search import Found, Outcome, Problem, search
 from .space import Space
 
 
+MOST_DEVICES = 1024  # that a remedy names
 SIMPLER = 0.02  # a preset whose estimate is within this of the best is taken: estimates are no better than that
 
 
@@ -64,9 +67,37 @@ def choose(
         barrier: iterations do not overlap.
 
     Raises:
-        PlanError: the models fit on no plan.
+        PlanError: the models fit on no plan; with the smallest cluster on which they would.
     """
-    graph = graph or ppo_graph()
+    options: dict[str, Any] = {
+        "graph": graph or ppo_graph(),
+        "generation_engine": generation_engine,
+        "zero_stages": zero_stages,
+        "barrier": barrier,
+        "seed": seed,
+        "time_limit_s": time_limit_s,
+    }
+    try:
+        return _choose(specs, pricing, **options)
+    except PlanError as error:
+        size = smallest_cluster(specs, pricing, options)
+        would = (
+            f"{size} of these devices would do." if size else f"{MOST_DEVICES} of these devices would not do either."
+        )
+        raise PlanError(*error.problems, would) from None
+
+
+def _choose(
+    specs: Mapping[str, Sequence[ModelSpec]],
+    pricing: Pricing,
+    *,
+    graph: DataflowGraph,
+    generation_engine: str,
+    zero_stages: Sequence[int] | None,
+    barrier: bool,
+    seed: int,
+    time_limit_s: float,
+) -> Chosen:
     stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
     engines = (generation_engine, "zero", "megatron")
     space = Space(
@@ -77,14 +108,18 @@ def choose(
     beaten: list[Beaten] = []
     is_ppo = graph == ppo_graph()
     for name, preset in PRESETS.items() if is_ppo else ():
+        every = []
         for stage in stages:
             label = name if stage == 0 else f"{name}, ZeRO-{stage}"
             plan = preset(pricing.cluster, generation_engine=generation_engine, zero_stage=stage)
-            found = problem.found(problem.state_of(plan.assignments), label)
-            if found.fits:
-                presets[label] = found
-            elif stage in (0, 3):
-                beaten.append(Beaten(label, None, _too_large(found)))
+            every.append(problem.found(problem.state_of(plan.assignments), label))
+        fitting = [found for found in every if found.fits]
+        if fitting:  # of a preset the ZeRO stage that suits it
+            found = min(fitting, key=lambda each: each.seconds)
+            presets[found.name] = found
+        else:
+            smallest = min(every, key=lambda each: each.estimate.memory)
+            beaten.append(Beaten(smallest.name, None, _too_large(smallest)))
     starts = [tuple(found.choices.values()) for found in presets.values()]
     outcome = search(problem, seed=seed, time_limit_s=time_limit_s, starts=starts)
     ranked = sorted((problem.found(state, "searched") for state in outcome.states), key=lambda each: each.seconds)
@@ -106,9 +141,11 @@ def choose(
 
 def why_slower(found: Found, best: Found) -> str:
     """The call that costs a plan most against the best one, in a sentence."""
+    more = found.seconds - best.seconds
+    if more < 0.01 * best.seconds:
+        return f"{more / best.seconds:.1%} slower by estimate"
     slower = {name: found.costs[name].seconds - best.costs[name].seconds for name in found.costs}
     name = max(slower, key=lambda each: slower[each])
-    more = found.seconds - best.seconds
     if slower[name] > 0.25 * more:
         here, there = (each.choices[name].assignment for each in (found, best))
         return (
@@ -118,7 +155,14 @@ def why_slower(found: Found, best: Found) -> str:
     moved = sum(found.estimate.moves.values()) - sum(best.estimate.moves.values())
     if moved > 0.25 * more:
         return f"its reallocations take {moved:.3g} s more"
-    return "its calls wait for each other, where those of the best run side by side"
+    busy, better = (_busy(each) for each in (found, best))
+    return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {better:.0%}"
+
+
+def _busy(found: Found) -> float:
+    """Share of the iteration that the devices are at work, on the mean."""
+    work = sum(choice.seconds * choice.assignment.mesh.size for choice in found.choices.values())
+    return float(work / (found.space.cluster.size * found.seconds))
 
 
 def explain(cost: CallCost) -> str:
@@ -144,19 +188,16 @@ def _too_large(found: Found) -> str:
     return f"device {found.estimate.fullest} would hold {wanted:.1f} GB, and has {memory / 1e9:.0f} GB"
 
 
-def smallest_cluster(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, most: int = 1024) -> int | None:
-    """The fewest devices, doubling from one, on which the models fit at all; `None` beyond `most`."""
-    from dataclasses import replace
-
-    from ..cluster import Cluster
-
-    per_node = pricing.cluster.devices_per_node
-    size = 1
-    while size <= most:
+def smallest_cluster(
+    specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]
+) -> int | None:
+    """The fewest devices, doubling from those there are, on which the models fit; `None` beyond `MOST_DEVICES`."""
+    per_node, size = pricing.cluster.devices_per_node, 2 * pricing.cluster.size
+    while size <= MOST_DEVICES:
         cluster = Cluster(max(1, size // per_node), min(size, per_node), pricing.cluster.memory_gb)
         try:
-            choose(specs, replace(pricing, cluster=cluster), time_limit_s=1.0)
-            return size
+            _choose(specs, replace(pricing, cluster=cluster), **{**options, "time_limit_s": 1.0})
+            return cluster.size
         except PlanError:
             size *= 2
     return None

@@ -150,7 +150,8 @@ class Pricing:
             parts["tensor"] = micro * tensor
         if strategy.pp > 1:
             parts["bubble"] = (strategy.pp - 1) * (compute + tensor)
-            parts["pipeline"] = (1 + train) * (micro + strategy.pp - 2) * pipeline_link.send(activations)
+            hop = pipeline_link.send(activations) + rates.hop
+            parts["pipeline"] = (1 + train) * (micro + strategy.pp - 2) * hop
         return parts, compute
 
     def _exposed_gather(self, spec: ModelSpec, strategy: ParallelStrategy, link: Link, compute: float) -> float:

@@ -130,8 +130,12 @@ class Rates(Protocol):
     def processors(self) -> float | None:
         """How many devices can compute at once, where several share a processor; `None`: each has its own."""
 
-    def measured(self, spec: ModelSpec, tp: int, generates: bool) -> bool:
-        """Whether these rates know the model under that tensor degree."""
+    @property
+    def hop(self) -> float:
+        """Seconds of a pipeline's stage for each micro-batch, beside its arithmetic and its message."""
+
+    def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
+        """Whether these rates know the model under those degrees."""
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         """One layer's forward of so many tokens, whose samples' squared lengths sum to `squared`."""
@@ -188,7 +192,11 @@ class Analytic:
     def overlap(self) -> float:
         return self.device.overlap
 
-    def measured(self, spec: ModelSpec, tp: int, generates: bool) -> bool:
+    @property
+    def hop(self) -> float:
+        return 0.0
+
+    def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
         return True
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:

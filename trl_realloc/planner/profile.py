@@ -42,6 +42,7 @@ class Observation:
         grown: sum over decode steps of the samples under way.
         cached: sum over decode steps of all tokens in the caches.
         bytes: of a message, or of a collective's tensor.
+        micro: micro-batches that a pipeline was given.
     """
 
     work: str
@@ -57,6 +58,7 @@ class Observation:
     grown: float = 0.0
     cached: float = 0.0
     bytes: float = 0.0
+    micro: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,24 @@ class Measured:
         rows = [seconds for _, seconds in self._alone("iteration")]
         return float(np.median(rows)) / 6 if rows else 0.0
 
-    def measured(self, spec: ModelSpec, tp: int, generates: bool) -> bool:
-        """Whether there is anything to say about the model under that tensor degree."""
-        work = "generate" if generates else "forward"
-        return len(self._alone(work, model_key(spec), tp)) >= FEWEST
+    def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
+        """Whether there is anything to say about the model under those degrees: of a tensor degree it has to have been
+        measured itself, of pipelines any."""
+        work, key = "generate" if generates else "forward", model_key(spec)
+        deep = pp == 1 or bool(self._alone("forward", key, 1, 2))
+        return deep and len(self._alone(work, key, tp)) >= FEWEST
+
+    @cached_property
+    def hop(self) -> float:
+        """What measured pipelines took beyond (micro + pp - 1) / micro of their share of the arithmetic."""
+        found = []
+        for each in self.profile.observations:
+            if each.pp > 1 and each.work == "forward":
+                whole = _dot(self._passes_of(each.model, each.tp).forward, (each.tokens, each.squared))
+                deep = each.micro + each.pp - 1
+                expected = whole / each.pp * deep / each.micro
+                found.append(max(0.0, each.seconds / self._crowd(each) - expected) / deep)
+        return float(np.median(found)) if found else 0.0
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         passes = self._passes(spec, tp)
@@ -212,14 +228,14 @@ class Measured:
     def _fits(self) -> dict[Any, Any]:
         return {}
 
-    def _alone(self, work: str, model: str = "", tp: int = 1) -> list[tuple[Observation, float]]:
+    def _alone(self, work: str, model: str = "", tp: int = 1, pp: int = 1) -> list[tuple[Observation, float]]:
         """Observations with the seconds that each would have taken had no other device wanted its processor."""
-        found = []
-        for each in self.profile.observations:
-            if each.work == work and each.model == model and each.tp == tp and each.pp == 1:
-                crowd = max(1.0, each.devices / self.processors) if self.processors else 1.0
-                found.append((each, each.seconds / crowd))
-        return found
+        wanted = (work, model, tp, pp)
+        rows = [o for o in self.profile.observations if (o.work, o.model, o.tp, o.pp) == wanted]
+        return [(each, each.seconds / self._crowd(each)) for each in rows]
+
+    def _crowd(self, each: Observation) -> float:
+        return max(1.0, each.devices / self.processors) if self.processors else 1.0
 
     def _passes(self, spec: ModelSpec, tp: int) -> _Passes:
         return self._passes_of(model_key(spec), tp)

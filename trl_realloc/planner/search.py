@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..assignment import Assignment, in_place
@@ -26,9 +26,9 @@ from .space import Choice, Space
 
 
 EXHAUSTIBLE = 20_000  # combinations that are all tried
-EVALUATIONS = 20_000  # of a search
+LOOKS = 40_000  # at states, known ones too, of a search
 RESTARTS = 6
-PATIENCE = 4_000  # evaluations without a better plan
+PATIENCE = 8_000  # looks without a better plan
 
 State = tuple[Choice, ...]
 
@@ -275,7 +275,7 @@ class _Climb:
         self.problem, self.lists, self.draw, self.deadline = problem, lists, draw, deadline
         self.seen: dict[tuple[int, ...], tuple[float, State]] = {}
         self.best = math.inf
-        self.improved_at = 0
+        self.looks = self.improved_at = 0
         # the fastest choice of every call on every mesh, for moves that place two calls side by side
         self.on_mesh: list[dict[DeviceMesh, list[Choice]]] = []
         for each in lists:
@@ -286,17 +286,16 @@ class _Climb:
 
     @property
     def over(self) -> bool:
-        done = self.problem.evaluations
-        tired = done - self.improved_at > PATIENCE
-        return tired or done >= EVALUATIONS or time.perf_counter() >= self.deadline
+        return self.looks - self.improved_at > PATIENCE or self._late
 
     def weigh(self, state: State) -> float:
         key = tuple(map(id, state))
+        self.looks += 1
         if key not in self.seen:
             weight = self.problem.weight(state)
             self.seen[key] = (weight, state)
             if weight < self.best * (1 - 1e-9):
-                self.best, self.improved_at = weight, self.problem.evaluations
+                self.best, self.improved_at = weight, self.looks
         return self.seen[key][0]
 
     def run(self, starts: Sequence[State]) -> None:
@@ -307,10 +306,7 @@ class _Climb:
         ends = [self.descend(state) for state in beginnings if not self.over or not self.seen]
         state = min(ends, key=self.weigh)
         while not self.over:
-            self.improved_at = max(self.improved_at, self.problem.evaluations - PATIENCE // 2)
             state = self.descend(self.wander(state))
-            if self.problem.evaluations - self.improved_at > PATIENCE:
-                break
 
     def descend(self, state: State) -> State:
         """Better by one call or by two side by side, until neither helps."""
@@ -340,7 +336,7 @@ class _Climb:
 
     @property
     def _late(self) -> bool:
-        return time.perf_counter() >= self.deadline or self.problem.evaluations >= EVALUATIONS
+        return self.looks >= LOOKS or time.perf_counter() >= self.deadline
 
     def _one(self, state: State) -> Sequence[State]:
         """One call changed: all of its choices, or of very many a draw."""
@@ -368,8 +364,7 @@ class _Climb:
         return found
 
     def _random(self, state: State) -> State:
-        pick: Callable[[], Sequence[State]] = lambda: self._pair(state)  # noqa: E731
-        if self.draw.random() < 0.3 and (pairs := pick()):
+        if self.draw.random() < 0.3 and (pairs := self._pair(state)):
             return self.draw.choice(list(pairs))
         at = self.draw.randrange(len(state))
         return (*state[:at], self.draw.choice(list(self.lists[at])), *state[at + 1 :])

@@ -125,7 +125,7 @@ class Space:
                     continue
                 generates = call.kind is CallKind.GENERATE
                 if all(
-                    _splits(spec, call, tp, pp) and self.pricing.rates.measured(spec, tp, generates)
+                    _splits(spec, call, tp, pp) and self.pricing.rates.measured(spec, tp, pp, generates)
                     for spec in self.specs.get(call.name, ())
                 ):
                     yield dp, tp, pp

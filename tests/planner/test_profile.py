@@ -1,0 +1,114 @@
+"""Measured unit costs: fitted from a table made of known ones, kept on disk, refused on another machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llamas import llama, work
+
+from trl_realloc.cluster import Cluster
+from trl_realloc.errors import PlanError
+from trl_realloc.planner.choose import choose
+from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.profile import Measured, Observation, Profile, _fit, model_key
+
+
+ACTOR, CRITIC = llama(1), llama(1, "score")
+FORWARD, TRAIN, STEP = 2e-4, 7e-4, 0.3  # seconds a token, a token, an optimizer step
+DECODE, SAMPLE, PREFILL = 4e-3, 1e-4, 1e-4
+LATENCY, BANDWIDTH = 1e-4, 1e9
+
+
+def made_up(processors: float | None = None, devices: int = 4, **changes: object) -> Profile:
+    """A machine whose costs are known; where processors are shared, all took as much longer."""
+    crowd = max(1.0, devices / processors) if processors else 1.0
+    rows = []
+    for size in (1 << 14, 1 << 18, 1 << 22):
+        rows.append(Observation("send", "", (LATENCY + size / BANDWIDTH) * crowd, devices, bytes=size))
+        ring = 2 * LATENCY + 2 * (devices - 1) / devices * size / BANDWIDTH
+        rows.append(Observation("all_reduce", "", ring * crowd, devices, bytes=size))
+    for spec in (ACTOR, CRITIC):
+        key = model_key(spec)
+        for tokens, length in ((1000.0, 100.0), (2000.0, 100.0), (2000.0, 50.0), (4000.0, 50.0)):
+            counts = {"tokens": tokens, "squared": tokens * length, "answered": tokens / 2}
+            rows.append(Observation("forward", key, FORWARD * tokens * crowd, devices, **counts))
+            own = TRAIN * tokens + STEP + 2 * LATENCY + 1.5 * spec.elements * 4 / BANDWIDTH
+            rows.append(Observation("train", key, own * crowd, devices, steps=1.0, **counts))
+    for samples, steps in ((16, 64), (32, 64), (16, 16), (32, 32), (8, 64)):
+        own = DECODE * steps + SAMPLE * samples * steps + PREFILL * samples * 10
+        counts = {"tokens": samples * 10.0, "steps": steps, "grown": samples * steps, "cached": samples * steps**2 / 2}
+        rows.append(Observation("generate", model_key(ACTOR), own * crowd, devices, **counts))
+    rows.append(Observation("iteration", "", 0.06 * crowd, devices))
+    return Profile("a machine", {}, devices, processors, False, tuple(rows), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("processors", [None, 2.0])
+def test_what_was_measured_is_what_is_priced(processors: float | None) -> None:
+    """Shared processors or not: what one device takes alone comes out."""
+    rates = Measured(made_up(processors))
+    whole = ACTOR.layers * rates.layer(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1)
+    assert whole == pytest.approx(FORWARD * 3000, rel=1e-6)
+    back = ACTOR.layers * rates.layer_backward(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1, backward=True)
+    assert whole + back == pytest.approx(TRAIN * 3000, rel=1e-6)
+    assert rates.optimizer(ACTOR.elements, 4) == pytest.approx(STEP, rel=0.05)
+    assert rates.step == pytest.approx(DECODE, rel=1e-6)
+    assert ACTOR.layers * rates.decode(ACTOR, 10, 50, 1)[0] == pytest.approx(10 * SAMPLE, rel=1e-6)
+    assert rates.inside.send(1e6) == pytest.approx(LATENCY + 1e6 / BANDWIDTH)
+    assert rates.inside.all_reduce(1e6, 4) == pytest.approx(2 * LATENCY + 1.5e6 / BANDWIDTH, rel=0.01)
+    assert rates.call == pytest.approx(0.01)
+
+
+def test_a_profile_is_the_same_after_saving(tmp_path: Path) -> None:
+    made_up(2.0).save(tmp_path / "folder" / "profile.json")
+    assert Profile.load(tmp_path / "folder" / "profile.json") == made_up(2.0)
+
+
+def test_a_profile_of_other_hardware_is_refused() -> None:
+    with pytest.raises(PlanError, match="made on 'a machine', but this job runs on 'another'"):
+        made_up().check_hardware("another")
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(PlanError, match="is no profile"):
+        Profile.load(tmp_path / "x.json")
+    with pytest.raises(PlanError, match="cannot be read"):
+        Profile.load(tmp_path / "absent.json")
+
+
+def test_a_model_that_was_not_measured_is_refused() -> None:
+    rates = Measured(made_up())
+    assert not rates.measured(llama(7), 1, 1, False)
+    assert not rates.measured(ACTOR, 2, 1, False)
+    assert not rates.measured(ACTOR, 1, 2, False), "no pipeline was measured"
+    with pytest.raises(PlanError, match="has no model like"):
+        rates.layer(llama(7), 100, 100, 1)
+
+
+@given(
+    units=st.tuples(st.floats(1e-6, 1e-3), st.floats(0, 1e-3)),
+    counts=st.lists(st.tuples(st.floats(1, 1e4), st.floats(1, 1e4)), min_size=3, max_size=9),
+)
+def test_unit_costs_are_found_again_and_never_negative(
+    units: tuple[float, float], counts: list[tuple[float, float]]
+) -> None:
+    seconds = [units[0] * a + units[1] * b for a, b in counts]
+    found = _fit(counts, seconds)
+    assert all(each >= 0 for each in found)
+    for (a, b), expected in zip(counts, seconds, strict=True):
+        assert found[0] * a + found[1] * b == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_measured_machine_is_planned_with_the_splits_that_were_measured() -> None:
+    models = {
+        name: (ACTOR if name.startswith(("actor", "reference")) else CRITIC,)
+        for name in ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
+    } | {"actor.train": (ACTOR,), "critic.train": (CRITIC,)}
+    pricing = Pricing(Cluster(1, 4), work(), Measured(made_up(2.0)), default_cap=1024)
+    chosen = choose(models, pricing)
+    strategies = [assignment.strategy for assignment in chosen.best.plan.assignments.values()]
+    assert all(strategy.tp == 1 for strategy in strategies)
+    assert all(strategy.zero_stage == 0 for strategy in strategies), "ZeRO gives memory, of which nothing is known"

@@ -1,0 +1,165 @@
+"""The best plan of a space: against all combinations where they can be counted, repeatable, and never one too large."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+
+import pytest
+from llamas import pricing, specs, work
+
+from trl_realloc.assignment import Assignment, ParallelStrategy
+from trl_realloc.cluster import Cluster, DeviceMesh, legal_meshes
+from trl_realloc.dataflow import CallKind, ppo_graph
+from trl_realloc.errors import PlanError
+from trl_realloc.planner import search as searching
+from trl_realloc.planner.choose import choose
+from trl_realloc.planner.cost import CallCost
+from trl_realloc.planner.search import Problem, search
+from trl_realloc.planner.space import Choice, Space, meshes_of, undominated
+
+
+def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem:
+    """Eight devices; for each call some meshes with times and sizes that nobody could guess."""
+    draw = random.Random(seed)
+    prices = pricing()
+    space = Space(prices.cluster, ppo_graph(), specs(1, 1), prices)
+    choices = {}
+    for call in space.graph.calls:
+        own = []
+        for mesh in draw.sample(legal_meshes(space.cluster), per_call):
+            engine = "vllm" if call.kind is CallKind.GENERATE else "zero"
+            size = draw.uniform(1e9, 40e9) if memory else 0.0
+            cost = CallCost({"compute": draw.uniform(0.5, 4) * 8 / mesh.size ** draw.uniform(0.3, 1)}, size, size / 4)
+            own.append(Choice(Assignment(mesh, ParallelStrategy(mesh.size), engine), cost))
+        choices[call.name] = own
+    return Problem(space, choices, barrier=draw.random() < 0.5)
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_the_search_comes_within_a_hundredth_of_all_combinations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(seed, per_call=4)
+    best = min(problem.weight(state) for state in itertools.product(*problem.choices.values()))
+    monkeypatch.setattr(searching, "EXHAUSTIBLE", 0)
+    if best >= 1e9:
+        with pytest.raises(PlanError, match="fit on no plan"):
+            search(problem, time_limit_s=60)
+        return
+    outcome = search(problem, time_limit_s=60)
+    assert not outcome.exhaustive
+    assert outcome.weights[0] <= 1.01 * best
+
+
+def test_few_combinations_are_all_tried() -> None:
+    problem = random_problem(1, per_call=2)
+    outcome = search(problem)
+    assert outcome.exhaustive
+    assert outcome.evaluations == 2**6
+
+
+def test_the_same_problem_gives_the_same_plan() -> None:
+    found = [search(random_problem(5, per_call=8), seed=3, time_limit_s=60).weights for _ in range(2)]
+    assert found[0] == found[1]
+
+
+def test_the_search_keeps_its_time_limit() -> None:
+    outcome = search(random_problem(5, per_call=10), time_limit_s=0.05)
+    assert outcome.seconds < 1.0
+    assert outcome.states
+
+
+def test_at_128_devices_large_meshes_are_still_looked_at() -> None:
+    """ReaL's cap of 1,000 candidates in the order of enumeration drops them."""
+    prices = pricing(16)
+    choices = Space(prices.cluster, ppo_graph(), specs(7, 7), prices).choices()
+    for own in choices.values():
+        sizes = {choice.assignment.mesh.size for choice in own}
+        assert {8, 64, 120, 128} <= sizes
+
+
+def test_of_a_large_cluster_only_some_meshes_are_looked_at() -> None:
+    cluster = Cluster(512, 8)
+    meshes = meshes_of(cluster)
+    assert cluster.mesh in meshes
+    assert len(meshes) < 4000
+    assert any(not a.overlaps(b) and a.size + b.size == cluster.size for a in meshes for b in meshes[:64])
+
+
+def test_a_choice_that_another_beats_in_everything_is_left_out() -> None:
+    mesh = DeviceMesh(0, 4)
+
+    def make(seconds: float, size: float, tokens: int) -> Choice:
+        strategy = ParallelStrategy(4, micro_batch_tokens=tokens)
+        return Choice(Assignment(mesh, strategy, "zero"), CallCost({"compute": seconds}, size, 0.0))
+
+    fast, small, bad = make(1, 8, 64), make(2, 4, 32), make(3, 9, 16)
+    assert undominated([bad, small, fast]) == [fast, small]
+
+
+def test_a_plan_that_would_not_fit_is_never_proposed() -> None:
+    prices = pricing(1)
+    chosen = choose(specs(7, 7), prices)
+    assert chosen.best.estimate.memory <= prices.memory
+    assert chosen.best.fits
+    assert all(each.found is None or each.found.fits for each in chosen.beaten)
+    flat = next(each for each in chosen.beaten if each.name.startswith("flatten"))
+    assert flat.found is not None
+    assert "ZeRO" in flat.name, "7B with its optimizer is too large for one device by itself"
+
+
+def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_would_do() -> None:
+    with pytest.raises(PlanError) as refused:
+        choose(specs(70, 70), pricing(1))
+    text = str(refused.value)
+    assert "80 GB" in text
+    assert "32 of these devices would do" in text or "64 of these devices would do" in text
+
+
+def test_the_planner_beats_every_preset_and_says_why_each_lost() -> None:
+    chosen = choose(specs(7, 7), pricing(2))
+    named = {each.name.partition(",")[0]: each for each in chosen.beaten}
+    for name in ("flatten", "interleave", "separate"):
+        if name in named and named[name].found is not None:
+            assert named[name].found.seconds >= chosen.best.seconds
+            assert named[name].reason
+    assert chosen.best.plan.cluster.size == 16
+
+
+def test_a_preset_within_the_estimates_own_error_is_preferred() -> None:
+    chosen = choose(specs(1, 1), pricing(1, 1))
+    assert chosen.best.name.startswith("flatten")
+
+
+def test_frozen_roles_may_be_in_the_way_of_nothing() -> None:
+    """Every call's memory counts on its own devices alone: roles apart need not fit together."""
+    problem = random_problem(0)
+    apart = {
+        name: Assignment(DeviceMesh(at, 1), ParallelStrategy(1), "vllm" if at == 0 else "zero")
+        for at, name in enumerate(problem.names)
+    }
+    state = tuple(Choice(a, CallCost({"compute": 1.0}, 60e9, 1e9)) for a in apart.values())
+    assert problem.estimate(state).memory == pytest.approx(61e9)
+
+
+def test_other_graphs_are_planned_too() -> None:
+    ppo = ppo_graph()
+    reward, reference = ppo.call("reward.forward"), ppo.call("reference.forward")
+    from trl_realloc.dataflow import Call, DataflowGraph, Role
+
+    grpo = DataflowGraph(
+        (
+            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
+            reference,
+            reward,
+            Call(Role.ACTOR, CallKind.TRAIN, ("prompts", "responses", "logprobs", "ref_logprobs", "scores")),
+        )
+    )
+    dpo = DataflowGraph(
+        (reference, Call(Role.ACTOR, CallKind.TRAIN, ("prompts", "responses", "ref_logprobs"))),
+        ("prompts", "responses"),
+    )
+    for graph in (grpo, dpo):
+        chosen = choose(specs(7, 7, graph), pricing(1, workload=work()), graph=graph)
+        planned: Mapping[str, Assignment] = chosen.best.plan.assignments
+        assert tuple(planned) == graph.order

@@ -1,0 +1,52 @@
+"""Lengths as distributions: how an engine's batch shrinks as samples finish."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llamas import work
+
+from trl_realloc.errors import PlanError
+from trl_realloc.planner.workload import Workload
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    episodes=st.integers(1, 200),
+    slots=st.integers(1, 64),
+)
+def test_every_token_is_decoded_whatever_the_slots(lengths: list[int], episodes: int, slots: int) -> None:
+    workload = work(response_tokens=tuple(lengths), episodes=episodes)
+    phases = workload.decoding(episodes, slots)
+    decoded = sum(steps * batch for steps, batch, _ in phases)
+    ordered = sorted(lengths)
+    if episodes % len(lengths) == 0:  # neighbouring phases are joined where there are many, and batches are whole
+        assert decoded == pytest.approx(sum(ordered) * episodes // len(lengths), rel=0.15)
+    assert all(batch <= slots or slots < 1 for _, batch, _ in phases) or episodes > 4096
+    assert sum(steps for steps, _, _ in phases) >= max(lengths) * (episodes >= len(lengths))
+    assert len(phases) <= 48
+
+
+def test_equal_lengths_decode_in_one_batch() -> None:
+    assert work(episodes=8, response_tokens=(100,)).decoding(8, 64) == ((100, 8, 128 + 50),)
+
+
+def test_waiting_samples_take_the_place_of_finished_ones() -> None:
+    phases = work(episodes=8, response_tokens=(100,)).decoding(8, 4)
+    assert [(steps, batch) for steps, batch, _ in phases] == [(100, 4), (100, 4)]
+
+
+def test_a_measured_distribution_keeps_its_mean() -> None:
+    lengths = [*range(1, 1001)]
+    kept = Workload.quantiles(lengths)
+    assert sum(kept) / len(kept) == pytest.approx(500, rel=0.02)
+    assert work().of_lengths(lengths).mean_response == pytest.approx(500, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"episodes": 0}, {"response_tokens": ()}, {"response_tokens": (0, 5)}, {"epochs": 0}]
+)
+def test_a_workload_of_nothing_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match="workload"):
+        work(**wrong)

@@ -1,0 +1,62 @@
+"""The job behind `trl-realloc profile`: as many processes as the run will have measure a recipe's models.
+
+accelerate launch --num_processes N -m trl_realloc.profile_job RECIPE OUTPUT [PROMPT_TOKENS]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+from accelerate import PartialState
+from transformers import AutoConfig
+
+from .cluster import Cluster
+from .config import PPOConfig
+from .dataflow import Role
+from .planner.task import read_task
+from .planning import job_of, specs_of
+from .profiling import Subject, cached_profile
+
+
+def main(recipe: str, output: str, prompt_tokens: float | None = None) -> None:
+    task = read_task(recipe, prompt_tokens)
+    with open(recipe, encoding="utf-8") as file:
+        given: dict[str, Any] = yaml.safe_load(file)
+    known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
+    own = {key: value for key, value in given.items() if key in known}
+    with tempfile.TemporaryDirectory() as folder:
+        args = PPOConfig(**{**own, "output_dir": folder, "report_to": "none"})
+    args.device  # noqa: B018 - makes the process group
+    world = PartialState()
+    configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in task.folders.items()}
+    for role in (Role.CRITIC, Role.REWARD):
+        configs[role][0].num_labels = 1
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.num_processes))
+    cluster = Cluster(world.num_processes // per_node, per_node)
+    pad = configs[Role.ACTOR][0].pad_token_id
+    job = job_of(
+        args,
+        cluster,
+        world.process_index,
+        task.engine,
+        Subject(configs, specs_of(configs)),
+        prompt_tokens=task.prompt_tokens,
+        context_length=round(task.prompt_tokens + args.response_length),
+        pad_token_id=0 if pad is None else pad,
+    )
+    profile, _ = cached_profile(job.subject, cluster, job.rank, job.options, job.workload, job.engine)
+    if job.rank == 0:
+        profile.save(output)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]) if len(sys.argv) > 3 else None)

@@ -1,0 +1,125 @@
+"""A plan that goes stale: response lengths change while a policy learns, and with them which plan is fastest.
+
+Watches the lengths, searches again when they have moved the plan's estimate far enough, and carries a run's state from
+one placement to the next. When that happens is the trainer's to say: between two updates.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .checkpoint import VALUE_FOLDER, load_training_state, save_models, save_training_state, save_whole
+from .errors import PlanError
+from .planner.choose import SIMPLER, choose
+from .planner.workload import Workload
+from .planning import Job, Planned, estimate
+from .rewards import RewardModelSource
+from .runtime.placement import Placement
+
+
+WINDOW = 4  # updates whose lengths count
+REFERENCE, REWARD = "reference", "reward-{}"  # folders of frozen roles on their way
+
+
+class Replanner:
+    """Args:
+    job: what the planner was told.
+    planned: what it chose.
+    threshold: how far, as a share, the estimate of the plan may move before the planner searches again; 0 for any.
+    """
+
+    def __init__(self, job: Job, planned: Planned, threshold: float) -> None:
+        self.job, self.planned, self.threshold = job, planned, threshold
+        self._seen: deque[Sequence[int]] = deque(maxlen=WINDOW)
+        self._basis = planned.found.seconds if planned.found else 0.0
+
+    def note(self, lengths: Sequence[int]) -> None:
+        """The response lengths of an update."""
+        self._seen.append(lengths)
+
+    @property
+    def workload(self) -> Workload:
+        """The job's with the lengths of the last updates."""
+        return self.job.workload.of_lengths([length for lengths in self._seen for length in lengths])
+
+    @property
+    def moved(self) -> float:
+        """By what share the lengths have moved the plan's estimate since it was made."""
+        profile, found = self.planned.profile, self.planned.found
+        if profile is None or found is None or not self._seen:
+            return 0.0
+        now = estimate(self.planned.plan, self.job.subject.specs, self.job.pricing(profile, self.workload))
+        return now.seconds / self._basis - 1
+
+    def better(self, updates_left: int, move_seconds: float, time_limit_s: float = 5.0) -> Planned | None:
+        """Another plan, where the estimate has moved by more than the threshold, another is now faster, and what it
+        saves in the updates that are left is more than moving takes. All ranks call this together."""
+        if self.planned.chosen is None or abs(self.moved) <= self.threshold:
+            return None
+        assert self.planned.profile is not None
+        box: list[Any] = [None]
+        if self.job.rank == 0:
+            box = [self._search(time_limit_s)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(box, 0)
+        current, chosen = box[0]
+        self._basis = current.seconds
+        if chosen is None or chosen.best.seconds > current.seconds * (1 - SIMPLER):
+            return None
+        if (current.seconds - chosen.best.seconds) * updates_left < move_seconds:
+            return None
+        plan = replace(chosen.best.plan, name=f"auto ({chosen.best.name})")
+        self._basis = chosen.best.seconds
+        self.planned = Planned(plan, chosen.best, chosen, self.planned.profile)
+        return self.planned
+
+    def _search(self, time_limit_s: float) -> tuple[Any, Any]:
+        assert self.planned.profile is not None
+        pricing = self.job.pricing(self.planned.profile, self.workload)
+        specs = self.job.subject.specs
+        current = estimate(self.planned.plan, specs, pricing)
+        try:
+            return current, choose(specs, pricing, generation_engine=self.job.engine, time_limit_s=time_limit_s)
+        except PlanError:
+            return current, None
+
+
+def pack(placement: Placement, folder: Path, save_policy: Any) -> None:
+    """Everything of a placement that a run goes on from: four models whole, both optimizers' states. Collective."""
+    save_models(placement, folder, save_policy)
+    save_training_state(placement, folder)
+    if placement.reference is not None:
+        save_whole(placement.reference, folder / REFERENCE, placement.group("reference.forward").is_leader)
+    for at, (_, engine) in enumerate(placement.reward_models):
+        save_whole(engine, folder / REWARD.format(at), placement.group("reward.forward").is_leader)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def packed_rewards(
+    folder: Path, sources: Sequence[RewardModelSource], load: Callable[[str], Any]
+) -> tuple[RewardModelSource, ...]:
+    """The reward models as they were packed."""
+    paths = [str(folder / REWARD.format(at)) for at in range(len(sources))]
+    return tuple(replace(source, load=partial(load, path)) for source, path in zip(sources, paths, strict=True))
+
+
+def unpack(placement: Placement, folder: Path, rank: int) -> None:
+    """Start the new placement from what was packed, and remove that. Collective."""
+    placement.start()
+    load_training_state(placement, folder)
+    if dist.is_initialized():
+        dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+__all__ = ["REFERENCE", "VALUE_FOLDER", "Replanner", "pack", "packed_rewards", "unpack"]
