@@ -303,6 +303,7 @@ class _Runs:
                 if at:
                     found += self._observations(plan, iteration, time.perf_counter() - begun)
             made = iteration.samples if samples is None else samples
+            exchange.flush()
         finally:
             placement.close()
         if samples is None:  # the largest, for the runs that generate nothing

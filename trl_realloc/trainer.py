@@ -283,6 +283,7 @@ class PPOTrainer(PPOTrainerBase):
         planned = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
         if planned is None:
             return
+        self.executor.exchange.flush()
         folder = Path(self.args.output_dir) / ".moving"
         pack(self.placement, folder, self._write_policy)
         self.placement.close()

@@ -24,7 +24,8 @@ def test_longer_responses_move_the_run_to_another_plan_and_change_nothing_else(r
     assert short["actor.train"] != short["critic.train"], "side by side while responses are short"
     assert long["actor.train"] == "0-1", "on both devices once they are long"
     for one, other in zip(moved["updates"], stayed["updates"], strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
+        learned = {key: value for key, value in one.items() if not key.startswith("realloc/")}
+        assert learned == pytest.approx(other, rel=1e-4, abs=1e-4)
 
 
 def test_the_weights_after_a_move_are_those_of_a_run_that_stayed(run: Callable[..., Path]) -> None:

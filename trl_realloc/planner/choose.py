@@ -17,6 +17,7 @@ from .space import Space
 
 
 MOST_DEVICES = 1024  # that a remedy names
+MANY = 256  # devices; beyond, a schedule takes seconds, and the chosen plan's alone are made
 SIMPLER = 0.02  # a preset whose estimate is within this of the best is taken: estimates are no better than that
 
 
@@ -106,13 +107,13 @@ def _choose(
     problem = Problem(space, space.choices(), barrier=barrier)
     presets: dict[str, Found] = {}
     beaten: list[Beaten] = []
-    is_ppo = graph == ppo_graph()
+    is_ppo, few = graph == ppo_graph(), pricing.cluster.size <= MANY
     for name, preset in PRESETS.items() if is_ppo else ():
         every = []
         for stage in stages:
             label = name if stage == 0 else f"{name}, ZeRO-{stage}"
             plan = preset(pricing.cluster, generation_engine=generation_engine, zero_stage=stage)
-            every.append(problem.found(problem.state_of(plan.assignments), label))
+            every.append(problem.found(problem.state_of(plan.assignments), label, exact=few))
         fitting = [found for found in every if found.fits]
         if fitting:  # of a preset the ZeRO stage that suits it
             found = min(fitting, key=lambda each: each.seconds)
@@ -122,15 +123,16 @@ def _choose(
             beaten.append(Beaten(smallest.name, None, _too_large(smallest)))
     starts = [tuple(found.choices.values()) for found in presets.values()]
     outcome = search(problem, seed=seed, time_limit_s=time_limit_s, starts=starts)
-    ranked = sorted((problem.found(state, "searched") for state in outcome.states), key=lambda each: each.seconds)
-    best = ranked[0]
+    every = [problem.found(state, "searched", exact=few) for state in outcome.states]
+    ranked = sorted(every, key=lambda each: each.seconds)
+    best = ranked[0] if few else problem.found(tuple(ranked[0].choices.values()), "searched")
     simple = min(presets.values(), key=lambda each: each.seconds, default=best)
     if simple.seconds <= best.seconds * (1 + SIMPLER):
         best = simple
     for label, found in sorted(presets.items(), key=lambda item: item[1].seconds):
         if found is not best:
             beaten.append(Beaten(label, found, why_slower(found, best)))
-    if best is not ranked[0]:
+    if best.name != ranked[0].name:
         gain = 1 - ranked[0].seconds / best.seconds
         reason = f"{gain:.1%} faster by estimate, which is no more than estimates are good for"
         beaten.append(Beaten("searched", ranked[0], reason))

@@ -190,9 +190,9 @@ class Problem:
                 most, fullest = static + transient, device
         return most, fullest
 
-    def found(self, state: State, name: str) -> Found:
-        """The state with its reallocations priced by their schedules."""
-        estimate = self.estimate(state, exact_moves=True)
+    def found(self, state: State, name: str, *, exact: bool = True) -> Found:
+        """The state with its reallocations priced by their schedules, or where not `exact` by their bounds."""
+        estimate = self.estimate(state, exact_moves=exact)
         return Found(name, self.space, dict(zip(self.names, state, strict=True)), estimate)
 
     def state_of(self, assignments: Mapping[str, Assignment]) -> State:

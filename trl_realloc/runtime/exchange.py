@@ -62,11 +62,16 @@ class Exchange:
 
     def begin(self) -> None:
         """A new step: the last one's messages have all been taken."""
+        self.flush()
+        self._whole.clear()
+        self._mine.clear()
+
+    def flush(self) -> None:
+        """Wait until all that was posted has been taken. Before an exchange is let go: gloo drops what is still on its
+        way with it, and the others would wait for it in vain."""
         for work, _buffer in self._sent:
             work.wait()
         self._sent.clear()
-        self._whole.clear()
-        self._mine.clear()
 
     def publish(self, call: str, piece: Piece | Failure) -> None:
         """Post this rank's piece of a call's outputs to every other rank. Does not wait."""
