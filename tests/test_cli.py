@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +11,7 @@ import pytest
 
 from trl_realloc.cli import main
 from trl_realloc.cluster import Cluster
+from trl_realloc.dataflow import ppo_graph
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.planner.presets import PRESETS, flatten, interleave
 from trl_realloc.timeline import Span, Timeline
@@ -145,3 +148,68 @@ def test_a_run_without_a_timeline_is_refused_with_what_saves_one(
 ) -> None:
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
     assert "save one with trainer.timeline.save(path)" in capsys.readouterr().err
+
+
+# --- planning a recipe ------------------------------------------------------------------------------------------------
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "demo" / "ppo.yaml"
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_a_recipe_is_planned_for_a_cluster_one_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], printed: None
+) -> None:
+    path = tmp_path / "plan.yaml"
+    asked = ["plan", str(RECIPE), "--cluster", "h100:2x8", "-o", str(path), "--explain", "actor.train"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    for call in ppo_graph().order:
+        assert call in said
+    assert "flatten" in said, "what it beat"
+    assert re.search(r"actor\.train, .* s: \d+%", said)
+    plan = ExecutionPlan.load(path)
+    assert plan.cluster.size == 16
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    trace = json.loads((tmp_path / "plan.trace.json").read_text())
+    assert {row["name"] for row in trace["traceEvents"]} >= set(ppo_graph().order)
+
+
+def test_planning_a_recipe_leaves_torch_out(tmp_path: Path) -> None:
+    output = str(tmp_path / "plan.yaml")
+    code = (
+        "import sys; from trl_realloc.cli import main; "
+        f"main(['plan', {str(RECIPE)!r}, '--cluster', 'h100:8', '-o', {output!r}]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--cluster", "h100"], "written as h100:16x8"),
+        (["--cluster", "h10:2x8"], "no specification of 'h10'; did you mean 'h100'"),
+        (["--profile", "absent.json"], "cannot be read"),
+        (["--cluster", "h100:8", "--explain", "actor.tarin"], "did you mean 'actor.train'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(RECIPE), "-o", str(tmp_path / "plan.yaml"), *arguments]) == 2
+    assert complaint in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_recipe_without_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("response_length: 16\n")
+    assert main(["plan", str(recipe), "--cluster", "h100:8"]) == 2
+    assert "names no models" in capsys.readouterr().err
+    recipe.write_text("sft_model_path: nowhere\nreward_model_path: nowhere\n")
+    assert main(["plan", str(recipe), "--cluster", "h100:8"]) == 2
+    assert "no config.json in 'nowhere'" in capsys.readouterr().err

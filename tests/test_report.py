@@ -92,6 +92,19 @@ def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pyt
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 1 + 12 * 6
 
 
+def test_what_was_expected_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows([0.1] * 12)))
+    measured = [Span("actor.generate", 0, 10.0 * step, 10.0 * step + 2.0, step) for step in range(3)]
+    slow = Span("actor.generate", 0, 0.0, 8.0, 0)  # the first update warms up, and is left out
+    Timeline([slow, *measured[1:]]).save(tmp_path / "timeline.json")
+    Timeline([Span("actor.generate", 0, 0.0, 3.0, 1)]).save(tmp_path / "estimate.json")
+    report = report_run(tmp_path).read_text()
+    assert "| actor.generate | 3.000 s | 2.000 s | +50% |" in report
+    assert "| iteration | 3.000 s | 2.000 s | +50% |" in report
+    assert "estimate.png" in report
+    assert (tmp_path / "estimate.png").is_file()
+
+
 def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no metrics.jsonl; train with callbacks="):
         report_run(tmp_path)

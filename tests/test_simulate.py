@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trl_realloc.cluster import Cluster, DeviceMesh
 from trl_realloc.plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.planner.presets import PRESETS, flatten, interleave, separate
-from trl_realloc.planner.simulate import iteration_seconds, simulate
+from trl_realloc.planner.simulate import Task, iteration_seconds, run, simulate
 
 
 CALLS = ("actor.generate", "reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")
@@ -106,3 +106,33 @@ def test_no_device_does_two_things_at_once_and_nothing_starts_before_what_it_nee
     longest = max(sum(seconds[name] for name in plan.calls_on(device)) for device in range(devices))
     one_by_one = sum(seconds.values()) + 0.3
     assert longest * iterations <= max(ends.values()) + 1e-6 <= one_by_one * iterations + 1
+
+
+# --- devices that share processors -------------------------------------------------------------------------------------
+
+
+def test_calls_side_by_side_on_shared_processors_slow_each_other_down() -> None:
+    """Four devices on two processors: what runs beside the other takes as long as one after the other."""
+    tasks = [Task("one", (DeviceMesh(0, 2),), 3.0), Task("other", (DeviceMesh(2, 2),), 3.0)]
+    apart = run(tasks)[0]
+    shared = run(tasks, processors=2)[0]
+    assert [end for _, end in apart] == [3, 3]
+    assert [end for _, end in shared] == pytest.approx([6, 6])
+
+
+def test_a_processor_that_is_set_free_speeds_up_the_rest() -> None:
+    tasks = [Task("short", (DeviceMesh(0, 2),), 1.0), Task("long", (DeviceMesh(2, 2),), 3.0)]
+    ends = [end for _, end in run(tasks, processors=2)[0]]
+    assert ends == pytest.approx([2, 4])
+
+
+@given(
+    seconds=st.lists(st.floats(0.01, 10), min_size=1, max_size=6),
+    firsts=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
+def test_enough_processors_are_as_good_as_one_each(seconds: list[float], firsts: list[int]) -> None:
+    tasks = [Task(str(at), (DeviceMesh(firsts[at], 1),), each) for at, each in enumerate(seconds)]
+    alone, shared = (run(tasks, iterations=2, processors=each) for each in (None, 4.0))
+    for one, other in zip(alone, shared, strict=True):
+        for (start, end), (began, ended) in zip(one, other, strict=True):
+            assert (began, ended) == pytest.approx((start, end), abs=1e-9)

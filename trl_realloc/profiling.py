@@ -304,6 +304,8 @@ class _Runs:
                     found += self._observations(plan, iteration, time.perf_counter() - begun)
             made = iteration.samples if samples is None else samples
             exchange.flush()
+            if dist.is_initialized():  # a group that one rank lets go is closed for those that still read from it
+                dist.barrier()
         finally:
             placement.close()
         if samples is None:  # the largest, for the runs that generate nothing
