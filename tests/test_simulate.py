@@ -108,7 +108,7 @@ def test_no_device_does_two_things_at_once_and_nothing_starts_before_what_it_nee
     assert longest * iterations <= max(ends.values()) + 1e-6 <= one_by_one * iterations + 1
 
 
-# --- devices that share processors -------------------------------------------------------------------------------------
+# --- devices that share processors ---
 
 
 def test_calls_side_by_side_on_shared_processors_slow_each_other_down() -> None:
