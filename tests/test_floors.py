@@ -164,7 +164,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugin": {"compat", "plan"},
     "config": {"compat", "plan", "planner/presets", "plugin", "ppo"},
     "checkpoint": {"rollout", "runtime/placement"},
-    "report": {"plan", "planner/simulate", "timeline"},
+    "report": {"plan", "planner/search", "planner/simulate", "timeline"},
     "callbacks": set(),
     "optimizer": {"config"},
     "profiling": {

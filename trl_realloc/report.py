@@ -18,6 +18,7 @@ from rich.table import Table
 
 from .errors import PlanError
 from .plan import ExecutionPlan
+from .planner.search import Found
 from .planner.simulate import iteration_seconds
 from .timeline import Timeline
 
@@ -195,6 +196,19 @@ def write_report(
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def leave_record(plan: ExecutionPlan, timeline: Timeline, expected: Found | None, folder: Path) -> None:
+    """What a run leaves for its report: `plan.yaml`, `timeline.json`, and where there is an estimate `estimate.json`,
+    which is set beside what was measured on the terminal too."""
+    if not timeline.spans:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.save(folder / "plan.yaml")
+    timeline.save(folder / "timeline.json")
+    if expected is not None:
+        expected.timeline.save(folder / "estimate.json")
+        Console(stderr=True).print(estimate_table(expected.timeline, timeline))
 
 
 def report_run(folder: str | Path) -> Path:

@@ -32,9 +32,9 @@ from .data import PromptBatch, SeededOrder, collate_prompts, prompt_loader, toke
 from .dataflow import Role
 from .engines import Sampling
 from .plan import ExecutionPlan
-from .planner.show import save_estimate
 from .plugin import ReallocationPlugin
 from .replanning import pack, unpack
+from .report import leave_record
 from .runtime.alarm import Alarm, JobFailed
 from .runtime.exchange import Exchange
 from .runtime.executor import Executor, Iteration
@@ -163,14 +163,6 @@ class PPOTrainer(PPOTrainerBase):
         """The execution plan that this run follows."""
         return self.setup.plan
 
-    def save_estimate(self, folder: str | Path) -> bool:
-        """Write what the plan is expected to take as `estimate.json`, for the report; whether there is an estimate (on
-        rank 0, of a plan that the planner chose, or of any plan on a machine that has been measured)."""
-        found = self.setup.planned.found
-        if found is not None and self.accelerator.process_index == 0:
-            save_estimate(found, folder)
-        return found is not None
-
     @property
     def timeline(self) -> Timeline:
         """When this run's calls were executed, as far as this rank has heard."""
@@ -271,6 +263,8 @@ class PPOTrainer(PPOTrainerBase):
             checkpoint.load_training_state(self.placement, Path(self.state.best_model_checkpoint))
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
         self._memory_tracker.stop_and_update_metrics(metrics)
+        if self.accelerator.is_main_process:
+            leave_record(self.plan, self.timeline, self.setup.planned.found, Path(args.output_dir))
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         return TrainOutput(self.state.global_step, 0.0, metrics)
 

@@ -55,14 +55,11 @@ def main() -> None:
     speaks = trainer.accelerator.is_main_process
     if speaks:
         Console().print(plan_table(trainer.plan))
-        trainer.plan.save(folder / "plan.yaml")
-        trainer.save_estimate(folder)
     before = trainer.generate_completions(sampling=True)
     trainer.train()
     after = trainer.generate_completions(sampling=True)
     trainer.save_model()
     if speaks:
-        trainer.timeline.save(folder / "timeline.json")
         completions: dict[str, list[dict[str, Any]]] = {"before": before, "after": after}
         (folder / "completions.json").write_text(json.dumps(completions, indent=1), encoding="utf-8")
 

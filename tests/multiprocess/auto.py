@@ -18,10 +18,9 @@ def main() -> None:
     profiling.measure = lambda *given: measured.append(1) or measure(*given)
     made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
     made.train()
-    has = made.save_estimate(folder)
     if made.accelerator.is_main_process:
         found = made.setup.planned.found
-        said = {"measured": len(measured), "plan": made.plan.to_dict(), "estimate": found.seconds, "saved": has}
+        said = {"measured": len(measured), "plan": made.plan.to_dict(), "estimate": found.seconds}
         said["step"] = made.state.log_history[-1]["time/step"] if made.state.log_history else None
         (folder / "log.json").write_text(json.dumps({**said, "updates": tiny.updates(made)}))
     made.close()

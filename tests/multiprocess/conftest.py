@@ -40,7 +40,13 @@ class Job:
             command += ["--config_file", str(config)] if config else alone
             command += ["--num_processes", str(processes), "--dynamo_backend", "no"]
         command += [str(HERE / script), str(folder), json.dumps(options)]
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "trainer"), "TRL_REALLOC_TEST_JOB": self.mark}
+        # what is not about the planner runs under a preset: measuring takes a while, and chooses what it likes
+        environment = {
+            "TRL_REALLOC_PLAN": "flatten",
+            **os.environ,
+            "PYTHONPATH": str(HERE.parent / "trainer"),
+            "TRL_REALLOC_TEST_JOB": self.mark,
+        }
         environment["DS_ACCELERATOR"] = "cpu"
         self.log = (folder / "log.txt").open("w+")
         self.process = subprocess.Popen(

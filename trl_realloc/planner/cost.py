@@ -303,8 +303,7 @@ def quick_move_seconds(spec: ModelSpec, home: Assignment, other: Assignment, pri
         home.mesh.first // pricing.cluster.devices_per_node == other.mesh.last // pricing.cluster.devices_per_node
     )
     link = rates.inside if together else rates.between
-    sent = each * receivers / home.mesh.size
-    return max(each, min(sent, each * receivers)) / link.bandwidth
+    return max(each, each * receivers / home.mesh.size) / link.bandwidth
 
 
 def _layers(spec: ModelSpec) -> int:

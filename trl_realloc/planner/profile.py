@@ -8,8 +8,8 @@ error. Measures nothing itself; who fills the table is `profiling`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -311,14 +311,3 @@ def _fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[f
             break
         used.pop(int(np.argmin(part)))
     return tuple(float(each) for each in found)
-
-
-def merged(profiles: Iterable[Profile]) -> Profile:
-    """One profile of several of the same machine."""
-    first, *rest = profiles
-    for other in rest:
-        first.check_hardware(other.hardware)
-    rows = tuple(dict.fromkeys(o for each in (first, *rest) for o in each.observations))
-    return Profile(
-        **{f.name: getattr(first, f.name) for f in fields(first) if f.name != "observations"}, observations=rows
-    )

@@ -42,11 +42,6 @@ def explained(found: Found, call: str) -> str:
     return f"{name}, {found.costs[name].seconds:.3g} s: {explain(found.costs[name])}"
 
 
-def save_estimate(found: Found, folder: str | Path) -> None:
-    """`estimate.json`: the iteration as it is expected to go, as a timeline."""
-    found.timeline.save(Path(folder) / "estimate.json")
-
-
 def draw_estimate(found: Found, stem: str | Path) -> list[Path]:
     """The expected iteration as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`)."""
     picture, trace = Path(f"{stem}.png"), Path(f"{stem}.trace.json")
