@@ -259,6 +259,9 @@ class PPOTrainer(PPOTrainerBase):
             self._end_pass()
         if self._window:
             self._log_window({"lr": rate, "episode": self.state.episode})
+        # together: a process that ends takes down connections that others may still be reading its last samples from
+        self.executor.exchange.flush()
+        self.accelerator.wait_for_everyone()
         if args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             checkpoint.load_training_state(self.placement, Path(self.state.best_model_checkpoint))
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
