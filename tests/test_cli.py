@@ -80,7 +80,7 @@ def test_a_written_plan_is_checked_against_the_size_of_a_job(
         ("show flaten --devices 2", "did you mean 'flatten'?"),
         ("show nope.yaml", "there is no plan file 'nope.yaml'"),
         ("show flatten", "say --devices N, for instance flatten --devices 8"),
-        ("plan flaten --devices 2", "there is no preset 'flaten'; did you mean 'flatten'?"),
+        ("plan flaten --devices 2", "'flaten' is neither a recipe nor a preset; did you mean 'flatten'?"),
         ("plan flatten", "say --devices N"),
         ("plan flatten --devices two", "'two' is not a valid integer"),
         ("plan flatten --devices 0", "both are 1 or more"),
