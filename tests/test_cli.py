@@ -213,3 +213,8 @@ def test_a_recipe_without_models_is_refused(tmp_path: Path, capsys: pytest.Captu
     recipe.write_text("sft_model_path: nowhere\nreward_model_path: nowhere\n")
     assert main(["plan", str(recipe), "--cluster", "h100:8"]) == 2
     assert "no config.json in 'nowhere'" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(tmp_path / "nowhere")]) == 2
+    assert "no config.json in" in capsys.readouterr().err

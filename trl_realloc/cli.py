@@ -159,14 +159,20 @@ def _save(written: ExecutionPlan, output: Path) -> None:
 
 
 @commands.command()
-@click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("what", nargs=-1, required=True, metavar="RECIPE | ACTOR [CRITIC]")
 @_devices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("profile.json"))
 @click.option("--prompt-tokens", type=float, help="Mean length of a prompt.")
-def profile(recipe: Path, devices: int | None, output: Path, prompt_tokens: float | None) -> None:
-    """Measure what this machine needs for RECIPE's models, with as many processes as the run will have."""
-    task = read_task(recipe, prompt_tokens)
-    measured = _measure(task, devices or _processes(recipe))
+def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tokens: float | None) -> None:
+    """Measure what this machine needs for a recipe's models, or for those in the folders ACTOR and CRITIC, with as many
+    processes as the run will have."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(what[0])
+        if not is_recipe(recipe):
+            models = {"sft_model_path": str(recipe.resolve()), "reward_model_path": str(Path(what[-1]).resolve())}
+            recipe = Path(folder) / "models.yaml"
+            recipe.write_text(yaml.safe_dump(models), encoding="utf-8")
+        measured = _measure(read_task(recipe, prompt_tokens), devices or _processes(recipe))
     output.write_bytes(measured.read_bytes())
     click.echo(f"{len(Profile.load(output).observations)} observations in {output}")
 
