@@ -209,6 +209,14 @@ def estimate(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pric
     return problem.found(problem.state_of(plan.assignments), plan.name)
 
 
+def at_lengths(job: Job, planned: Planned, lengths: Sequence[int]) -> Found | None:
+    """The plan's estimate for responses of measured lengths, which is what a run's times are to be held against; `None`
+    where nothing was measured."""
+    if planned.found is None or planned.profile is None or not lengths:
+        return planned.found
+    return estimate(planned.plan, job.subject.specs, job.pricing(planned.profile, job.workload.of_lengths(lengths)))
+
+
 def say(chosen: Chosen, profile: Profile, measured: bool) -> None:
     console = Console(stderr=True)
     source = "measured just now" if measured else "measured before"

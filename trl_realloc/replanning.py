@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .checkpoint import VALUE_FOLDER, load_training_state, save_models, save_training_state, save_whole
 from .errors import PlanError
-from .planner.choose import SIMPLER, choose
+from .planner.choose import choose
 from .planner.workload import Workload
 from .planning import Job, Planned, estimate
 from .rewards import RewardModelSource
@@ -26,6 +26,7 @@ from .runtime.placement import Placement
 
 
 WINDOW = 4  # updates whose lengths count
+WORTH = 0.02  # of an iteration, that another plan has to save
 REFERENCE, REWARD = "reference", "reward-{}"  # folders of frozen roles on their way
 
 
@@ -72,7 +73,7 @@ class Replanner:
             dist.broadcast_object_list(box, 0)
         current, chosen = box[0]
         self._basis = current.seconds
-        if chosen is None or chosen.best.seconds > current.seconds * (1 - SIMPLER):
+        if chosen is None or chosen.best.seconds > current.seconds * (1 - WORTH):
             return None
         if (current.seconds - chosen.best.seconds) * updates_left < move_seconds:
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from .data import PromptBatch, SeededOrder, collate_prompts, prompt_loader, toke
 from .dataflow import Role
 from .engines import Sampling
 from .plan import ExecutionPlan
+from .planning import at_lengths
 from .plugin import ReallocationPlugin
 from .replanning import pack, unpack
 from .report import leave_record
@@ -45,6 +46,7 @@ from .timeline import Span, Timeline
 logger = logging.get_logger(__name__)
 
 SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
+LENGTHS = 20_000  # latest responses whose lengths the estimate at the end is for
 _EVAL_STEP = 1 << 40  # evaluation draws from seeds of its own, the same at every evaluation
 
 
@@ -155,6 +157,7 @@ class PPOTrainer(PPOTrainerBase):
         self.policy_model = self.model
         self.create_scheduler(args.num_total_batches, self.optimizer)
         self._spans: list[Span] = []
+        self._lengths: deque[int] = deque(maxlen=LENGTHS)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
 
@@ -267,7 +270,8 @@ class PPOTrainer(PPOTrainerBase):
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
         self._memory_tracker.stop_and_update_metrics(metrics)
         if self.accelerator.is_main_process:
-            leave_record(self.plan, self.timeline, self.setup.planned.found, Path(args.output_dir))
+            expected = at_lengths(self.setup.job, self.setup.planned, list(self._lengths))
+            leave_record(self.plan, self.timeline, expected, Path(args.output_dir))
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         return TrainOutput(self.state.global_step, 0.0, metrics)
 
@@ -348,6 +352,7 @@ class PPOTrainer(PPOTrainerBase):
         for span in iteration.spans:
             longest[span.call] = max(longest[span.call], span.seconds)
         lengths = iteration.samples.ragged("responses").lengths.float()
+        self._lengths.extend(lengths.int().tolist())
         metrics = {
             **iteration.metrics,
             **{

@@ -53,7 +53,7 @@ def main() -> None:
         trainer.remove_callback(callback)
     trainer.add_callback(CompactProgress())
     speaks = trainer.accelerator.is_main_process
-    if speaks:
+    if speaks and args.plan != "auto":  # the planner has said what it chose
         Console().print(plan_table(trainer.plan))
     before = trainer.generate_completions(sampling=True)
     trainer.train()

@@ -18,7 +18,6 @@ from .space import Space
 
 MOST_DEVICES = 1024  # that a remedy names
 MANY = 256  # devices; beyond, a schedule takes seconds, and the chosen plan's alone are made
-SIMPLER = 0.02  # a preset whose estimate is within this of the best is taken: estimates are no better than that
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ def _choose(
     ranked = sorted(every, key=lambda each: each.seconds)
     best = ranked[0] if few else problem.found(tuple(ranked[0].choices.values()), "searched")
     simple = min(presets.values(), key=lambda each: each.seconds, default=best)
-    if simple.seconds <= best.seconds * (1 + SIMPLER):
-        best = simple
+    if simple.seconds <= best.seconds * (1 + pricing.rates.error):
+        best = simple  # estimates are no better than that
     for label, found in sorted(presets.items(), key=lambda item: item[1].seconds):
         if found is not best:
             beaten.append(Beaten(label, found, why_slower(found, best)))

@@ -131,6 +131,10 @@ class Rates(Protocol):
         """How many devices can compute at once, where several share a processor; `None`: each has its own."""
 
     @property
+    def error(self) -> float:
+        """Share by which estimates err on the mean: a plan is not preferred to a simpler one for less."""
+
+    @property
     def hop(self) -> float:
         """Seconds of a pipeline's stage for each micro-batch, beside its arithmetic and its message."""
 
@@ -195,6 +199,10 @@ class Analytic:
     @property
     def hop(self) -> float:
         return 0.0
+
+    @property
+    def error(self) -> float:
+        return 0.02
 
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
         return True

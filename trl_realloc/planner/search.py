@@ -26,9 +26,9 @@ from .space import Choice, Space
 
 
 EXHAUSTIBLE = 20_000  # combinations that are all tried
-LOOKS = 40_000  # at states, known ones too, of a search
+LOOKS = 80_000  # at states, known ones too, of a search
 RESTARTS = 6
-PATIENCE = 8_000  # looks without a better plan
+PATIENCE = 16_000  # looks without a better plan
 
 State = tuple[Choice, ...]
 
