@@ -205,6 +205,13 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(
     assert complaint in capsys.readouterr().err.replace("\n", " ")
 
 
+def test_a_plan_that_could_not_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(RECIPE), "-o", str(tmp_path / "nowhere" / "plan.yaml")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_a_recipe_without_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("response_length: 16\n")

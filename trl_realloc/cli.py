@@ -106,9 +106,11 @@ def plan(
     The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json.
     """
     if is_recipe(what):
-        task = read_task(what, prompt_tokens)
-        chosen = _choose(task, cluster, measured, devices, nodes, time_limit)
-        _show_choice(chosen, calls, output or Path("plan.yaml"))
+        output = output or Path("plan.yaml")
+        if not output.parent.is_dir():  # said before anything is measured
+            raise PlanError(f"the plan cannot be written to {output} (there is no folder {output.parent}).")
+        chosen = _choose(read_task(what, prompt_tokens), cluster, measured, devices, nodes, time_limit)
+        _show_choice(chosen, calls, output)
         return
     if what not in PRESETS:
         raise PlanError(f"{what!r} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
