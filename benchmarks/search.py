@@ -13,45 +13,27 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+from papers import SETTINGS, spec_of
 from rich.console import Console
 from rich.table import Table
 
 from trl_realloc.dataflow import Role, ppo_graph
-from trl_realloc.modelspec import ModelSpec
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Analytic, parse_cluster
 from trl_realloc.planner.workload import Workload
 
 
-# billions: layers, hidden, intermediate, heads, key/value heads
-SHAPES = {
-    7: (32, 4096, 11008, 32, 32),
-    13: (40, 5120, 13824, 40, 40),
-    34: (48, 8192, 22016, 64, 8),
-    70: (80, 8192, 28672, 64, 8),
-}
 CASES = [(7, 7, 2), (13, 13, 4), (34, 7, 4), (70, 7, 8), (7, 70, 8), (70, 70, 16), (70, 70, 128), (70, 70, 512)]
-
-
-def spec(billions: int, head: Any) -> ModelSpec:
-    layers, hidden, inner, heads, kv_heads = SHAPES[billions]
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": 32000,
-    }
-    return ModelSpec.from_config(config, head, bytes_per_element=2)
 
 
 def measure(actor: int, critic: int, nodes: int, time_limit_s: float) -> dict[str, Any]:
     cluster, device = parse_cluster(f"h100:{nodes}x8")
     policy = (Role.ACTOR, Role.REFERENCE)
-    models = {c.name: [spec(actor, "lm") if c.role in policy else spec(critic, "score")] for c in ppo_graph().calls}
+    settings = yaml.safe_load((SETTINGS / "real_v1.yaml").read_text(encoding="utf-8"))
+    sizes = {call.name: (actor, "lm") if call.role in policy else (critic, "score") for call in ppo_graph().calls}
+    models = {name: [spec_of(settings, *size)] for name, size in sizes.items()}
     lengths = tuple(range(32, 1025, 32))
     workload = Workload(64 * nodes, 512, lengths, mini_batches=4, epochs=1, recompute=True)
     pricing = Pricing(cluster, workload, Analytic(device), memory=device.memory)

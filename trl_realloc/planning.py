@@ -5,13 +5,13 @@ The same plan on every rank: rank 0 searches, all receive it. The choosing itsel
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from .cluster import Cluster
@@ -31,6 +31,7 @@ from .planner.show import beaten_table, estimate_table
 from .planner.space import Space
 from .planner.workload import Workload
 from .profiling import Subject, cache_path, cached_profile
+from .runtime.groups import from_first_rank
 from .runtime.placement import CACHED_TOKENS, EngineOptions
 
 
@@ -86,14 +87,27 @@ class Planned:
     chosen: Chosen | None = None
     profile: Profile | None = None
 
+    @staticmethod
+    def of(chosen: Chosen, profile: Profile) -> Planned:
+        """The planner's own choice."""
+        plan = replace(chosen.best.plan, name=f"auto ({chosen.best.name})")
+        return Planned(plan, chosen.best, chosen, profile)
+
+
+def cluster_of(world: Any) -> Cluster:
+    """The job's processes as nodes: as the launcher grouped them, if it says and they are even."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.num_processes))
+    if per_node < 1 or world.num_processes % per_node:
+        per_node = world.num_processes
+    return Cluster(nodes=world.num_processes // per_node, devices_per_node=per_node)
+
 
 def specs_of(configs: Mapping[Role, Sequence[Any]], graph: DataflowGraph | None = None) -> dict[str, list[ModelSpec]]:
     """By call, the models that it runs; of a family that no table describes by its shapes."""
-    found: dict[str, list[ModelSpec]] = {}
-    for call in (graph or ppo_graph()).calls:
-        is_policy = call.role in (Role.ACTOR, Role.REFERENCE)
-        found[call.name] = [spec_of(config, is_policy) for config in configs.get(call.role, ())]
-    return found
+    graph = graph or ppo_graph()
+    policies = (Role.ACTOR, Role.REFERENCE)
+    of_role = {role: [spec_of(config, role in policies) for config in configs.get(role, ())] for role in graph.roles}
+    return {call.name: of_role[call.role] for call in graph.calls}
 
 
 def spec_of(config: Any, is_policy: bool) -> ModelSpec:
@@ -169,21 +183,19 @@ def plan_job(job: Job, *, time_limit_s: float = 5.0) -> Planned:
     if job.cluster.size == 1:
         return Planned(flatten(job.cluster, generation_engine=job.engine))  # there is nothing to choose
     profile, measured = cached_profile(job.subject, job.cluster, job.rank, job.options, job.workload, job.engine)
-    box: list[Any] = [None]
+    chosen: Chosen | PlanError | None = None
     if job.rank == 0:
+        pricing = job.pricing(profile)
         try:
-            box = [
-                choose(job.subject.specs, job.pricing(profile), generation_engine=job.engine, time_limit_s=time_limit_s)
-            ]
-            say(box[0], profile, measured)
+            chosen = choose(job.subject.specs, pricing, generation_engine=job.engine, time_limit_s=time_limit_s)
+            say(chosen, profile, measured)
         except PlanError as error:
-            box = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, 0)
-    if isinstance(box[0], PlanError):
-        raise box[0]
-    chosen: Chosen = box[0]
-    return Planned(replace(chosen.best.plan, name=f"auto ({chosen.best.name})"), chosen.best, chosen, profile)
+            chosen = error
+    chosen = from_first_rank(chosen)
+    if isinstance(chosen, PlanError):
+        raise chosen
+    assert chosen is not None, "rank 0 chose or refused"
+    return Planned.of(chosen, profile)
 
 
 def known_estimate(job: Job, plan: ExecutionPlan) -> Planned:

@@ -6,28 +6,24 @@ accelerate launch --num_processes N -m trl_realloc.profile_job RECIPE OUTPUT [PR
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import tempfile
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 from accelerate import PartialState
 from transformers import AutoConfig
 
-from .cluster import Cluster
 from .config import PPOConfig
 from .dataflow import Role
-from .planner.task import read_task
-from .planning import job_of, specs_of
+from .planner.task import read_settings, read_task
+from .planning import cluster_of, job_of, specs_of
 from .profiling import Subject, cached_profile
 
 
 def main(recipe: str, output: str, prompt_tokens: float | None = None) -> None:
     task = read_task(recipe, prompt_tokens)
-    with open(recipe, encoding="utf-8") as file:
-        given: dict[str, Any] = yaml.safe_load(file)
+    given = read_settings(task.recipe)
     known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
     own = {key: value for key, value in given.items() if key in known}
     with tempfile.TemporaryDirectory() as folder:
@@ -37,8 +33,7 @@ def main(recipe: str, output: str, prompt_tokens: float | None = None) -> None:
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in task.folders.items()}
     for role in (Role.CRITIC, Role.REWARD):
         configs[role][0].num_labels = 1
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.num_processes))
-    cluster = Cluster(world.num_processes // per_node, per_node)
+    cluster = cluster_of(world)
     pad = configs[Role.ACTOR][0].pad_token_id
     job = job_of(
         args,

@@ -44,7 +44,8 @@ from .runtime.alarm import Alarm
 from .runtime.calls import Rules
 from .runtime.exchange import Exchange
 from .runtime.executor import Executor, Iteration
-from .runtime.placement import CACHED_TOKENS, EngineOptions, Placement, Roles
+from .runtime.groups import from_first_rank
+from .runtime.placement import EngineOptions, Placement, Roles
 from .timeline import Timeline
 
 
@@ -146,17 +147,16 @@ def cached_profile(
     """The profile of these models on this machine, from the cache or measured now, the same on all ranks; and whether
     it was measured now. All ranks call this together."""
     path = cache_path(subject, cluster, options, engine)
-    box: list[Any] = [None]
+    kept: Profile | None = None
     if rank == 0 and path.is_file():
         try:
-            box = [Profile.load(path)]
+            kept = Profile.load(path)
         except PlanError:  # half a file of a killed run
             path.unlink(missing_ok=True)
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, 0)
-    if box[0] is not None:
-        box[0].check_hardware(hardware(options.device))
-        return box[0], False
+    kept = from_first_rank(kept)
+    if kept is not None:
+        kept.check_hardware(hardware(options.device))
+        return kept, False
     profile = measure(subject, cluster, rank, options, workload, engine)
     if rank == 0:
         profile.save(path)
@@ -180,11 +180,9 @@ def measure(
             seen, samples = runs.observe(plan, samples)
             found += seen
             progress.advance(bar)
-    box: list[Any] = [tuple(found)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, 0)
+    agreed = from_first_rank(tuple(found))
     recompute = options.gradient_checkpointing
-    return Profile(hardware(options.device), about(options, engine), cluster.size, able, recompute, box[0])
+    return Profile(hardware(options.device), about(options, engine), cluster.size, able, recompute, agreed)
 
 
 def _progress(rank: int) -> Progress:
@@ -339,7 +337,8 @@ class _Runs:
                         "steps": float(kind is CallKind.TRAIN),
                     }
                     if strategy.pp > 1:
-                        counts["micro"] = float(max(strategy.pp, math.ceil(counts["tokens"] / self._budget(kind))))
+                        budget = self.options.budget(trains=kind is CallKind.TRAIN)
+                        counts["micro"] = float(max(strategy.pp, math.ceil(counts["tokens"] / budget)))
                 share = seconds * spec.elements / every
                 yield Observation(
                     str(kind), model_key(spec), share, plan.cluster.size, strategy.tp, strategy.pp, **counts
@@ -357,13 +356,6 @@ class _Runs:
             model.zero_grad(set_to_none=True)
 
         return work
-
-    def _budget(self, kind: CallKind) -> int:
-        """Most tokens of a forward, as `Placement.budget` has it."""
-        options = self.options
-        samples = options.train_batch_size if kind is CallKind.TRAIN else options.forward_batch_size
-        room = samples * options.context_length
-        return min(room, CACHED_TOKENS) if options.device.type == "cpu" else room
 
     # --- what is run ------------------------------------------------------------------------------------------------
 

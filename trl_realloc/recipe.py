@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from trl import TrlParser
 
 from .checkpoint import CheckpointError
@@ -16,6 +15,7 @@ from .config import ConfigError
 from .data import DataError
 from .errors import PlanError, suggest
 from .models import ModelError
+from .planner.task import read_settings
 from .rewards import RewardError
 from .runtime.alarm import JobFailed
 
@@ -42,13 +42,9 @@ def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | Non
 
 def _check_keys(path: Path, dataclass_types: Sequence[type]) -> None:
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"the recipe {path} cannot be read ({error.strerror}).") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: the recipe is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(recipe, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of settings like `learning_rate: 3.0e-6`.")
+        recipe = read_settings(path)
+    except PlanError as error:
+        raise RecipeError(str(error)) from None
     known = {field.name for kind in dataclass_types for field in dataclasses.fields(kind) if field.init} | {"env"}
     problems = [f"no setting {key!r}; {suggest(str(key), sorted(known))}" for key in recipe if key not in known]
     if problems:

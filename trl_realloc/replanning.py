@@ -6,6 +6,7 @@ one placement to the next. When that happens is the trainer's to say: between tw
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,10 +19,10 @@ import torch.distributed as dist
 
 from .checkpoint import VALUE_FOLDER, load_training_state, save_models, save_training_state, save_whole
 from .errors import PlanError
-from .planner.choose import choose
-from .planner.workload import Workload
-from .planning import Job, Planned, estimate
+from .planner.choose import Chosen, choose
+from .planning import Job, Planned, at_lengths
 from .rewards import RewardModelSource
+from .runtime.groups import from_first_rank
 from .runtime.placement import Placement
 
 
@@ -46,51 +47,31 @@ class Replanner:
         """The response lengths of an update."""
         self._seen.append(lengths)
 
-    @property
-    def workload(self) -> Workload:
-        """The job's with the lengths of the last updates."""
-        return self.job.workload.of_lengths([length for lengths in self._seen for length in lengths])
-
-    @property
-    def moved(self) -> float:
-        """By what share the lengths have moved the plan's estimate since it was made."""
-        profile, found = self.planned.profile, self.planned.found
-        if profile is None or found is None or not self._seen:
-            return 0.0
-        now = estimate(self.planned.plan, self.job.subject.specs, self.job.pricing(profile, self.workload))
-        return now.seconds / self._basis - 1
-
     def better(self, updates_left: int, move_seconds: float, time_limit_s: float = 5.0) -> Planned | None:
-        """Another plan, where the estimate has moved by more than the threshold, another is now faster, and what it
-        saves in the updates that are left is more than moving takes. All ranks call this together."""
-        if self.planned.chosen is None or abs(self.moved) <= self.threshold:
+        """Another plan, where the lengths have moved the estimate by more than the threshold, another is now faster,
+        and what it saves in the updates that are left is more than moving takes. All ranks call this together."""
+        profile = self.planned.profile
+        if self.planned.chosen is None or profile is None or not self._seen:
             return None
-        assert self.planned.profile is not None
-        box: list[Any] = [None]
+        lengths = [length for seen in self._seen for length in seen]
+        current = at_lengths(self.job, self.planned, lengths)
+        assert current is not None, "what the planner chose has an estimate"
+        if abs(current.seconds / self._basis - 1) <= self.threshold:
+            return None
+        chosen: Chosen | None = None
         if self.job.rank == 0:
-            box = [self._search(time_limit_s)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(box, 0)
-        current, chosen = box[0]
-        self._basis = current.seconds
-        if chosen is None or chosen.best.seconds > current.seconds * (1 - WORTH):
+            pricing, engine = self.job.pricing(profile, self.job.workload.of_lengths(lengths)), self.job.engine
+            with contextlib.suppress(PlanError):
+                specs = self.job.subject.specs
+                chosen = choose(specs, pricing, generation_engine=engine, time_limit_s=time_limit_s)
+        self._basis, move_seconds, chosen = from_first_rank((current.seconds, move_seconds, chosen))
+        if chosen is None or chosen.best.seconds > self._basis * (1 - WORTH):
             return None
-        if (current.seconds - chosen.best.seconds) * updates_left < move_seconds:
+        if (self._basis - chosen.best.seconds) * updates_left < move_seconds:
             return None
-        plan = replace(chosen.best.plan, name=f"auto ({chosen.best.name})")
         self._basis = chosen.best.seconds
-        self.planned = Planned(plan, chosen.best, chosen, self.planned.profile)
+        self.planned = Planned.of(chosen, profile)
         return self.planned
-
-    def _search(self, time_limit_s: float) -> tuple[Any, Any]:
-        assert self.planned.profile is not None
-        pricing = self.job.pricing(self.planned.profile, self.workload)
-        specs = self.job.subject.specs
-        current = estimate(self.planned.plan, specs, pricing)
-        try:
-            return current, choose(specs, pricing, generation_engine=self.job.engine, time_limit_s=time_limit_s)
-        except PlanError:
-            return current, None
 
 
 def pack(placement: Placement, folder: Path, save_policy: Any) -> None:

@@ -184,13 +184,13 @@ class Measured:
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         passes = self._passes(spec, tp)
-        return self._of_layer(spec, tp, tokens, _dot(passes.forward, (tokens, squared)), 1)
+        return self._of_layer(spec, tp, tokens, _dot(passes.forward, (tokens, squared)))
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         passes = self._passes(spec, tp)
         again = 1 + self.profile.recompute
         whole = _dot(passes.train, (tokens, squared)) - again * _dot(passes.forward, (tokens, squared))
-        return self._of_layer(spec, tp, tokens, max(whole, 0.0), 1)
+        return self._of_layer(spec, tp, tokens, max(whole, 0.0))
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
         passes = self._passes(spec, tp)
@@ -201,7 +201,7 @@ class Measured:
         return whole * self._head_share(spec)
 
     def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
-        _, _, each, kept = self._decoding(spec, tp)
+        _, _, each, kept = self._fitted_decoding(model_key(spec), tp)
         return (each * samples + kept * samples * cached) / max(spec.layers, 1), 0.0
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
@@ -267,20 +267,17 @@ class Measured:
         answered = sum(o.answered for o, _ in rows) / sum(o.tokens for o, _ in rows)
         return _Passes((forward[0], forward[1]), (train[0], train[1]), step, max(answered, 1e-6))
 
-    def _of_layer(self, spec: ModelSpec, tp: int, tokens: float, whole: float, sweeps: int) -> float:
+    def _of_layer(self, spec: ModelSpec, tp: int, tokens: float, whole: float) -> float:
         """A layer's share of a whole pass; the collectives of tensor parallelism are in it, and are priced apart."""
         each = whole * (1 - self._head_share(spec)) / max(spec.layers, 1)
         if tp == 1:
             return each
-        collectives = 2 * sweeps * self.inside.all_reduce(tokens * spec.hidden * spec.bytes_per_element, tp)
+        collectives = 2 * self.inside.all_reduce(tokens * spec.hidden * spec.bytes_per_element, tp)
         return max(each - collectives, 0.2 * each)
 
     @staticmethod
     def _head_share(spec: ModelSpec) -> float:
         return spec.head_elements / (spec.head_elements + max(spec.layers, 1) * spec.layer_elements)
-
-    def _decoding(self, spec: ModelSpec, tp: int) -> tuple[float, float, float, float]:
-        return self._fitted_decoding(model_key(spec), tp)
 
     def _fitted_decoding(self, key: str, tp: int) -> tuple[float, float, float, float]:
         """Seconds by prompt token, step, sample and step, cached token and step."""

@@ -40,7 +40,6 @@ class Space:
     Args:
         engines: that may generate, and that may score and train.
         deep_generation: generation may be split by pipeline as well; no engine here does it, others' may.
-        tp_limit: largest tensor degree; by default a node's devices.
         offload: whether frozen roles may rest in host memory.
         zero_stages: to choose from.
         smallest_mesh: devices of a mesh at least.
@@ -53,7 +52,6 @@ class Space:
     pricing: Pricing
     engines: tuple[str, ...] = ("vllm", "zero", "megatron")
     deep_generation: bool = False
-    tp_limit: int | None = None
     offload: bool = True
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     smallest_mesh: int = 1
@@ -115,8 +113,7 @@ class Space:
                             yield Assignment(mesh, strategy, engine, offload=True)
 
     def _degrees(self, call: Call, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-        limit = self.tp_limit or self.cluster.devices_per_node
-        for tp in _powers(min(size, limit)) if "tp" in degrees else (1,):
+        for tp in _powers(min(size, self.cluster.devices_per_node)) if "tp" in degrees else (1,):
             for pp in _divisors(size // tp) if "pp" in degrees and size % tp == 0 else (1,):
                 dp, rest = divmod(size, tp * pp)
                 if call.trains and self.train_width is not None and tp * dp > self.train_width:

@@ -28,7 +28,6 @@ DEFAULTS: Mapping[str, Any] = {
     "gradient_checkpointing": True,
     "generation_engine": "vllm",
     "vllm_gpu_memory_utilization": 0.3,
-    "bf16": True,
 }
 POLICY = ("sft_model_path", "model_name_or_path")
 PROMPT_TOKENS = 64.0  # where nothing says how long prompts are
@@ -62,15 +61,15 @@ class Task:
             found[call.name] = (ModelSpec.from_config(config, head, bytes_per_element=bytes_per_element),)  # type: ignore[arg-type]
         return found
 
-    def workload(self, cluster: Cluster, response_tokens: Sequence[int] = ()) -> Workload:
-        """One iteration on that many devices, every response as long as it may be unless lengths are given."""
+    def workload(self, cluster: Cluster) -> Workload:
+        """One iteration on that many devices, every response as long as it may be."""
         settings = self.settings
         longest = round(self.prompt_tokens + settings["response_length"])
         share = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
         return Workload(
             episodes=share * cluster.size,
             prompt_tokens=self.prompt_tokens,
-            response_tokens=tuple(response_tokens) or (settings["response_length"],),
+            response_tokens=(settings["response_length"],),
             mini_batches=settings["num_mini_batches"],
             epochs=settings["num_ppo_epochs"],
             recompute=bool(settings["gradient_checkpointing"]),
@@ -88,14 +87,7 @@ def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:
         PlanError: no such recipe, one that names no models, or a model without a config.
     """
     path = Path(recipe)
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"the recipe {path} cannot be read ({error.strerror}).") from None
-    except yaml.YAMLError as error:
-        raise PlanError(f"{path}: the recipe is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(settings, dict):
-        raise PlanError(f"{path}: a recipe is a mapping of settings like `response_length: 53`.")
+    settings = read_settings(path)
     policy = next((settings[key] for key in POLICY if key in settings), None)
     reward = settings.get("reward_model_path")
     critic = settings.get("value_model_path", reward)
@@ -105,6 +97,19 @@ def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:
     folders = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.REWARD: scores, Role.CRITIC: _folder(critic, path)}
     known = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
     return Task(path, folders, known, prompt_tokens or PROMPT_TOKENS)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A recipe's settings as they are written. Raises `PlanError` where there is no such file, or no mapping in it."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"the recipe {path} cannot be read ({error.strerror}).") from None
+    except yaml.YAMLError as error:
+        raise PlanError(f"{path}: the recipe is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(settings, dict):
+        raise PlanError(f"{path}: a recipe is a mapping of settings like `learning_rate: 3.0e-6`.")
+    return settings
 
 
 def is_recipe(path: str | Path) -> bool:

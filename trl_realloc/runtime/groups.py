@@ -17,6 +17,14 @@ from ..engines.group import MeshGroup, SplitGroups, split_ranks
 from ..plan import ExecutionPlan
 
 
+def from_first_rank(value: Any) -> Any:
+    """Rank 0's value on every rank. All ranks call this together; the others' values do not count."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
 def make_groups(plan: ExecutionPlan, rank: int) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
     """A group for every mesh of the plan and for each rank alone, made on all ranks in one order as torch demands;
     and a gloo group over all for samples, which lie on the host."""

@@ -103,6 +103,11 @@ class EngineOptions:
     transfer_timeout_s: float = TIMEOUT_S
     checksums: bool = False
 
+    def budget(self, *, trains: bool) -> int:
+        """Most tokens of one forward where a plan gives no number: room for so many of the longest samples."""
+        room = (self.train_batch_size if trains else self.forward_batch_size) * self.context_length
+        return min(room, CACHED_TOKENS) if self.device.type == "cpu" else room
+
 
 class Placement:
     """This rank's engines for one plan. `close` ends everything it started.
@@ -148,10 +153,7 @@ class Placement:
     def budget(self, call: str) -> int:
         """Most tokens of one forward of the call: the plan's, or room for the config's number of longest samples."""
         tokens = self.plan[call].strategy.micro_batch_tokens
-        trains = self.plan.graph.call(call).trains
-        samples = self.options.train_batch_size if trains else self.options.forward_batch_size
-        room = samples * self.options.context_length
-        return tokens or (min(room, CACHED_TOKENS) if self.options.device.type == "cpu" else room)
+        return tokens or self.options.budget(trains=self.plan.graph.call(call).trains)
 
     @contextlib.contextmanager
     def resident(self, call: str) -> Iterator[None]:
