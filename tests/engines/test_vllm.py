@@ -419,7 +419,9 @@ def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausal
     session = pair._process.pid
     workers = [pid for pid in session_members(session) if "Worker" in Path(f"/proc/{pid}/comm").read_text()]
     assert len(workers) == 2
-    completions = pair.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
+    # far more than is done before a kill arrives, however busy the machine
+    completions = pair.generate(requests(3000), Sampling(max_tokens=200, temperature=0.7))
+    next(completions)
     os.kill(workers[1], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineDied, match="(?s)exit status 1, while generating.*workers ended"):

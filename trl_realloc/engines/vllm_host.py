@@ -182,6 +182,8 @@ def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], in
             (sample,) = output.outputs
             tokens = list(sample.token_ids)
             stopped = sample.finish_reason == "stop"
+            if not stopped and sample.finish_reason != "length":  # vLLM gave the request up; a part is no sample
+                raise RuntimeError(f"vLLM ended request {output.request_id} early: {sample.finish_reason}")
             samples.append((requests[int(output.request_id)][0], tokens, sample.logprobs.logprobs, stopped))
         if samples:
             channel.send("samples", samples)
