@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,9 @@ class Row:
 def device_of(values: Mapping[str, Any]) -> Device:
     known = DEVICES[values["name"]]
     latency = {"collective_latency": values["collective_latency"], "efficiency": values["collective_efficiency"]}
-    numbers = {key: float(values[key]) for key in ("efficiency", "launch", "decode_launch", "step")}
+    numbers = {
+        key: float(values[key]) for key in ("efficiency", "launch", "decode_launch", "step", "memory_efficiency")
+    }
     inside, between = (Link(float(values[key]), 5e-6, **latency) for key in ("inside_bandwidth", "between_bandwidth"))
     return replace(known, inside=inside, between=between, **numbers)
 
@@ -90,18 +93,27 @@ def rows_of(path: Path) -> Iterator[tuple[dict[str, Any], Row]]:
         of = {Role.ACTOR: (actor, "lm"), Role.REFERENCE: (actor, "lm")}
         models = {call.name: [specs[of.get(call.role, (critic, "score"))]] for call in GRAPH.calls}
         share = settings["gpu_memory_share"]
-        pricing = Pricing(cluster, workload, Analytic(device), memory=device.memory, vllm_share=share)
-        space = Space(cluster, GRAPH, models, pricing, ("vllm", "megatron"), deep_generation=True, **settings["space"])
+        moments = settings["optimizer_bytes"]
+        pricing = Pricing(cluster, workload, Analytic(device), device.memory, vllm_share=share, moments=moments)
+        engines, deepest = ("vllm", "megatron"), max(cluster.nodes, 8)
+        limits = {"deep_generation": True, "deepest": deepest, **settings["space"]}
+        space = Space(cluster, GRAPH, models, pricing, engines, **limits)
         label = f"{actor}+{critic}@{gpus} gen {line['gen']}"
         published = {key: float(line[f"{key}_s"]) for key in ("heuristic", "real") if line[f"{key}_s"]}
         yield settings, Row(label, Problem(space, space.choices(), barrier=False), published, cluster.nodes)
 
 
 def uniform(row: Row, mesh_of: Mapping[str, DeviceMesh], strategy_of: Mapping[str, ParallelStrategy]) -> dict[str, Any]:
-    return {
-        name: Assignment(mesh_of[name], strategy_of[name], "vllm" if name == "actor.generate" else "megatron")
-        for name in GRAPH.order
-    }
+    """With as many micro-batches in a training pipeline as the authors' system has."""
+    space, found = row.problem.space, {}
+    for name in GRAPH.order:
+        strategy, engine = strategy_of[name], "vllm" if name == "actor.generate" else "megatron"
+        if GRAPH.call(name).trains and strategy.pp > 1 and space.micro_per_stage:
+            work = space.pricing.workload
+            share = work.tokens / work.mini_batches / strategy.dp
+            strategy = replace(strategy, micro_batch_tokens=math.ceil(share / (space.micro_per_stage * strategy.pp)))
+        found[name] = Assignment(mesh_of[name], strategy, engine)
+    return found
 
 
 def heuristic(row: Row) -> Found:

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "planner/hardware",
         "planner/workload",
     },
-    "planner/simulate": {"cluster", "plan", "timeline"},
+    "planner/simulate": {"cluster", "plan", "planner/hardware", "timeline"},
     "planner/presets": {"cluster", "dataflow", "plan"},
     "planner/space": {"assignment", "cluster", "dataflow", "modelspec", "planner/cost"},
     "planner/search": {
@@ -167,7 +167,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"plan", "planner/search", "planner/simulate", "timeline"},
     "callbacks": set(),
     "optimizer": {"config"},
-    "profiling": {
+    "subject": {"dataflow", "models", "modelspec"},
+    "profiling": set(),
+    "profiling/machine": {"cluster", "planner/hardware", "planner/profile"},
+    "profiling/runs": {
         "assignment",
         "cluster",
         "data",
@@ -183,7 +186,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rewards",
         "rollout",
         "runtime/*",
+        "subject",
         "timeline",
+    },
+    "profiling/cache": {
+        "cluster",
+        "planner/profile",
+        "planner/workload",
+        "profiling/machine",
+        "profiling/runs",
+        "rollout",
+        "runtime/groups",
+        "runtime/placement",
+        "subject",
     },
     "planning": {
         "cluster",
@@ -194,11 +209,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "optimizer",
         "plan",
         "planner/*",
-        "profiling",
+        "profiling/cache",
         "runtime/groups",
         "runtime/placement",
+        "subject",
     },
-    "profile_job": {"config", "dataflow", "planner/task", "planning", "profiling"},
+    "profiling/job": {"config", "dataflow", "planner/task", "planning", "profiling/cache", "subject"},
     "replanning": {"checkpoint", "planner/choose", "planning", "rewards", "runtime/groups", "runtime/placement"},
     "completions": {"rollout"},
     "recipe": {"checkpoint", "config", "data", "models", "planner/task", "rewards", "runtime/alarm"},
@@ -217,7 +233,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "planner/presets",
         "planning",
         "plugin",
-        "profiling",
+        "subject",
         "realloc/memory",
         "replanning",
         "rewards",
@@ -238,7 +254,7 @@ ONLY_HERE: dict[str, set[str]] = {
     "trl.experimental.ppo": {"compat"},
     "matplotlib": {"timeline", "report"},
     "click": {"cli"},
-    "rich": {"callbacks", "cli", "completions", "planner/show", "planning", "profiling", "report"},
+    "rich": {"callbacks", "cli", "completions", "planner/show", "planning", "profiling/cache", "report"},
 }
 
 # Pure: they run on a laptop where torch is not installed.

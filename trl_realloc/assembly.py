@@ -38,14 +38,14 @@ from .modelspec import ModelSpec
 from .optimizer import make_optimizer, part_of
 from .plan import ExecutionPlan
 from .planner.presets import AUTO, resolve_plan
-from .planning import Job, Planned, cluster_of, job_of, known_estimate, plan_job, recomputes, spec_of, specs_of
+from .planning import Job, Planned, cluster_of, job_of, known_estimate, plan_job, recomputes
 from .plugin import ReallocationPlugin
-from .profiling import Subject
 from .realloc.memory import check_memory
 from .replanning import REFERENCE, VALUE_FOLDER, Replanner, packed_rewards
 from .rewards import Rewards, read_rewards
 from .runtime.calls import Rules
 from .runtime.placement import EngineOptions, Roles, copies_actor
+from .subject import Subject, spec_of, specs_of
 
 
 @dataclass(frozen=True)

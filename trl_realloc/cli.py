@@ -167,22 +167,22 @@ def _save(written: ExecutionPlan, output: Path) -> None:
 @click.option("--prompt-tokens", type=float, help="Mean length of a prompt.")
 def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tokens: float | None) -> None:
     """Measure what this machine needs for a recipe's models, or for those in the folders ACTOR and CRITIC, with as many
-    processes as the run will have."""
+    processes as the run will have; generation under tensor degrees too, which a run's own measuring leaves out."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(what[0])
         if not is_recipe(recipe):
             models = {"sft_model_path": str(recipe.resolve()), "reward_model_path": str(Path(what[-1]).resolve())}
             recipe = Path(folder) / "models.yaml"
             recipe.write_text(yaml.safe_dump(models), encoding="utf-8")
-        measured = _measure(read_task(recipe, prompt_tokens), devices or _processes(recipe))
+        measured = _measure(read_task(recipe, prompt_tokens), devices or _processes(recipe), "thorough")
     output.write_bytes(measured.read_bytes())
     click.echo(f"{len(Profile.load(output).observations)} observations in {output}")
 
 
-def _measure(task: Task, devices: int) -> Path:
+def _measure(task: Task, devices: int, *how: str) -> Path:
     """Run the short job that measures; its profile's path."""
     output = Path(tempfile.mkdtemp(prefix="trl_realloc_")) / "profile.json"
-    job = ["-m", "trl_realloc.profile_job", str(task.recipe), str(output), str(task.prompt_tokens)]
+    job = ["-m", "trl_realloc.profiling.job", str(task.recipe), str(output), str(task.prompt_tokens), *how]
     launch = [sys.executable]
     if devices > 1:
         launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]

@@ -16,10 +16,8 @@ from rich.console import Console
 
 from .cluster import Cluster
 from .config import PPOConfig
-from .dataflow import DataflowGraph, Role, ppo_graph
 from .errors import PlanError
-from .models import shell
-from .modelspec import FAMILIES, ModelSpec
+from .modelspec import ModelSpec
 from .optimizer import make_optimizer
 from .plan import ExecutionPlan
 from .planner.choose import Chosen, choose
@@ -30,9 +28,10 @@ from .planner.search import Found, Problem
 from .planner.show import beaten_table, estimate_table
 from .planner.space import Space
 from .planner.workload import Workload
-from .profiling import Subject, cache_path, cached_profile
+from .profiling.cache import cache_path, cached_profile
 from .runtime.groups import from_first_rank
 from .runtime.placement import CACHED_TOKENS, EngineOptions
+from .subject import Subject
 
 
 MOMENTS = 8  # bytes of AdamW's float32 moments for each element
@@ -100,21 +99,6 @@ def cluster_of(world: Any) -> Cluster:
     if per_node < 1 or world.num_processes % per_node:
         per_node = world.num_processes
     return Cluster(nodes=world.num_processes // per_node, devices_per_node=per_node)
-
-
-def specs_of(configs: Mapping[Role, Sequence[Any]], graph: DataflowGraph | None = None) -> dict[str, list[ModelSpec]]:
-    """By call, the models that it runs; of a family that no table describes by its shapes."""
-    graph = graph or ppo_graph()
-    policies = (Role.ACTOR, Role.REFERENCE)
-    of_role = {role: [spec_of(config, role in policies) for config in configs.get(role, ())] for role in graph.roles}
-    return {call.name: of_role[call.role] for call in graph.calls}
-
-
-def spec_of(config: Any, is_policy: bool) -> ModelSpec:
-    if config.model_type in FAMILIES:
-        return ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=4)
-    shapes = [(name, tuple(p.shape)) for name, p in shell(config, is_policy).named_parameters()]
-    return ModelSpec.of_shapes(shapes, bytes_per_element=4)
 
 
 def job_of(

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import tiny
 
-from trl_realloc import profiling
+from trl_realloc.profiling import cache
 
 
 def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     measured = []
-    measure = profiling.measure
-    profiling.measure = lambda *given: measured.append(1) or measure(*given)
+    measure = cache.measure
+    cache.measure = lambda *given: measured.append(1) or measure(*given)
     made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
     made.train()
     if made.accelerator.is_main_process:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from trl_realloc import planning
 from trl_realloc.planner.profile import Observation, Profile, model_key
-from trl_realloc.profiling import Subject
+from trl_realloc.subject import Subject
 
 
 SHORT, LONG = 4, 24
@@ -30,15 +30,16 @@ def costs(subject: Subject, *_: Any) -> tuple[Profile, bool]:
         rows.append(Observation("all_reduce", "", WIRE + size / 1e9, 2, bytes=size))
     specs = {name: models[0] for name, models in subject.specs.items() if models}
     for name, token in (("actor.train", 0.1), ("critic.train", 0.05)):
-        key = model_key(specs[name])
+        key, model = model_key(specs[name]), {"layers": specs[name].layers, "elements": float(specs[name].elements)}
         for tokens, length in ((1000.0, 10.0), (2000.0, 10.0), (2000.0, 30.0)):
             counts = {"tokens": tokens, "squared": tokens * length, "answered": tokens / 2}
-            rows.append(Observation("forward", key, token / 50 * tokens, 2, **counts))
-            rows.append(Observation("train", key, token * tokens + WIRE, 2, steps=1.0, **counts))
-    key = model_key(specs["actor.generate"])
+            rows.append(Observation("forward", key, token / 50 * tokens, 2, **counts, **model))
+            rows.append(Observation("train", key, token * tokens + WIRE, 2, steps=1.0, **counts, **model))
+    actor = specs["actor.generate"]
+    key, model = model_key(actor), {"layers": actor.layers, "elements": float(actor.elements)}
     for samples, steps in ((4, 4), (8, 4), (4, 24), (8, 24)):
         counts = {"tokens": samples * 5.0, "steps": steps, "grown": samples * steps, "cached": samples * steps * 10}
-        rows.append(Observation("generate", key, 1e-4 * steps, 2, **counts))
+        rows.append(Observation("generate", key, 1e-4 * steps, 2, **counts, **model))
     return Profile("made up", {}, 2, None, False, tuple(rows)), False
 
 

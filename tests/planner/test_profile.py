@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llamas import llama, work
 
-from trl_realloc.cluster import Cluster
+from trl_realloc.assignment import Assignment, ParallelStrategy
+from trl_realloc.cluster import Cluster, DeviceMesh
+from trl_realloc.dataflow import ppo_graph
 from trl_realloc.errors import PlanError
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.hardware import Sharing
 from trl_realloc.planner.profile import Measured, Observation, Profile, _fit, model_key
 
 
@@ -31,18 +35,21 @@ def made_up(processors: float | None = None, devices: int = 4, **changes: object
         ring = 2 * LATENCY + 2 * (devices - 1) / devices * size / BANDWIDTH
         rows.append(Observation("all_reduce", "", ring * crowd, devices, bytes=size))
     for spec in (ACTOR, CRITIC):
+        model = {"layers": spec.layers, "elements": float(spec.elements)}
         key = model_key(spec)
         for tokens, length in ((1000.0, 100.0), (2000.0, 100.0), (2000.0, 50.0), (4000.0, 50.0)):
             counts = {"tokens": tokens, "squared": tokens * length, "answered": tokens / 2}
-            rows.append(Observation("forward", key, FORWARD * tokens * crowd, devices, **counts))
+            rows.append(Observation("forward", key, FORWARD * tokens * crowd, devices, **counts, **model))
             own = TRAIN * tokens + STEP + 2 * LATENCY + 1.5 * spec.elements * 4 / BANDWIDTH
-            rows.append(Observation("train", key, own * crowd, devices, steps=1.0, **counts))
+            rows.append(Observation("train", key, own * crowd, devices, steps=1.0, **counts, **model))
     for samples, steps in ((16, 64), (32, 64), (16, 16), (32, 32), (8, 64)):
         own = DECODE * steps + SAMPLE * samples * steps + PREFILL * samples * 10
         counts = {"tokens": samples * 10.0, "steps": steps, "grown": samples * steps, "cached": samples * steps**2 / 2}
-        rows.append(Observation("generate", model_key(ACTOR), own * crowd, devices, **counts))
+        model = {"layers": ACTOR.layers, "elements": float(ACTOR.elements)}
+        rows.append(Observation("generate", model_key(ACTOR), own * crowd, devices, **counts, **model))
     rows.append(Observation("iteration", "", 0.06 * crowd, devices))
-    return Profile("a machine", {}, devices, processors, False, tuple(rows), **changes)  # type: ignore[arg-type]
+    sharing = Sharing.of(processors) if processors else None
+    return Profile("a machine", {}, devices, sharing, False, tuple(rows), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("processors", [None, 2.0])
@@ -55,10 +62,68 @@ def test_what_was_measured_is_what_is_priced(processors: float | None) -> None:
     assert whole + back == pytest.approx(TRAIN * 3000, rel=1e-6)
     assert rates.optimizer(ACTOR.elements, 4) == pytest.approx(STEP, rel=0.05)
     assert rates.step == pytest.approx(DECODE, rel=1e-6)
-    assert ACTOR.layers * rates.decode(ACTOR, 10, 50, 1)[0] == pytest.approx(10 * SAMPLE, rel=1e-6)
+    sample = ACTOR.layers * rates.decode(ACTOR, 10, 50, 1)[0] + rates.decode_head(ACTOR, 10, 1)
+    assert sample == pytest.approx(10 * SAMPLE, rel=1e-6)
     assert rates.inside.send(1e6) == pytest.approx(LATENCY + 1e6 / BANDWIDTH)
     assert rates.inside.all_reduce(1e6, 4) == pytest.approx(2 * LATENCY + 1.5e6 / BANDWIDTH, rel=0.01)
     assert rates.call == pytest.approx(0.01)
+
+
+def test_a_deeper_model_of_the_same_layers_takes_as_much_longer_as_it_has_layers() -> None:
+    rates = Measured(made_up())
+    deep = replace(llama(1), layers=3 * ACTOR.layers, parameters=())
+    deep.__dict__.update(layer_elements=ACTOR.layer_elements, head_elements=ACTOR.head_elements)
+    assert rates.measured(deep, 1, 1, True)
+    for one, other in (
+        (rates.layer(ACTOR, 1000, 1e5, 1), rates.layer(deep, 1000, 1e5, 1)),
+        (rates.layer_backward(ACTOR, 1000, 1e5, 1), rates.layer_backward(deep, 1000, 1e5, 1)),
+        (rates.head(ACTOR, 500, 1), rates.head(deep, 500, 1)),
+        (rates.decode(ACTOR, 10, 50, 1)[0], rates.decode(deep, 10, 50, 1)[0]),
+    ):
+        assert one == other > 0
+
+
+def test_of_equal_runs_the_fastest_counts() -> None:
+    profile = made_up()
+    disturbed = tuple(replace(row, seconds=5 * row.seconds) for row in profile.observations)
+    both = replace(profile, observations=(*disturbed, *profile.observations))
+    one, other = Measured(profile), Measured(both)
+    assert one.layer(ACTOR, 1000, 1e5, 1) == other.layer(ACTOR, 1000, 1e5, 1)
+    assert one.step == other.step
+
+
+def test_links_between_nodes_are_told_from_those_inside() -> None:
+    profile = made_up()
+    far = tuple(
+        replace(row, seconds=10 * row.seconds, far=True)
+        for row in profile.observations
+        if row.work in ("send", "all_reduce")
+    )
+    rates = Measured(replace(profile, observations=(*profile.observations, *far)))
+    assert rates.between.send(1e6) == pytest.approx(10 * rates.inside.send(1e6))
+    assert Measured(profile).between == Measured(profile).inside
+
+
+def test_activations_that_were_measured_are_priced() -> None:
+    profile = made_up()
+    model = {"layers": CRITIC.layers, "elements": float(CRITIC.elements)}
+    rows = [
+        Observation("activations", model_key(CRITIC), 0.0, 1, tokens=n, squared=n * n, bytes=1e5 * n, **model)
+        for n in (50.0, 100.0)
+    ]
+    rates = Measured(replace(profile, observations=(*profile.observations, *rows)))
+    assert rates.kept(CRITIC, 200, 200 * 100) == pytest.approx(1e5 * 200 / CRITIC.layers)
+    assert rates.kept(ACTOR, 200, 200 * 100) is None
+    call, assignment = ppo_graph().call("critic.train"), Assignment(DeviceMesh(0, 4), ParallelStrategy(4), "zero")
+    less, more = (
+        Pricing(Cluster(1, 4), work(recompute=False), each).price(call, [CRITIC], assignment).transient
+        for each in (rates, Measured(replace(profile, observations=(*profile.observations, *_times(rows, 3)))))
+    )
+    assert more > 1.8 * less
+
+
+def _times(rows: list[Observation], factor: float) -> list[Observation]:
+    return [replace(row, bytes=factor * row.bytes) for row in rows]
 
 
 def test_a_profile_is_the_same_after_saving(tmp_path: Path) -> None:

@@ -256,12 +256,15 @@ class Pricing:
     def _working(
         self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
     ) -> float:
-        """Activations of one forward: 34 bytes per token and channel of a layer at 16 bits (Korthikanti et al. 2022,
-        equation 1, without the attention matrix), a layer's input alone where they are computed again; and the
-        logits' float32 twice."""
+        """Activations of one forward: as measured; else 34 bytes per token and channel of a layer at 16 bits
+        (Korthikanti et al. 2022, equation 1, without the attention matrix), a layer's input alone where they are
+        computed again. And the logits' float32 twice."""
         width = spec.hidden * spec.bytes_per_element / 2
         layers = math.ceil(_layers(spec) / strategy.pp)
         one_layer = 34 * tokens * width / strategy.tp
+        measured = self.rates.kept(spec, tokens, tokens * self.workload.mean_square / self.workload.mean_length)
+        if measured is not None:
+            one_layer = measured / strategy.tp
         kept = 2 * tokens * width * layers if self.workload.recompute else one_layer * (layers - 1)
         answered = tokens * self.workload.mean_response / self.workload.mean_length
         logits = 8 * answered * (spec.vocabulary if spec.head_elements else 1) / strategy.tp
@@ -269,10 +272,10 @@ class Pricing:
 
     def _shared(self, cost: CallCost, assignment: Assignment) -> CallCost:
         """Where devices share processors, a call on more devices than processors takes turns."""
-        processors = self.rates.processors
-        if processors is None or assignment.mesh.size <= processors:
+        sharing = self.rates.sharing
+        more = sharing.slowdown(min(assignment.mesh.size, self.cluster.devices_per_node)) if sharing else 1.0
+        if more == 1.0:
             return cost
-        more = assignment.mesh.size / processors
         parts = dict(cost.parts)
         waiting = parts.pop("bubble", 0.0)  # others compute while a stage waits
         parts = {name: seconds * more for name, seconds in parts.items()}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,6 +45,35 @@ class Link:
         if n == 1:
             return 0.0
         return self.collective_latency / 2 + (n - 1) / n * size / (self.bandwidth * self.efficiency)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Devices that share processors, or a way to memory, as CPU ranks do.
+
+    Args:
+        slower: (devices at work at once, by how much each is slower than one alone), by number of devices; one alone
+            is not in it.
+    """
+
+    slower: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def of(processors: float) -> Sharing:
+        """Devices that take turns on so many processors, and do not disturb each other otherwise."""
+        at = max(1, math.ceil(processors))
+        return Sharing(((at, max(1.0, at / processors)),))
+
+    def slowdown(self, devices: float) -> float:
+        """What each of so many devices takes over what one alone would: by the line through what was measured; beyond,
+        in proportion, for there are no more processors."""
+        before, above = 1.0, 1.0
+        for at, slower in self.slower:
+            if devices <= at:
+                share = (devices - before) / (at - before) if at > before else 1.0
+                return above + max(0.0, share) * (slower - above)
+            before, above = at, slower
+        return above * devices / before
 
 
 @dataclass(frozen=True)
@@ -127,8 +157,8 @@ class Rates(Protocol):
     @property
     def overlap(self) -> float: ...
     @property
-    def processors(self) -> float | None:
-        """How many devices can compute at once, where several share a processor; `None`: each has its own."""
+    def sharing(self) -> Sharing | None:
+        """Where several devices share processors: how they slow each other down; `None`: each has its own."""
 
     @property
     def error(self) -> float:
@@ -159,6 +189,9 @@ class Rates(Protocol):
     def optimizer(self, elements: float, element_bytes: int) -> float:
         """An optimizer step on so many parameters."""
 
+    def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
+        """Bytes that one layer's forward of so many tokens keeps for its backward; `None`: not measured."""
+
 
 @dataclass(frozen=True)
 class Analytic:
@@ -166,7 +199,7 @@ class Analytic:
     the host needs to launch the kernels."""
 
     device: Device
-    processors: float | None = None
+    sharing: Sharing | None = None
 
     @property
     def name(self) -> str:
@@ -242,6 +275,9 @@ class Analytic:
     def _read(self) -> float:
         return self.device.memory_bandwidth * self.device.memory_efficiency
 
+    def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
+        return None
+
     def changed(self, **values: float) -> Analytic:
         """The same with other numbers of the device."""
-        return Analytic(replace(self.device, **values), self.processors)  # type: ignore[arg-type]
+        return Analytic(replace(self.device, **values), self.sharing)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..modelspec import ModelSpec
-from .hardware import Link
+from .hardware import Link, Sharing
 
 
 FEWEST = 2  # observations of a kind of work, below which nothing is fitted
@@ -29,8 +29,8 @@ class Observation:
     """One measured stretch of work.
 
     Args:
-        work: `forward`, `train`, `generate`, `all_reduce`, `send`, or `iteration` (what an iteration of six calls took
-            beside them).
+        work: `forward`, `train`, `generate`, `all_reduce`, `send`, `iteration` (what an iteration of six calls took
+            beside them), or `activations` (what a forward with gradients kept, in no time).
         model: whose, by `model_key`; empty for the links.
         seconds: it took, on the device that took longest.
         devices: that were at work at the same time.
@@ -41,8 +41,10 @@ class Observation:
         steps: decoded; or optimizer steps.
         grown: sum over decode steps of the samples under way.
         cached: sum over decode steps of all tokens in the caches.
-        bytes: of a message, or of a collective's tensor.
+        bytes: of a message, of a collective's tensor, or kept.
         micro: micro-batches that a pipeline was given.
+        far: the message left its node.
+        layers, elements: of the model, which may be shallower than the job's.
     """
 
     work: str
@@ -59,6 +61,9 @@ class Observation:
     cached: float = 0.0
     bytes: float = 0.0
     micro: float = 0.0
+    far: bool = False
+    layers: int = 0
+    elements: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,22 +74,25 @@ class Profile:
         hardware: what a device is, in words; a profile is of use only where they agree.
         about: versions and settings it was made under.
         devices: of the job that made it.
-        processors: how many devices computed at full speed at once, where several share processors.
+        sharing: how devices slowed each other down, where several share processors.
         recompute: training computed its forwards again in its backwards.
+        thorough: generation was measured under tensor degrees too.
     """
 
     hardware: str
     about: Mapping[str, str]
     devices: int
-    processors: float | None
+    sharing: Sharing | None
     recompute: bool
     observations: tuple[Observation, ...]
+    thorough: bool = False
 
     def save(self, path: str | Path) -> None:
         """As JSON, a line for each observation."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         head = {key: value for key, value in vars(self).items() if key != "observations"}
+        head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(each)) for each in self.observations)
         file.write_text(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n', encoding="utf-8")
 
@@ -94,7 +102,9 @@ class Profile:
         try:
             saved = json.loads(Path(path).read_text(encoding="utf-8"))
             rows = tuple(Observation(**row) for row in saved.pop("observations"))
-            return Profile(**saved, observations=rows)
+            slower = saved.pop("sharing")
+            sharing = slower and Sharing(tuple((int(at), float(each)) for at, each in slower))
+            return Profile(**saved, sharing=sharing or None, observations=rows)
         except OSError as error:
             raise PlanError(f"the profile {path} cannot be read ({error.strerror}).") from None
         except (KeyError, TypeError, ValueError) as error:
@@ -112,14 +122,18 @@ class Profile:
 
 
 def model_key(spec: ModelSpec) -> str:
-    """A model's shape in words: what its costs depend on."""
-    return f"{spec.family or 'model'} {spec.layers}x{spec.hidden} of {spec.elements}"
+    """What a layer's costs depend on, in words: models of one width and different depth have one key."""
+    if not spec.layers:
+        return f"model of {spec.elements}"
+    return f"{spec.family} of {spec.layer_elements:.0f} a layer, {spec.hidden} wide, {spec.head_elements} after them"
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """Seconds of a whole model's forward and of its training: by token and by squared length; and by optimizer step."""
+    """Seconds of a forward and of a training of the model that was measured, so many layers deep: by token and by
+    squared length; and by optimizer step."""
 
+    layers: int
     forward: tuple[float, float]
     train: tuple[float, float]
     step: float
@@ -136,7 +150,7 @@ class Measured:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.processors = profile.processors
+        self.sharing = profile.sharing
 
     @property
     def name(self) -> str:
@@ -144,19 +158,21 @@ class Measured:
 
     @cached_property
     def inside(self) -> Link:
-        rings = self._alone("all_reduce")
-        sends = self._alone("send")
+        return self._link(far=False) or Link(1e9, 50e-6, 100e-6, 1.0)  # a job of one device sends nothing
+
+    @cached_property
+    def between(self) -> Link:
+        return self._link(far=True) or self.inside  # a job of one node
+
+    def _link(self, far: bool) -> Link | None:
+        rings, sends = ([row for row in self._alone(work) if row[0].far == far] for work in ("all_reduce", "send"))
         if not rings or not sends:
-            return Link(1e9, 50e-6, 100e-6, 1.0)  # a job of one device sends nothing
+            return None
         latency, each = _fit([(1.0, o.bytes) for o, _ in sends], [seconds for _, seconds in sends])
         bandwidth = 1 / each if each else 1e12
         parts = [(1.0, 2 * (o.devices - 1) / o.devices * o.bytes / bandwidth) for o, _ in rings]
         collective, slower = _fit(parts, [seconds for _, seconds in rings])
         return Link(bandwidth, latency, collective, 1 / slower if slower else 1.0)
-
-    @property
-    def between(self) -> Link:
-        return self.inside
 
     @cached_property
     def call(self) -> float:
@@ -166,9 +182,9 @@ class Measured:
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
         """Whether there is anything to say about the model under those degrees: of a tensor degree it has to have been
         measured itself, of pipelines any."""
-        work, key = "generate" if generates else "forward", model_key(spec)
-        deep = pp == 1 or bool(self._alone("forward", key, 1, 2))
-        return deep and len(self._alone(work, key, tp)) >= FEWEST
+        work = "generate" if generates else "forward"
+        deep = pp == 1 or bool(self._of(spec, "forward", 1, 2))
+        return deep and len(self._of(spec, work, tp)) >= FEWEST
 
     @cached_property
     def hop(self) -> float:
@@ -176,7 +192,8 @@ class Measured:
         found = []
         for each in self.profile.observations:
             if each.pp > 1 and each.work == "forward":
-                whole = _dot(self._passes_of(each.model, each.tp).forward, (each.tokens, each.squared))
+                passes = self._passes_of(each.model, each.layers, each.tp)
+                whole = _dot(passes.forward, (each.tokens, each.squared))
                 deep = each.micro + each.pp - 1
                 expected = whole / each.pp * deep / each.micro
                 found.append(max(0.0, each.seconds / self._crowd(each) - expected) / deep)
@@ -184,13 +201,13 @@ class Measured:
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         passes = self._passes(spec, tp)
-        return self._of_layer(spec, tp, tokens, _dot(passes.forward, (tokens, squared)))
+        return self._of_layer(spec, passes, tp, tokens, _dot(passes.forward, (tokens, squared)))
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         passes = self._passes(spec, tp)
         again = 1 + self.profile.recompute
         whole = _dot(passes.train, (tokens, squared)) - again * _dot(passes.forward, (tokens, squared))
-        return self._of_layer(spec, tp, tokens, max(whole, 0.0))
+        return self._of_layer(spec, passes, tp, tokens, max(whole, 0.0))
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
         passes = self._passes(spec, tp)
@@ -198,57 +215,77 @@ class Measured:
         forward = passes.forward[0] * everywhere
         again = 1 + self.profile.recompute
         whole = max(passes.train[0] * everywhere - again * forward, 0.0) if backward else forward
-        return whole * self._head_share(spec)
+        return whole * _head_share(spec, passes.layers)
 
     def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
-        _, _, each, kept = self._fitted_decoding(model_key(spec), tp)
-        return (each * samples + kept * samples * cached) / max(spec.layers, 1), 0.0
+        layers, (_, _, each, kept) = self._fitted_decoding(model_key(spec), spec.layers, tp)
+        own = each * (1 - _head_share(spec, layers)) + kept * cached
+        return own * samples / layers, 0.0
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
-        return 0.0  # a sample's share of a step has it
+        layers, (_, _, each, _) = self._fitted_decoding(model_key(spec), spec.layers, tp)
+        return each * _head_share(spec, layers) * samples
 
     @property
     def step(self) -> float:
         """Of the only model that generates."""
-        keys = {o.model for o in self.profile.observations if o.work == "generate"}
-        return max((self._fitted_decoding(key, 1)[1] for key in keys), default=0.0)
+        keys = {(o.model, o.layers) for o in self.profile.observations if o.work == "generate" and o.tp == 1}
+        return max((self._fitted_decoding(key, layers, 1)[1][1] for key, layers in keys), default=0.0)
+
+    def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
+        rows = [row for row, _ in self._of(spec, "activations")]
+        if len(rows) < FEWEST:
+            return None
+        at = ("activations", model_key(spec), spec.layers)
+        if at not in self._fits:
+            self._fits[at] = _fit([(o.tokens, o.squared) for o in rows], [o.bytes for o in rows])
+        return _dot(self._fits[at], (tokens, squared)) / max(rows[0].layers, 1)
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
-        rows = [(self._passes_of(key, 1).step, size) for key, size in self._sizes.items()]
-        known = [(step / size) for step, size in rows if size]
+        sizes = {(o.model, o.layers): o.elements for o in self.profile.observations if o.work == "train" and o.tp == 1}
+        known = [self._passes_of(*key, 1).step / size for key, size in sizes.items() if size]
         return elements * float(np.median(known)) if known else 0.0
 
     # --- fits --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _sizes(self) -> dict[str, float]:
-        """Elements of every model that was trained, as its key has them."""
-        return {o.model: float(o.model.rsplit(" ", 1)[1]) for o in self.profile.observations if o.work == "train"}
-
-    @cached_property
     def _fits(self) -> dict[Any, Any]:
         return {}
 
-    def _alone(self, work: str, model: str = "", tp: int = 1, pp: int = 1) -> list[tuple[Observation, float]]:
-        """Observations with the seconds that each would have taken had no other device wanted its processor."""
+    def _of(self, spec: ModelSpec, work: str, tp: int = 1, pp: int = 1) -> list[tuple[Observation, float]]:
+        return self._alone(work, model_key(spec), tp, pp, spec.layers)
+
+    def _alone(
+        self, work: str, model: str = "", tp: int = 1, pp: int = 1, layers: int = 0
+    ) -> list[tuple[Observation, float]]:
+        """Observations with the seconds that each would have taken had no other device wanted its processor; of equal
+        ones the fastest, for what disturbs a run only makes it longer. Of the depth next to `layers`."""
         wanted = (work, model, tp, pp)
         rows = [o for o in self.profile.observations if (o.work, o.model, o.tp, o.pp) == wanted]
-        return [(each, each.seconds / self._crowd(each)) for each in rows]
+        depth = min((o.layers for o in rows), key=lambda each: abs(each - layers), default=0)
+        rows = [o for o in rows if o.layers == depth]
+        fastest: dict[Observation, Observation] = {}
+        for each in rows:
+            equal = replace(each, seconds=0.0)
+            if equal not in fastest or each.seconds < fastest[equal].seconds:
+                fastest[equal] = each
+        return [(each, each.seconds / self._crowd(each)) for each in fastest.values()]
 
     def _crowd(self, each: Observation) -> float:
-        return max(1.0, each.devices / self.processors) if self.processors else 1.0
+        return self.sharing.slowdown(each.devices) if self.sharing else 1.0
 
     def _passes(self, spec: ModelSpec, tp: int) -> _Passes:
-        return self._passes_of(model_key(spec), tp)
+        return self._passes_of(model_key(spec), spec.layers, tp)
 
-    def _passes_of(self, key: str, tp: int) -> _Passes:
-        if (key, tp) not in self._fits:
-            self._fits[key, tp] = self._fit_passes(key, tp)
-        passes: _Passes = self._fits[key, tp]
+    def _passes_of(self, key: str, layers: int, tp: int) -> _Passes:
+        at = (key, layers, tp)
+        if at not in self._fits:
+            self._fits[at] = self._fit_passes(*at)
+        passes: _Passes = self._fits[at]
         return passes
 
-    def _fit_passes(self, key: str, tp: int) -> _Passes:
-        scoring, training = self._alone("forward", key, tp), self._alone("train", key, tp)
+    def _fit_passes(self, key: str, layers: int, tp: int) -> _Passes:
+        scoring, training = (self._alone(work, key, tp, layers=layers) for work in ("forward", "train"))
         rows = scoring or training
         if not rows:
             raise PlanError(f"the profile has no model like {key} under tp {tp}; make one with trl-realloc profile.")
@@ -261,33 +298,37 @@ class Measured:
             counts = [(o.tokens, o.squared, o.steps) for o, _ in training]
             *train_, step = _fit(counts, [seconds for _, seconds in training])
             train = tuple(train_)
-            size = float(key.rsplit(" ", 1)[1]) * 4 / tp
+            size = training[0][0].elements * 4 / tp
             shared = max(o.devices for o, _ in training) // tp
             step = max(0.0, step - self.inside.all_reduce(size, shared))
         answered = sum(o.answered for o, _ in rows) / sum(o.tokens for o, _ in rows)
-        return _Passes((forward[0], forward[1]), (train[0], train[1]), step, max(answered, 1e-6))
+        depth = max(rows[0][0].layers, 1)
+        return _Passes(depth, (forward[0], forward[1]), (train[0], train[1]), step, max(answered, 1e-6))
 
-    def _of_layer(self, spec: ModelSpec, tp: int, tokens: float, whole: float) -> float:
+    def _of_layer(self, spec: ModelSpec, passes: _Passes, tp: int, tokens: float, whole: float) -> float:
         """A layer's share of a whole pass; the collectives of tensor parallelism are in it, and are priced apart."""
-        each = whole * (1 - self._head_share(spec)) / max(spec.layers, 1)
+        each = whole * (1 - _head_share(spec, passes.layers)) / passes.layers
         if tp == 1:
             return each
         collectives = 2 * self.inside.all_reduce(tokens * spec.hidden * spec.bytes_per_element, tp)
         return max(each - collectives, 0.2 * each)
 
-    @staticmethod
-    def _head_share(spec: ModelSpec) -> float:
-        return spec.head_elements / (spec.head_elements + max(spec.layers, 1) * spec.layer_elements)
-
-    def _fitted_decoding(self, key: str, tp: int) -> tuple[float, float, float, float]:
-        """Seconds by prompt token, step, sample and step, cached token and step."""
-        at = ("decode", key, tp)
+    def _fitted_decoding(self, key: str, layers: int, tp: int) -> tuple[int, tuple[float, float, float, float]]:
+        """Layers of the model that was measured; its seconds by prompt token, step, sample and step, cached token and
+        step."""
+        at = ("decode", key, layers, tp)
         if at not in self._fits:
-            rows = self._alone("generate", key, tp)
+            rows = self._alone("generate", key, tp, layers=layers)
             counts = [(o.tokens, o.steps, o.grown, o.cached) for o, _ in rows]
-            self._fits[at] = _fit(counts, [seconds for _, seconds in rows])
-        fitted: tuple[float, float, float, float] = self._fits[at]
+            depth = max([1, *(o.layers for o, _ in rows)])
+            self._fits[at] = depth, _fit(counts, [seconds for _, seconds in rows])
+        fitted: tuple[int, tuple[float, float, float, float]] = self._fits[at]
         return fitted
+
+
+def _head_share(spec: ModelSpec, layers: int) -> float:
+    """Of a pass through so many of its layers."""
+    return spec.head_elements / (spec.head_elements + layers * spec.layer_elements)
 
 
 def _dot(rates: Sequence[float], counts: Sequence[float]) -> float:

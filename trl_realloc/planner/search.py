@@ -82,8 +82,8 @@ class Found:
     def timeline(self) -> Timeline:
         """One iteration as it is expected to go."""
         seconds = {name: cost.seconds for name, cost in self.costs.items()}
-        processors = self.space.pricing.rates.processors
-        spans = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, processors=processors)
+        sharing = self.space.pricing.rates.sharing
+        spans = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, sharing=sharing)
         return spans.of_step(1)
 
 
@@ -117,9 +117,8 @@ class Problem:
         moves = {target: self._move(state, source, target, exact_moves) for source, target in self._edges}
         stays = {target for target, seconds in moves.items() if seconds < 0}
         tasks = self._tasks(state, moves)
-        seconds = steady_seconds(
-            tasks, barrier=self.barrier, processors=self.space.pricing.rates.processors, iterations=4
-        )
+        sharing = self.space.pricing.rates.sharing
+        seconds = steady_seconds(tasks, barrier=self.barrier, sharing=sharing, iterations=4)
         memory, fullest = self._memory(state, stays)
         named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
         return Estimate(float(seconds), named, memory, fullest)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ..cluster import DeviceMesh
 from ..plan import ExecutionPlan
 from ..timeline import Span, Timeline
+from .hardware import Sharing
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def run(
     iterations: int = 1,
     barrier: bool = False,
     warm: bool = False,
-    processors: float | None = None,
+    sharing: Sharing | None = None,
 ) -> list[list[tuple[float, float]]]:
     """(start, end) of every task, by iteration. A task starts when what it needs and every earlier task that shares a
     device with it are done.
@@ -79,8 +81,8 @@ def run(
     Args:
         barrier: an iteration begins when all of the one before is done, as the trainer's do.
         warm: the first iteration moves parameters too.
-        processors: how many devices compute at full speed at once, where several share processors; a task's seconds
-            are those that it takes alone.
+        sharing: how devices slow each other down, where several share processors; a task's seconds are those that it
+            takes with no other task beside it.
     """
     n = len(tasks)
     shares = [[any(a.overlaps(b) for a in one.meshes for b in other.meshes) for other in tasks] for one in tasks]
@@ -104,7 +106,7 @@ def run(
             needs.append(own)
     lasting = [0.0 if at in skipped else tasks[at % n].seconds for at in range(n * iterations)]
     sizes = [sum(mesh.size for mesh in task.meshes) for task in tasks]
-    ends = _alone(needs, lasting) if processors is None else _together(needs, lasting, sizes, processors)
+    ends = _alone(needs, lasting) if sharing is None else _together(needs, lasting, sizes, sharing)
     return [ends[step * n : (step + 1) * n] for step in range(iterations)]
 
 
@@ -117,24 +119,26 @@ def _alone(needs: Sequence[Sequence[int]], lasting: Sequence[float]) -> list[tup
 
 
 def _together(
-    needs: Sequence[Sequence[int]], lasting: Sequence[float], sizes: Sequence[int], processors: float
+    needs: Sequence[Sequence[int]], lasting: Sequence[float], sizes: Sequence[int], sharing: Sharing
 ) -> list[tuple[float, float]]:
-    """Tasks that run at once slow each other down where together they want more than all processors."""
+    """Tasks that run at once slow each other down as their devices together do."""
     n = len(sizes)
     left, open_needs = list(lasting), [set(own) for own in needs]
     begun: dict[int, float] = {}
     found: list[tuple[float, float]] = [(0.0, 0.0)] * len(needs)
     waiting, now = list(range(len(needs))), 0.0
+    slowdown = cache(sharing.slowdown)
     while waiting or begun:
         for at in [at for at in waiting if not open_needs[at]]:
             waiting.remove(at)
             begun[at] = now
-        rate = min(1.0, processors / sum(min(sizes[at % n], processors) for at in begun))
-        step = min(left[at] for at in begun) / rate
+        crowd = slowdown(sum(sizes[at % n] for at in begun))
+        rates = {at: min(1.0, slowdown(sizes[at % n]) / crowd) for at in begun}
+        step = min(left[at] / rate for at, rate in rates.items())
         now += step
         done = []
         for at in begun:
-            left[at] -= step * rate
+            left[at] -= step * rates[at]
             if left[at] <= 1e-12:
                 done.append(at)
         for at in done:
@@ -151,7 +155,7 @@ def simulate(
     *,
     iterations: int = 1,
     barrier: bool = False,
-    processors: float | None = None,
+    sharing: Sharing | None = None,
 ) -> Timeline:
     """The timeline of some iterations from a standing start.
 
@@ -163,13 +167,13 @@ def simulate(
         seconds: of each call on its mesh.
         reallocations: seconds to move parameters, by the call that gets them; of those that `plan.reallocations` names.
         iterations: how many.
-        barrier, processors: as `run`'s.
+        barrier, sharing: as `run`'s.
 
     Raises:
         KeyError: a call of the plan has no seconds.
     """
     tasks = tasks_of(plan, seconds, reallocations or {})
-    times = run(tasks, iterations=iterations, barrier=barrier, processors=processors)
+    times = run(tasks, iterations=iterations, barrier=barrier, sharing=sharing)
     return Timeline(
         Span(task.name, device, start, end, step)
         for step, row in enumerate(times)
@@ -185,18 +189,18 @@ def iteration_seconds(
     reallocations: Mapping[str, float],
     *,
     barrier: bool = False,
-    processors: float | None = None,
+    sharing: Sharing | None = None,
 ) -> float:
     """Of one iteration in the long run: of the last of eight."""
-    return steady_seconds(tasks_of(plan, seconds, reallocations), barrier=barrier, processors=processors)
+    return steady_seconds(tasks_of(plan, seconds, reallocations), barrier=barrier, sharing=sharing)
 
 
 def steady_seconds(
-    tasks: Sequence[Task], *, barrier: bool = False, processors: float | None = None, iterations: int = 8
+    tasks: Sequence[Task], *, barrier: bool = False, sharing: Sharing | None = None, iterations: int = 8
 ) -> float:
     """Seconds of an iteration in the long run."""
     if barrier:
-        return max(end for _, end in run(tasks, warm=True, processors=processors)[0])
-    times = run(tasks, iterations=iterations, processors=processors)
+        return max(end for _, end in run(tasks, warm=True, sharing=sharing)[0])
+    times = run(tasks, iterations=iterations, sharing=sharing)
     ends = [max(end for _, end in row) for row in times[-2:]]
     return ends[1] - ends[0]

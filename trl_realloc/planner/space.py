@@ -6,6 +6,7 @@ choice on the same mesh beats in time and in memory is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,9 @@ class Space:
         zero_stages: to choose from.
         smallest_mesh: devices of a mesh at least.
         train_width: largest tp x dp of a training.
+        deepest: largest pp.
+        micro_per_stage: micro-batches of a training for each stage of its pipeline, where a system has them fixed (and
+            scores with one for each stage); else they are chosen.
     """
 
     cluster: Cluster
@@ -56,6 +60,8 @@ class Space:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     smallest_mesh: int = 1
     train_width: int | None = None
+    deepest: int | None = None
+    micro_per_stage: int | None = None
 
     def choices(self) -> dict[str, list[Choice]]:
         """By call; each list by seconds.
@@ -116,6 +122,8 @@ class Space:
         for tp in _powers(min(size, self.cluster.devices_per_node)) if "tp" in degrees else (1,):
             for pp in _divisors(size // tp) if "pp" in degrees and size % tp == 0 else (1,):
                 dp, rest = divmod(size, tp * pp)
+                if self.deepest is not None and pp > self.deepest:
+                    continue
                 if call.trains and self.train_width is not None and tp * dp > self.train_width:
                     continue
                 if rest or (dp > 1 and "dp" not in degrees) or dp > self.pricing.workload.episodes:
@@ -137,12 +145,16 @@ class Space:
 
     def _micro_batches(self, call: Call, dp: int, pp: int) -> Iterator[int | None]:
         """The default; where the pipeline or the memory may want less, halves of it down to one sample."""
-        yield None
-        if call.kind is CallKind.GENERATE:
-            return
         work = self.pricing.workload
         tokens = self.pricing.budget(call.kind, ParallelStrategy())
         share = work.tokens / dp / (work.mini_batches if call.trains else 1)
+        if self.micro_per_stage is not None:
+            deep = call.trains and pp > 1
+            yield max(1, math.ceil(share / (self.micro_per_stage * pp))) if deep else None
+            return
+        yield None
+        if call.kind is CallKind.GENERATE:
+            return
         if pp > 1:
             for times in (1, 2, 4):
                 if work.longest <= share / (times * pp) < tokens:

@@ -1,6 +1,6 @@
 """The job behind `trl-realloc profile`: as many processes as the run will have measure a recipe's models.
 
-accelerate launch --num_processes N -m trl_realloc.profile_job RECIPE OUTPUT [PROMPT_TOKENS]
+accelerate launch --num_processes N -m trl_realloc.profiling.job RECIPE OUTPUT PROMPT_TOKENS [thorough]
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch.distributed as dist
 from accelerate import PartialState
 from transformers import AutoConfig
 
-from .config import PPOConfig
-from .dataflow import Role
-from .planner.task import read_settings, read_task
-from .planning import cluster_of, job_of, specs_of
-from .profiling import Subject, cached_profile
+from ..config import PPOConfig
+from ..dataflow import Role
+from ..planner.task import read_settings, read_task
+from ..planning import cluster_of, job_of
+from ..subject import Subject, specs_of
+from .cache import cached_profile
 
 
-def main(recipe: str, output: str, prompt_tokens: float | None = None) -> None:
+def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     task = read_task(recipe, prompt_tokens)
     given = read_settings(task.recipe)
     known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
@@ -45,7 +46,8 @@ def main(recipe: str, output: str, prompt_tokens: float | None = None) -> None:
         context_length=round(task.prompt_tokens + args.response_length),
         pad_token_id=0 if pad is None else pad,
     )
-    profile, _ = cached_profile(job.subject, cluster, job.rank, job.options, job.workload, job.engine)
+    what = (job.subject, cluster, job.rank, job.options, job.workload, job.engine)
+    profile, _ = cached_profile(*what, thorough=thorough)
     if job.rank == 0:
         profile.save(output)
     if dist.is_initialized():
@@ -54,4 +56,4 @@ def main(recipe: str, output: str, prompt_tokens: float | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]) if len(sys.argv) > 3 else None)
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), thorough="thorough" in sys.argv[4:])
