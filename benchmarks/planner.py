@@ -104,9 +104,7 @@ def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) 
         found = trainer.setup.planned.found
         estimated = None
         if found is not None:
-            calls = {name: cost.seconds for name, cost in found.costs.items()}
-            moves = {f"parameters to {name}": seconds for name, seconds in found.estimate.moves.items()}
-            estimated = {"iteration": found.seconds, **calls, **moves}
+            estimated = {"iteration": found.seconds, **found.timeline.by_call()}
         (folder / "run.json").write_text(json.dumps({"steps": steps, "estimated": estimated}), encoding="utf-8")
 
 
