@@ -122,7 +122,7 @@ def measure(pair: str, plan: str, processes: int, given: argparse.Namespace, cac
         run = json.loads(Path(folder, "run.json").read_text(encoding="utf-8"))
         timeline = Timeline.load(Path(folder, "timeline.json"))
         written = Path(folder, "plan.yaml").read_text(encoding="utf-8")
-    warm = [timeline.of_step(step).by_call() for step in range(2, len(run["steps"]))]
+    warm = [timeline.of_step(step).by_call() for step in sorted({span.step for span in timeline.spans})[1:]]
     name = {line.partition(" ")[2] for line in written.splitlines() if line.startswith("name:")}
     estimated = run["estimated"] or {}
     by_call = {
@@ -169,7 +169,7 @@ def call_table(row: dict[str, Any]) -> Table:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     errors = [abs(row["estimated_s"] / row["measured_s"] - 1) for row in rows if row["estimated_s"]]
-    found = {"mean error": fmean(errors), "worst error": max(errors)}
+    found = {"mean error": fmean(errors), "worst error": max(errors)} if errors else {}
     for key in {(row["models"], row["processes"]) for row in rows}:
         own = [row for row in rows if (row["models"], row["processes"]) == key]
         presets = [row["measured_s"] for row in own if not row["chosen"]]
