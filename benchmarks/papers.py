@@ -53,9 +53,8 @@ class Row:
 def device_of(values: Mapping[str, Any]) -> Device:
     known = DEVICES[values["name"]]
     latency = {"collective_latency": values["collective_latency"], "efficiency": values["collective_efficiency"]}
-    numbers = {
-        key: float(values[key]) for key in ("efficiency", "launch", "decode_launch", "step", "memory_efficiency")
-    }
+    names = ("efficiency", "memory_efficiency", "launch", "decode_launch", "step")
+    numbers = {name: float(values.get(name, getattr(known, name))) for name in names}
     inside, between = (Link(float(values[key]), 5e-6, **latency) for key in ("inside_bandwidth", "between_bandwidth"))
     return replace(known, inside=inside, between=between, **numbers)
 
@@ -93,7 +92,7 @@ def rows_of(path: Path) -> Iterator[tuple[dict[str, Any], Row]]:
         of = {Role.ACTOR: (actor, "lm"), Role.REFERENCE: (actor, "lm")}
         models = {call.name: [specs[of.get(call.role, (critic, "score"))]] for call in GRAPH.calls}
         share = settings["gpu_memory_share"]
-        moments = settings["optimizer_bytes"]
+        moments = settings.get("optimizer_bytes", 12)
         pricing = Pricing(cluster, workload, Analytic(device), device.memory, vllm_share=share, moments=moments)
         engines, deepest = ("vllm", "megatron"), max(cluster.nodes, 8)
         limits = {"deep_generation": True, "deepest": deepest, **settings["space"]}
@@ -185,6 +184,8 @@ def compare(path: Path, time_limit_s: float) -> Iterator[dict[str, Any]]:
         yield out("reallocation, at most", settings["reallocation_share"], moved, "share")
         if (by_rule := rule(row)) is not None:
             yield out("rule of thumb", row.published["real"], by_rule.seconds, "s")
+            gain = row.published["heuristic"] / row.published["real"]
+            yield out("gain by rule of thumb", gain, base.seconds / by_rule.seconds, "x")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -203,8 +204,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     for plan in ("heuristic", "searched", "rule of thumb"):
         errors = [abs(r["estimated"] / r["published"] - 1) for r in rows if r["plan"] == plan and r["published"]]
         found[f"{plan}: mean deviation"] = round(fmean(errors), 4)
-    for key in ("published", "estimated"):
-        found[f"gain {key}"] = round(geometric_mean([r[key] for r in rows if r["plan"] == "gain"]), 3)
+    for plan in ("gain", "gain by rule of thumb"):
+        for key in ("published", "estimated"):
+            found[f"{plan}, {key}"] = round(geometric_mean([r[key] for r in rows if r["plan"] == plan]), 3)
     moved = [r["estimated"] for r in rows if r["plan"].startswith("reallocation")]
     found["reallocation: mean share"], found["reallocation: largest share"] = round(fmean(moved), 4), max(moved)
     return found

@@ -3,9 +3,9 @@
     python benchmarks/planner.py [--json FILE] [--processes 2 4] [--pairs equal ...] [--updates N]
 
 For each pair of models and number of processes it trains under the planner's choice and under every preset, a few
-updates each, and sets the estimated seconds of every call and of the iteration beside the measured ones: of the updates
-after the first the fastest, for what else the machine has to do only makes them longer (the JSON has them all). The
-first run of a pair measures the machine; the others read its profile.
+updates each, and sets the estimated seconds of every call and of the iteration beside the measured ones: the median of
+the updates after the first (the JSON has them all, and the fastest). The first run of a pair measures the machine; the
+others read its profile. Where the planner chose a preset, both are runs of one plan, whose time is the better of both.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def measure(pair: str, plan: str, processes: int, given: argparse.Namespace, cac
     by_call = {
         call: {
             "estimated_s": estimated.get(call),
-            "measured_s": round(min(step.get(call, math.inf) for step in warm), 4),
+            "measured_s": round(median(step[call] for step in warm if call in step), 4),
+            "fastest_s": round(min(step[call] for step in warm if call in step), 4),
         }
         for call in warm[0]
     }
@@ -137,8 +138,8 @@ def measure(pair: str, plan: str, processes: int, given: argparse.Namespace, cac
         "processes": processes,
         "plan": plan,
         "estimated_s": estimated.get("iteration"),
-        "measured_s": min(run["steps"][1:]),
-        "median_s": median(run["steps"][1:]),
+        "measured_s": median(run["steps"][1:]),
+        "fastest_s": min(run["steps"][1:]),
         "updates_s": [round(seconds, 4) for seconds in run["steps"]],
         "chosen": plan == AUTO,
         "name": "".join(name),
@@ -170,12 +171,17 @@ def call_table(row: dict[str, Any]) -> Table:
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     errors = [abs(row["estimated_s"] / row["measured_s"] - 1) for row in rows if row["estimated_s"]]
     found = {"mean error": fmean(errors), "worst error": max(errors)} if errors else {}
-    for key in {(row["models"], row["processes"]) for row in rows}:
-        own = [row for row in rows if (row["models"], row["processes"]) == key]
-        presets = [row["measured_s"] for row in own if not row["chosen"]]
-        choice = [row["measured_s"] for row in own if row["chosen"]]
-        if presets and choice:
-            found[f"{key[0]}, {key[1]} processes: planner's over best preset"] = choice[0] / min(presets)
+    for key in dict.fromkeys((row["models"], row["processes"]) for row in rows):
+        fastest: dict[str, float] = {}  # of a plan, which the planner's choice and a preset may both be
+        chosen = None
+        for row in rows:
+            if (row["models"], row["processes"]) == key:
+                plan = row["name"].removeprefix("auto (").removesuffix(")")
+                fastest[plan] = min(row["measured_s"], fastest.get(plan, math.inf))
+                chosen = plan if row["chosen"] else chosen
+        presets = [seconds for plan, seconds in fastest.items() if plan in PRESETS]
+        if presets and chosen is not None:
+            found[f"{key[0]}, {key[1]} processes: planner's over best preset"] = fastest[chosen] / min(presets)
     return found
 
 

@@ -4,11 +4,12 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+import trl_realloc
 from trl_realloc.cli import main
 from trl_realloc.cluster import Cluster
 from trl_realloc.dataflow import ppo_graph
@@ -220,6 +221,31 @@ def test_a_recipe_without_models_is_refused(tmp_path: Path, capsys: pytest.Captu
     recipe.write_text("sft_model_path: nowhere\nreward_model_path: nowhere\n")
     assert main(["plan", str(recipe), "--cluster", "h100:8"]) == 2
     assert "no config.json in 'nowhere'" in capsys.readouterr().err
+
+
+def test_a_recipes_misspelt_key_is_refused_and_a_scripts_own_key_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, plan = tmp_path / "ppo.yaml", str(tmp_path / "plan.yaml")
+    demo = RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent))
+    recipe.write_text(demo.replace("response_length:", "respones_length:"))
+    assert main(["plan", str(recipe), "--cluster", "h100:8", "-o", plan]) == 2
+    assert "no setting 'respones_length'; did you mean 'response_length'?" in capsys.readouterr().err
+    recipe.write_text(demo + "\nour_curriculum: 3\n")
+    assert main(["plan", str(recipe), "--cluster", "h100:8", "-o", plan]) == 0
+
+
+def test_the_planner_knows_every_setting_that_a_recipe_may_have() -> None:
+    """The list is written down, for reading it off the classes takes seconds of imports."""
+    from trl import ModelConfig, ScriptArguments
+
+    from trl_realloc import PPOConfig
+
+    listed = Path(trl_realloc.__file__).parent.joinpath("planner", "settings.txt").read_text().split()
+    assert listed == sorted(set(listed))
+    kinds = (ScriptArguments, PPOConfig, ModelConfig)
+    settings = {field.name for kind in kinds for field in fields(kind) if field.init}
+    assert settings <= set(listed), sorted(settings - set(listed))
 
 
 def test_a_folder_without_a_model_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,8 +228,18 @@ def test_a_plan_for_another_world_is_refused_with_both_numbers_and_the_remedies(
         (edited(critic__train={"offload": True}), "critic.train: offload is for what roles score with"),
         (
             edited(critic__forward={"offload": True}),
-            "critic.forward: it scores with the very parameters that critic.train",
+            "critic.forward: it works with the very parameters that critic.train",
         ),
+        (
+            edited(critic__forward={"drop": True}),
+            "with the very parameters that critic.train trains, which stay where they are; leave drop out",
+        ),
+        (edited(reward__forward={"drop": 1}), "drop is true or false, not 1"),
+        (edited(reward__forward={"drop": True}), "reward.forward: drop is for copies of a trained role's parameters"),
+        (edited(actor__train={"drop": True}), "actor.train: drop is for copies of a trained role's parameters"),
+        (edited(actor__generate={"drop": True}), "actor.generate: a vLLM engine holds its share of the memory"),
+        (edited(critic__forward={"drop": True, "offload": True}), "keeps it in host memory; choose one"),
+        (edited(critic__forward={"drop": True, "zero_stage": 3}), "zero_stage 3 has a part of each parameter alone"),
         (edited(reward__forward={"offload": True, "zero_stage": 3}), "reward.forward: zero_stage 3 shards parameters"),
         ("cluster: {nodes: 1, devices_per_node: 2}", "calls has a line for each call"),
         ("cluster: {nodes: 1, devices_per_node: 2}\ncalls: {}", "actor.train is missing; say which mesh"),
@@ -379,6 +389,15 @@ def test_a_trained_roles_copy_in_a_layout_of_its_own_may_rest_in_host_memory() -
     plan = separate(Cluster(1, 4)).to_dict()
     plan["calls"]["critic.forward"]["offload"] = True
     assert ExecutionPlan.from_dict(plan)["critic.forward"].offload
+
+
+def test_a_trained_roles_copy_in_a_layout_of_its_own_may_be_dropped_between_its_turns() -> None:
+    written = separate(Cluster(1, 4), generation_engine="transformers").to_dict()
+    for call in ("critic.forward", "actor.generate"):
+        written["calls"][call]["drop"] = True
+    plan = ExecutionPlan.from_dict(written)
+    assert plan["critic.forward"].drop and plan["actor.generate"].drop
+    assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,16 +34,18 @@ from .models import (
     without_dropout,
 )
 from .modelspec import ModelSpec
+from .moving import Cargo
 from .optimizer import make_optimizer, part_of
 from .plan import ExecutionPlan
 from .planner.presets import AUTO, resolve_plan
 from .planning import Job, Planned, cluster_of, job_of, known_estimate, plan_job, recomputes
 from .plugin import ReallocationPlugin
 from .realloc.memory import check_memory
-from .replanning import REFERENCE, VALUE_FOLDER, Replanner, packed_rewards
+from .replanning import Replanner
 from .rewards import Rewards, read_rewards
 from .runtime.calls import Rules
-from .runtime.placement import EngineOptions, Roles, copies_actor
+from .runtime.options import EngineOptions
+from .runtime.placement import Roles, copies_actor
 from .subject import Subject, spec_of, specs_of
 
 
@@ -351,22 +352,33 @@ def _roles(
 
 def replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
     """What watches a plan that the planner chose; `None` where the plan is the user's, or where the run's state cannot
-    be carried over: adapters, and an optimizer that the user made over the models' own parameters."""
+    be carried over: adapters, a policy that is frozen in part, and an optimizer that the user made over the models' own
+    parameters."""
     planned = setup.planned
+    if not all(parameter.requires_grad for parameter in setup.policy.parameters()):
+        return None
     mine = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
     if planned.chosen is None or setup.roles.adapted or not mine or not (plugin.replan or 0.0) > 0:
         return None
     return Replanner(setup.job, planned, plugin.replan or 0.0)
 
 
-def moved(args: PPOConfig, setup: Setup, planned: Planned, rank: int, folder: Path) -> Setup:
-    """The setup of a run that goes on under another plan, its models as `replanning.pack` left them in `folder`."""
-    models = packed_rewards(folder, setup.roles.rewards, lambda path: without_dropout(load_classifier(path, False)))
-    rewards = Rewards(models, tuple(setup.rules.functions), setup.rules.reward_weights)
-    policy, value, reference = str(folder), str(folder / VALUE_FOLDER), str(folder / REFERENCE)
-    config = setup.roles.actor_config
-    shown, roles = _roles(args, planned.plan, rank, policy, reference, value, rewards, config, None)
-    return replace(setup, plan=planned.plan, planned=planned, policy=shown, roles=roles)
+def moved(setup: Setup, planned: Planned, rank: int, cargo: Cargo) -> Setup:
+    """The setup of a run that goes on under another plan, its models to be filled from `cargo`."""
+    plan, roles = planned.plan, setup.roles
+    has_part = rank in plan.mesh("actor.train") or copies_actor(plan, rank, False)
+    policy = cargo.model("actor.train") if has_part else shell(roles.actor_config)
+    rewards = tuple(
+        replace(source, load=partial(cargo.model, f"reward.forward {at}")) for at, source in enumerate(roles.rewards)
+    )
+    roles = replace(
+        roles,
+        actor=lambda: policy,
+        critic=partial(cargo.model, "critic.train"),
+        reference=partial(cargo.model, "reference.forward"),
+        rewards=rewards,
+    )
+    return replace(setup, plan=plan, planned=planned, policy=policy, roles=roles)
 
 
 def engine_options(args: PPOConfig, setup: Setup, accelerator: Any, plugin: ReallocationPlugin) -> EngineOptions:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .models import persistent_buffers
 from .runtime.placement import Placement, TrainedEngine
 
 
@@ -36,16 +37,11 @@ def save_models(placement: Placement, folder: Path, save_policy: Any) -> None:
             with _writing_here(placement.actor.head.model):
                 save_policy(placement.actor.head.model, state, folder)
     if placement.critic is not None:
-        save_whole(placement.critic, folder / VALUE_FOLDER, placement.group("critic.train").is_leader)
-
-
-def save_whole(engine: TrainedEngine, folder: Path, writes: bool) -> None:
-    """A role's model whole, as `from_pretrained` reads it. Collective over its mesh; the rank that `writes` does."""
-    state = _whole_state(engine, writes)
-    if state is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _writing_here(engine.head.model):
-            engine.head.model.save_pretrained(folder, state_dict=state)
+        state = _whole_state(placement.critic, placement.group("critic.train").is_leader)
+        if state is not None:
+            (folder / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
+            with _writing_here(placement.critic.head.model):
+                placement.critic.head.model.save_pretrained(folder / VALUE_FOLDER, state_dict=state)
 
 
 @contextlib.contextmanager
@@ -67,16 +63,7 @@ def _whole_state(engine: TrainedEngine, writes: bool) -> dict[str, Tensor] | Non
             state.update({name: tensor.cpu().clone() for name, tensor in bucket})
     if not writes:
         return None
-    return {**state, **_persistent_buffers(engine.head.model)}
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {
-        name: tensor.cpu()
-        for name, tensor in model.state_dict(keep_vars=False).items()
-        if name not in parameters and torch.is_tensor(tensor)
-    }
+    return {**state, **persistent_buffers(engine.head.model)}
 
 
 def _engines(placement: Placement) -> list[tuple[str, TrainedEngine | None, str]]:

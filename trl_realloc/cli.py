@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
+from .assignment import CACHED_TOKENS
 from .cluster import Cluster
 from .errors import PlanError, suggest
 from .plan import ExecutionPlan
@@ -25,6 +26,7 @@ from .planner.presets import PRESETS, load_plan
 from .planner.profile import Measured, Profile
 from .planner.show import beaten_table, draw_estimate, estimate_table, explained
 from .planner.task import Task, is_recipe, read_task
+from .realloc.memory import MOMENTS
 from .report import load_metrics, print_summary, report_run
 from .timeline import Timeline
 
@@ -32,10 +34,10 @@ from .timeline import Timeline
 def plan_table(plan: ExecutionPlan) -> Table:
     """The plan as a table for people, a row for each call in the order in which they run."""
     title = Text(f"{plan.name or 'plan'}: {plan.cluster}")  # a name is no markup
-    table = Table("call", "mesh", "engine", "strategy", "offload", title=title, title_justify="left")
+    table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
     for name, assignment in plan.assignments.items():
-        offload = "yes" if assignment.offload else ""
-        table.add_row(name, str(assignment.mesh), assignment.engine, str(assignment.strategy), offload)
+        rests = "offload" if assignment.offload else "drop" if assignment.drop else ""
+        table.add_row(name, str(assignment.mesh), assignment.engine, str(assignment.strategy), rests)
     return table
 
 
@@ -135,7 +137,9 @@ def _choose(
         path = measured or _measure(task, devices or _processes(task.recipe))
         profile = Profile.load(path)
         machine = Cluster(nodes, profile.devices // nodes)
-        pricing = Pricing(machine, task.workload(machine), Measured(profile), moments=8, default_cap=1024)
+        pricing = Pricing(
+            machine, task.workload(machine), Measured(profile), moments=MOMENTS, default_cap=CACHED_TOKENS
+        )
         specs = task.specs()
     return choose(specs, pricing, generation_engine=task.engine, time_limit_s=time_limit)
 

@@ -6,7 +6,7 @@ iteration. Knows nothing of where or how a call runs: that is the plan's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -30,12 +30,22 @@ class CallKind(StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """One use of one role in one iteration. `inputs` and `outputs` are names of columns of the samples."""
+    """One use of one role in one iteration. `inputs` and `outputs` are names of columns of the samples; `passes` says
+    how many responses of each sample it works through, such as the sampled and the greedy one in ReMax.
+
+    Raises:
+        PlanError: `passes` below 1.
+    """
 
     role: Role
     kind: CallKind
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.passes, int) or isinstance(self.passes, bool) or self.passes < 1:
+            raise PlanError(f"{self.name}: passes is a whole number from 1, not {self.passes!r}.")
 
     @property
     def name(self) -> str:
@@ -168,7 +178,14 @@ class DataflowGraph:
     def to_dict(self) -> dict[str, object]:
         return {
             "sources": list(self.sources),
-            "calls": {c.name: {"inputs": list(c.inputs), "outputs": list(c.outputs)} for c in self.calls},
+            "calls": {
+                call.name: {
+                    "inputs": list(call.inputs),
+                    "outputs": list(call.outputs),
+                    **({"passes": call.passes} if call.passes != 1 else {}),
+                }
+                for call in self.calls
+            },
         }
 
     @staticmethod
@@ -179,9 +196,9 @@ class DataflowGraph:
         written = _table("graph, calls", graph.get("calls", {}), names)
         calls = []
         for name, columns in written.items():
-            columns = _table(f"graph, {name}", columns, ("inputs", "outputs"))
+            columns = _table(f"graph, {name}", columns, ("inputs", "outputs", "passes"))
             inputs, outputs = (_columns(name, columns.get(key, [])) for key in ("inputs", "outputs"))
-            calls.append(Call(*names[name], inputs, outputs))
+            calls.append(Call(*names[name], inputs, outputs, columns.get("passes", 1)))
         return DataflowGraph(tuple(calls), _columns("sources", graph.get("sources", [])))
 
 
@@ -198,19 +215,66 @@ def _columns(where: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+_SAMPLE = ("prompts", "responses")
 _LEARNING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")
 
 
 def ppo_graph() -> DataflowGraph:
     """PPO's six calls. Equal graphs come from every call of this function."""
-    sample = ("prompts", "responses")
     return DataflowGraph(
         (
             Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
-            Call(Role.REFERENCE, CallKind.FORWARD, sample, ("ref_logprobs",)),
-            Call(Role.REWARD, CallKind.FORWARD, sample, ("scores",)),
-            Call(Role.CRITIC, CallKind.FORWARD, sample, ("values",)),
+            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
+            Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
+            Call(Role.CRITIC, CallKind.FORWARD, _SAMPLE, ("values",)),
             Call(Role.ACTOR, CallKind.TRAIN, _LEARNING),
             Call(Role.CRITIC, CallKind.TRAIN, _LEARNING),
         )
     )
+
+
+def grpo_graph() -> DataflowGraph:
+    """GRPO (Shao et al. 2024): several responses of each prompt, each a sample, and no critic."""
+    return DataflowGraph(
+        (
+            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
+            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
+            Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
+            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", "ref_logprobs", "scores")),
+        )
+    )
+
+
+def remax_graph() -> DataflowGraph:
+    """ReMax (Li et al. 2023): the greedy response's reward is the baseline. Both responses come of one call, for one
+    batch of both decodes in fewer steps than two."""
+    greedy = "greedy_responses"
+    return DataflowGraph(
+        (
+            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs", greedy), passes=2),
+            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
+            Call(Role.REWARD, CallKind.FORWARD, (*_SAMPLE, greedy), ("scores", "baselines"), passes=2),
+            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", "ref_logprobs", "scores", "baselines")),
+        )
+    )
+
+
+def dpo_graph() -> DataflowGraph:
+    """DPO (Rafailov et al. 2023): two given responses of each prompt, scored by the reference and trained on."""
+    pair = ("prompts", "chosen", "rejected")
+    made = ("ref_chosen_logprobs", "ref_rejected_logprobs")
+    return DataflowGraph(
+        (
+            Call(Role.REFERENCE, CallKind.FORWARD, pair, made, passes=2),
+            Call(Role.ACTOR, CallKind.TRAIN, (*pair, *made), passes=2),
+        ),
+        sources=pair,
+    )
+
+
+GRAPHS: Mapping[str, Callable[[], DataflowGraph]] = {
+    "ppo": ppo_graph,
+    "grpo": grpo_graph,
+    "remax": remax_graph,
+    "dpo": dpo_graph,
+}

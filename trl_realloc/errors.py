@@ -42,14 +42,14 @@ class Problems(list[str]):
             raise PlanError(*self)
 
 
-def nearest(word: object, right: Iterable[str]) -> str | None:
-    """The first of the words most like `word`, or `None` where less than half of it is alike."""
+def nearest(word: object, right: Iterable[str], at_least: float = 0.5) -> str | None:
+    """The first of the words most like `word`, or `None` where none is alike by such a share of the letters."""
 
     def likeness(candidate: str) -> float:
         return SequenceMatcher(None, str(word).lower(), candidate.lower()).ratio()
 
     best = max(right, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= 0.5 else None
+    return best if best is not None and likeness(best) >= at_least else None
 
 
 def suggest(word: object, right: Iterable[str]) -> str:

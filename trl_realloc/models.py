@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -78,6 +79,31 @@ def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
     with torch.device("meta"):
         kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
         return kind.from_config(config)
+
+
+def blank(config: Any, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> PreTrainedModel:
+    """A model with memory for its parameters, of these types by name (of others the first), and nothing in it; its
+    buffers as when made new."""
+    kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
+    with init_empty_weights(include_buffers=False):
+        model = kind.from_config(config)
+    usual = next(iter(dtypes.values()))
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        memory = torch.empty(parameter.shape, dtype=dtypes.get(name, usual))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(memory, parameter.requires_grad))
+    model.tie_weights()
+    return model
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What `from_pretrained` would read beside the parameters, on the host."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: tensor.cpu()
+        for name, tensor in model.state_dict(keep_vars=False).items()
+        if name not in parameters and torch.is_tensor(tensor)
+    }
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:

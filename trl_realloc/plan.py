@@ -1,4 +1,5 @@
-"""The execution plan: for every model function call its device mesh, parallel strategy, engine and offload.
+"""The execution plan: for every model function call its device mesh, parallel strategy, engine, and
+what rests where between its turns.
 
 A plan is one YAML file and one frozen object, and each makes the other without loss. It is refused where it is made,
 with everything that is wrong with it at once. How plans are chosen is the planner's business.
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from .assignment import ENGINES, Assignment, ParallelStrategy, able, assignment_problems, in_place
+from .assignment import ENGINES, RESTS, Assignment, ParallelStrategy, able, assignment_problems, in_place
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge, ppo_graph
 from .errors import PlanError, Problems, nearest, suggest
@@ -183,11 +184,13 @@ def _problems(
         trained = graph.train_call(call.role) is not None
         problems += [f"{name}: {problem}" for problem in assignment_problems(call, assignment, cluster, trained)]
     for source, target in graph.parameter_edges:
-        if source in here and target in here and here[target].offload and in_place(here[source], here[target]):
-            problems.append(
-                f"{target}: it scores with the very parameters that {source} trains, which stay where they are; leave "
-                f"offload out, or give it a layout of its own."
-            )
+        if source in here and target in here and in_place(here[source], here[target]):
+            problems += [
+                f"{target}: it works with the very parameters that {source} trains, which stay where they are; leave "
+                f"{rest} out, or give it a layout of its own."
+                for rest in RESTS
+                if getattr(here[target], rest)
+            ]
     return problems
 
 
@@ -208,6 +211,7 @@ _HEADER = f"""\
 #   dp, tp, pp: data, tensor and pipeline parallel degrees (1 where left out); dp x tp x pp is the mesh's size
 #   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward
 #   offload: true keeps what a call scores with in host memory between its turns
+#   drop: true frees a copy of trained parameters between its turns, and makes it again for the next
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from .assignment import CACHED_TOKENS
 from .cluster import Cluster
 from .config import PPOConfig
 from .errors import PlanError
@@ -29,12 +30,10 @@ from .planner.show import beaten_table, estimate_table
 from .planner.space import Space
 from .planner.workload import Workload
 from .profiling.cache import cache_path, cached_profile
+from .realloc.memory import MOMENTS
 from .runtime.groups import from_first_rank
-from .runtime.placement import CACHED_TOKENS, EngineOptions
+from .runtime.options import EngineOptions
 from .subject import Subject
-
-
-MOMENTS = 8  # bytes of AdamW's float32 moments for each element
 
 
 @dataclass(frozen=True)

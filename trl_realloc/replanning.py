@@ -1,34 +1,23 @@
 """A plan that goes stale: response lengths change while a policy learns, and with them which plan is fastest.
 
-Watches the lengths, searches again when they have moved the plan's estimate far enough, and carries a run's state from
-one placement to the next. When that happens is the trainer's to say: between two updates.
+Watches the lengths, and searches again when they have moved the plan's estimate far enough. When the run moves is the
+trainer's to say, between two updates; how its state does is `moving`'s business.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from .checkpoint import VALUE_FOLDER, load_training_state, save_models, save_training_state, save_whole
 from .errors import PlanError
 from .planner.choose import Chosen, choose
 from .planning import Job, Planned, at_lengths
-from .rewards import RewardModelSource
 from .runtime.groups import from_first_rank
-from .runtime.placement import Placement
 
 
 WINDOW = 4  # updates whose lengths count
 WORTH = 0.02  # of an iteration, that another plan has to save
-REFERENCE, REWARD = "reference", "reward-{}"  # folders of frozen roles on their way
 
 
 class Replanner:
@@ -72,36 +61,3 @@ class Replanner:
         self._basis = chosen.best.seconds
         self.planned = Planned.of(chosen, profile)
         return self.planned
-
-
-def pack(placement: Placement, folder: Path, save_policy: Any) -> None:
-    """Everything of a placement that a run goes on from: four models whole, both optimizers' states. Collective."""
-    save_models(placement, folder, save_policy)
-    save_training_state(placement, folder)
-    if placement.reference is not None:
-        save_whole(placement.reference, folder / REFERENCE, placement.group("reference.forward").is_leader)
-    for at, (_, engine) in enumerate(placement.reward_models):
-        save_whole(engine, folder / REWARD.format(at), placement.group("reward.forward").is_leader)
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def packed_rewards(
-    folder: Path, sources: Sequence[RewardModelSource], load: Callable[[str], Any]
-) -> tuple[RewardModelSource, ...]:
-    """The reward models as they were packed."""
-    paths = [str(folder / REWARD.format(at)) for at in range(len(sources))]
-    return tuple(replace(source, load=partial(load, path)) for source, path in zip(sources, paths, strict=True))
-
-
-def unpack(placement: Placement, folder: Path, rank: int) -> None:
-    """Start the new placement from what was packed, and remove that. Collective."""
-    placement.start()
-    load_training_state(placement, folder)
-    if dist.is_initialized():
-        dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-__all__ = ["REFERENCE", "VALUE_FOLDER", "Replanner", "pack", "packed_rewards", "unpack"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,22 +31,21 @@ from .config import PPOConfig
 from .data import PromptBatch, SeededOrder, collate_prompts, prompt_loader, tokenize_prompts
 from .dataflow import Role
 from .engines import Sampling
+from .metrics import RunMetrics
+from .moving import Cargo
 from .plan import ExecutionPlan
 from .planning import at_lengths
 from .plugin import ReallocationPlugin
-from .replanning import pack, unpack
 from .report import leave_record
-from .runtime.alarm import Alarm, JobFailed
-from .runtime.exchange import Exchange
-from .runtime.executor import Executor, Iteration
+from .runtime.alarm import JobFailed
+from .runtime.executor import Iteration, make_executor
 from .runtime.placement import Placement
-from .timeline import Span, Timeline
+from .timeline import Timeline
 
 
 logger = logging.get_logger(__name__)
 
 SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
-LENGTHS = 20_000  # latest responses whose lengths the estimate at the end is for
 _EVAL_STEP = 1 << 40  # evaluation draws from seeds of its own, the same at every evaluation
 
 
@@ -156,8 +155,7 @@ class PPOTrainer(PPOTrainerBase):
         )
         self.policy_model = self.model
         self.create_scheduler(args.num_total_batches, self.optimizer)
-        self._spans: list[Span] = []
-        self._lengths: deque[int] = deque(maxlen=LENGTHS)
+        self.metrics = RunMetrics()
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
 
@@ -169,7 +167,7 @@ class PPOTrainer(PPOTrainerBase):
     @property
     def timeline(self) -> Timeline:
         """When this run's calls were executed, as far as this rank has heard."""
-        return Timeline(tuple(self._spans))
+        return self.metrics.timeline
 
     # --- seams of Trainer -------------------------------------------------------------------------------------------
 
@@ -182,10 +180,8 @@ class PPOTrainer(PPOTrainerBase):
         """The runtime of the plan: groups now, engines when they are first needed."""
         options = assembly.engine_options(self.args, self.setup, self.accelerator, self.plugin)
         self.placement = Placement(self.setup.plan, self.accelerator.process_index, self.setup.roles, options)
-        store = torch.distributed.distributed_c10d._get_default_store() if torch.distributed.is_initialized() else None
-        self.alarm = Alarm(store, self.accelerator.num_processes)
-        exchange = Exchange(self.setup.plan, self.accelerator.process_index, self.placement.control)
-        self.executor = Executor(self.placement, exchange, self.setup.rules, self.alarm)
+        self.executor = make_executor(self.placement, self.setup.rules)
+        self.alarm = self.executor.alarm
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Models move when their engine takes them, to where the plan has them."""
@@ -235,7 +231,6 @@ class PPOTrainer(PPOTrainerBase):
         self._start_state(folder)
         start_time, start_episode = time.time(), self.state.episode
         start_step = self.state.global_step
-        self._window: dict[str, list[float]] = defaultdict(list)
         self._in_pass = False
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         for batch in self._batches():
@@ -248,11 +243,11 @@ class PPOTrainer(PPOTrainerBase):
             self.state.episode += len(batch)
             self.state.global_step += 1
             self.state.epoch = self.state.episode / len(self.train_dataset)
-            self._note(iteration, time.time() - begun)
+            self.metrics.note(self.plan.order, iteration, time.time() - begun)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             if self.control.should_log:
                 eps = (self.state.episode - start_episode) / (time.time() - start_time)
-                self._log_window({"eps": eps, "lr": rate, "episode": self.state.episode})
+                self.log({**self.metrics.take(), "eps": eps, "lr": rate, "episode": self.state.episode})
             self._evaluate_and_save()
             self._show_completions()
             if self.control.should_training_stop:
@@ -260,8 +255,8 @@ class PPOTrainer(PPOTrainerBase):
             self._replan(iteration)
         if self._in_pass:  # stopped in the middle of it
             self._end_pass()
-        if self._window:
-            self._log_window({"lr": rate, "episode": self.state.episode})
+        if rest := self.metrics.take():
+            self.log({**rest, "lr": rate, "episode": self.state.episode})
         # together: a process that ends takes down connections that others may still be reading its last samples from
         self.executor.exchange.flush()
         self.accelerator.wait_for_everyone()
@@ -270,7 +265,7 @@ class PPOTrainer(PPOTrainerBase):
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
         self._memory_tracker.stop_and_update_metrics(metrics)
         if self.accelerator.is_main_process:
-            expected = at_lengths(self.setup.job, self.setup.planned, list(self._lengths))
+            expected = at_lengths(self.setup.job, self.setup.planned, list(self.metrics.lengths))
             leave_record(self.plan, self.timeline, expected, Path(args.output_dir))
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         return TrainOutput(self.state.global_step, 0.0, metrics)
@@ -285,13 +280,14 @@ class PPOTrainer(PPOTrainerBase):
         if planned is None:
             return
         self.executor.exchange.flush()
-        folder = Path(self.args.output_dir) / ".moving"
-        pack(self.placement, folder, self._write_policy)
+        cargo = Cargo(self.placement)
+        self.accelerator.wait_for_everyone()  # a group that one rank lets go is closed for those that still use it
         self.placement.close()
-        self.setup = assembly.moved(self.args, self.setup, planned, self.accelerator.process_index, folder)
+        self.setup = assembly.moved(self.setup, planned, self.accelerator.process_index, cargo)
         self.model = self.policy_model = self.setup.policy
         self._place()
-        unpack(self.placement, folder, self.accelerator.process_index)
+        self.placement.start()
+        cargo.deliver(self.placement)
         if self.accelerator.is_main_process:
             found = planned.found
             expected = f", an estimated {found.seconds:.3g} s per iteration" if found else ""
@@ -344,36 +340,6 @@ class PPOTrainer(PPOTrainerBase):
         if self.args.value_learning_rate is not None:
             ratio = self.args.value_learning_rate / self.args.learning_rate
         return {Role.ACTOR: policy, Role.CRITIC: policy * ratio}
-
-    def _note(self, iteration: Iteration, seconds: float) -> None:
-        """Keep an update's metrics until they are logged."""
-        self._spans += iteration.spans
-        longest: dict[str, float] = defaultdict(float)
-        for span in iteration.spans:
-            longest[span.call] = max(longest[span.call], span.seconds)
-        lengths = iteration.samples.ragged("responses").lengths.float()
-        self._lengths.extend(lengths.int().tolist())
-        metrics = {
-            **iteration.metrics,
-            **{
-                f"rewards/{k.removeprefix('reward/')}": float(iteration.samples.tensor(k).nanmean())
-                for k in iteration.samples
-                if k.startswith("reward/")
-            },
-            "completions/mean_length": float(lengths.mean()),
-            **{f"time/{call}": longest[call] for call in self.plan.order if call in longest},
-            **_moved(iteration.spans),
-            "time/step": seconds,
-            "tokens/s": iteration.samples.tokens / seconds,
-        }
-        for name, value in metrics.items():
-            self._window[name].append(value)
-
-    def _log_window(self, now: dict[str, float]) -> None:
-        """The mean of every metric over the updates since the last log."""
-        means = {name: sum(values) / len(values) for name, values in self._window.items()}
-        self._window.clear()
-        self.log({**means, **now})
 
     def _evaluate_and_save(self) -> None:
         metrics = None
@@ -514,17 +480,6 @@ class PPOTrainer(PPOTrainerBase):
     def close(self) -> None:
         """End the engines. Leaving the process does it too."""
         self.placement.close()
-
-
-def _moved(spans: Iterable[Span]) -> dict[str, float]:
-    """`realloc/bytes/<call>` and `realloc/seconds/<call>` of each reallocation, by the call that it was for."""
-    metrics: dict[str, float] = {}
-    for span in spans:
-        if " -> " in span.call:
-            edge = span.call.partition(" -> ")[2]
-            metrics[f"realloc/bytes/{edge}"] = float(span.bytes)
-            metrics[f"realloc/seconds/{edge}"] = max(span.seconds, metrics.get(f"realloc/seconds/{edge}", 0.0))
-    return metrics
 
 
 __all__ = ["OnlineTrainerState", "PPOTrainer", "Sampling", "collate_prompts"]

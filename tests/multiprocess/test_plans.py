@@ -65,6 +65,9 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "the critic scores where it does not train, from host memory": plan(
             2, critic="0", changed={"critic.forward": {**whole("1"), "offload": True}}
         ),
+        "the critic scores in a copy that is dropped between its turns": plan(
+            2, critic="0", changed={"critic.forward": {**whole("1"), "drop": True}}
+        ),
         "tensor parallel": plan(2, changed={name: split("0-1", tp=2) for name in CALLS}),
         "in two stages": plan(2, changed={name: split("0-1", pp=2) for name in CALLS}),
     },
@@ -84,8 +87,10 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
                 "critic.train": split("0-1", pp=2, micro_batch_tokens=40),
             },
         ),
-        "zero 3 trains the critic, a tensor group scores": plan(
-            4, stage=3, changed={"critic.forward": split("2-3", tp=2), "actor.train": split("0-3", dp=2, pp=2)}
+        "zero 3 trains the critic, a tensor group scores and drops its copy": plan(
+            4,
+            stage=3,
+            changed={"critic.forward": split("2-3", tp=2, drop=True), "actor.train": split("0-3", dp=2, pp=2)},
         ),
     },
 }

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 from test_plans import plan, split
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from trl_realloc.cluster import Cluster
+from trl_realloc.planner.presets import separate
+
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
@@ -165,10 +168,15 @@ def test_engines_on_some_devices_get_the_weights_that_other_groups_train(run: Ca
     check_saved(folder)
 
 
-def test_generating_and_scoring_where_nothing_trains_changes_no_run(run: Callable[..., Path]) -> None:
-    """The copies on the second process are refreshed before each call: the run is the one of a process alone."""
+@pytest.mark.parametrize("dropped", [False, True])
+def test_generating_and_scoring_where_nothing_trains_changes_no_run(run: Callable[..., Path], dropped: bool) -> None:
+    """The copies on the second process are refreshed before each call, or freed after it and made again: the run is the
+    one of a process alone."""
     alone = run("train.py", 1, {**STEPS, "per_device_train_batch_size": 8}, "alone")
-    two = run("train.py", 2, {**STEPS, "plan": "separate"}, "two")
+    apart = separate(Cluster(1, 2), generation_engine="transformers").to_dict()
+    for call in ("actor.generate", "critic.forward") if dropped else ():
+        apart["calls"][call]["drop"] = True
+    two = run("train.py", 2, {**STEPS, "plan": apart}, "two")
     moved = ("realloc/bytes/actor.generate", "realloc/bytes/critic.forward")
     assert all(row.pop(name) > 0 for row in log(two)[1:] for name in moved)
     rows = [{key: value for key, value in row.items() if not key.startswith("realloc/")} for row in log(two)]

@@ -104,6 +104,14 @@ def test_links_between_nodes_are_told_from_those_inside() -> None:
     assert Measured(profile).between == Measured(profile).inside
 
 
+def test_parameters_come_from_host_memory_as_fast_as_was_measured() -> None:
+    profile = made_up()
+    assert Measured(profile).host_bandwidth == 5e9, "nobody measured it"
+    rows = [Observation("copy", "", 1e-5 + size / 20e9, 1, bytes=size) for size in (1e5, 1e6, 1e7)]
+    rates = Measured(replace(profile, observations=(*profile.observations, *rows)))
+    assert rates.host_bandwidth == pytest.approx(20e9)
+
+
 def test_activations_that_were_measured_are_priced() -> None:
     profile = made_up()
     model = {"layers": CRITIC.layers, "elements": float(CRITIC.elements)}

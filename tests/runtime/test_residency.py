@@ -1,11 +1,12 @@
-"""A role that the plan offloads is on the device while its call runs, and in host memory between."""
+"""A role that the plan offloads is on the device while its call runs, and in host memory between; one that it drops is
+nowhere."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from trl_realloc.runtime.residency import Residency
+from trl_realloc.runtime.residency import Dropped, Residency
 
 
 def test_a_forward_brings_the_parameters_in_once_and_release_takes_them_back() -> None:
@@ -41,3 +42,33 @@ def test_a_prefetched_call_moves_nothing_more() -> None:
     assert hook.resident and hook.moves == 1
     module(torch.randn(1, 4))
     assert hook.moves == 1
+
+
+class Copy:
+    version = 3
+
+
+def test_a_dropped_copy_takes_no_memory_between_its_turns_and_is_filled_where_it_was() -> None:
+    module, copy = nn.Linear(64, 64).requires_grad_(False), Copy()
+    weight, bias = module.weight.data, module.bias.data
+    bias_before = bias.clone()
+    dropped = Dropped(copy, [weight, weight[:8]], [bias], stale=-1)
+    assert dropped.bytes == 0 and copy.version == -1, "what was in it is gone, and must not be used"
+    assert torch.equal(bias, bias_before), "what is not filled again stays"
+    dropped.restore()
+    dropped.restore()
+    assert dropped.bytes == weight.nbytes
+    fresh = torch.randn(64, 64)
+    weight.copy_(fresh)
+    data = torch.randn(2, 64)
+    assert torch.equal(module(data), nn.functional.linear(data, fresh, bias_before))
+    dropped.release()
+    dropped.release()
+    assert dropped.bytes == 0
+
+
+def test_memory_that_is_shared_with_what_stays_is_not_dropped() -> None:
+    flat = torch.randn(10)
+    dropped = Dropped(Copy(), [flat[:5]], [flat[5:]], stale=-1)
+    dropped.restore()
+    assert dropped.bytes == 0 and flat.untyped_storage().nbytes() == 40

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..assignment import Assignment, ParallelStrategy
 from ..cluster import Cluster
@@ -32,6 +32,7 @@ PARTS = {
     "load": "parameters into the engine or back from host memory",
 }
 
+ALLOCATE = 1e-3  # seconds for the memory of a copy that was dropped; an allocator's, not measured
 PREFILL_TOKENS = 8192  # of one forward over prompts, in an engine that generates
 
 
@@ -81,6 +82,9 @@ class Pricing:
 
     def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
         """Of a call that runs these models, one after the other, on a mesh of its own."""
+        if call.passes > 1:
+            work = replace(self.workload, episodes=call.passes * self.workload.episodes)
+            return replace(self, workload=work).price(replace(call, passes=1), specs, assignment)
         total = CallCost({"launch": self.rates.call})
         for spec in specs:
             match call.kind:
@@ -120,8 +124,8 @@ class Pricing:
             parts["data"] = micro * self._exposed_gather(spec, strategy, self._links(assignment)[2], stage)
         size = spec.bytes / (strategy.tp * strategy.pp * (strategy.dp if strategy.zero_stage == 3 else 1))
         working = self._working(spec, tokens / micro, strategy, backward=False)
-        if assignment.offload:
-            parts["load"] = size / rates.host_bandwidth
+        if assignment.offload or assignment.drop:
+            parts["load"] = ALLOCATE if assignment.drop else size / rates.host_bandwidth
             return CallCost(parts, 0.0, working + size)
         return CallCost(parts, size, working)
 
@@ -231,6 +235,8 @@ class Pricing:
         first, _ = self._pass(spec, assignment, prompts / micro, prompts * work.prompt_tokens / micro, micro)
         decoding = {"compute": compute, "memory": memory, "launch": launch, "tensor": tensor, "pipeline": pipeline}
         load = {"load": spec.bytes / tp / pp / rates.host_bandwidth} if assignment.engine == "vllm" else {}
+        if assignment.drop:
+            load, static, cache = {"load": ALLOCATE}, 0.0, cache + static
         names = dict.fromkeys([*decoding, *first, *load])
         parts = {n: decoding.get(n, 0.0) + first.get(n, 0.0) + load.get(n, 0.0) for n in names}
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)

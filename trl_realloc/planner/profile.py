@@ -29,8 +29,9 @@ class Observation:
     """One measured stretch of work.
 
     Args:
-        work: `forward`, `train`, `generate`, `all_reduce`, `send`, `iteration` (what an iteration of six calls took
-            beside them), or `activations` (what a forward with gradients kept, in no time).
+        work: `forward`, `train`, `generate`, `all_reduce`, `send`, `copy` (from host memory to the device), `iteration`
+            (what an iteration of six calls took beside them), or `activations` (what a forward with gradients kept, in
+            no time).
         model: whose, by `model_key`; empty for the links.
         seconds: it took, on the device that took longest.
         devices: that were at work at the same time.
@@ -144,7 +145,6 @@ class Measured:
     """`Rates` of a profile. What devices that share processors took at the same time is brought down to what one takes
     alone."""
 
-    host_bandwidth = 5e9  # of a copy inside host memory; a vLLM engine's weights go through it
     error = 0.08  # as benchmarks/planner.py found it
     overlap = 0.0  # gloo's collectives run when their tensors are whole
 
@@ -173,6 +173,13 @@ class Measured:
         parts = [(1.0, 2 * (o.devices - 1) / o.devices * o.bytes / bandwidth) for o, _ in rings]
         collective, slower = _fit(parts, [seconds for _, seconds in rings])
         return Link(bandwidth, latency, collective, 1 / slower if slower else 1.0)
+
+    @cached_property
+    def host_bandwidth(self) -> float:
+        """Of copies to the device; a vLLM engine's weights go through host memory too."""
+        rows = self._alone("copy")
+        _, each = _fit([(1.0, o.bytes) for o, _ in rows], [seconds for _, seconds in rows]) if rows else (0.0, 0.0)
+        return 1 / each if each else 5e9
 
     @cached_property
     def call(self) -> float:

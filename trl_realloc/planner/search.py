@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..assignment import Assignment, in_place
 from ..cluster import DeviceMesh
@@ -190,20 +190,23 @@ class Problem:
         return most, fullest
 
     def found(self, state: State, name: str, *, exact: bool = True) -> Found:
-        """The state with its reallocations priced by their schedules, or where not `exact` by their bounds."""
+        """The state with its reallocations priced by their schedules, or where not `exact` by their bounds; nothing is
+        dropped that is in place."""
+        for source, target in self._edges:
+            own = state[target].assignment
+            if own.drop and in_place(state[source].assignment, own):
+                kept = self._priced(self.names[target], replace(own, drop=False))
+                state = (*state[:target], kept, *state[target + 1 :])
         estimate = self.estimate(state, exact_moves=exact)
         return Found(name, self.space, dict(zip(self.names, state, strict=True)), estimate)
 
     def state_of(self, assignments: Mapping[str, Assignment]) -> State:
         """A written plan, priced."""
+        return tuple(self._priced(name, assignments[name]) for name in self.names)
+
+    def _priced(self, name: str, assignment: Assignment) -> Choice:
         space = self.space
-        return tuple(
-            Choice(
-                assignments[name],
-                space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignments[name]),
-            )
-            for name in self.names
-        )
+        return Choice(assignment, space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignment))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ def estimate_table(found: Found) -> Table:
     table = Table("call", "mesh", "engine", "strategy", "memory", "time", title=found.name, title_justify="left")
     for name, choice in found.choices.items():
         assignment, cost = choice.assignment, choice.cost
-        strategy = f"{assignment.strategy}{' offload' if assignment.offload else ''}"
+        rests = " offload" if assignment.offload else " drop" if assignment.drop else ""
+        strategy = f"{assignment.strategy}{rests}"
         memory = f"{(cost.static + cost.transient) / 1e9:.2f} GB"
         table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, f"{cost.seconds:.3f} s")
     for name, seconds in found.estimate.moves.items():

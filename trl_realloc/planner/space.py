@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..assignment import ABILITIES, Assignment, ParallelStrategy
 from ..cluster import Cluster, DeviceMesh, legal_meshes
@@ -85,10 +85,7 @@ class Space:
                 ]
                 least = min([least, *(choice.cost.static + choice.cost.transient for choice in priced)])
                 by_size[mesh.size] = undominated(self._fitting(priced))
-            found += [
-                Choice(Assignment(mesh, c.assignment.strategy, c.assignment.engine, c.assignment.offload), c.cost)
-                for c in by_size[mesh.size]
-            ]
+            found += [Choice(replace(choice.assignment, mesh=mesh), choice.cost) for choice in by_size[mesh.size]]
         if not found:
             memory = (self.pricing.memory or 0.0) / 1e9
             raise PlanError(
@@ -117,6 +114,8 @@ class Space:
                         yield Assignment(mesh, strategy, engine)
                         if self._may_rest(call, stage):
                             yield Assignment(mesh, strategy, engine, offload=True)
+                        if self._may_drop(call, engine, stage):
+                            yield Assignment(mesh, strategy, engine, drop=True)
 
     def _degrees(self, call: Call, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:
         for tp in _powers(min(size, self.cluster.devices_per_node)) if "tp" in degrees else (1,):
@@ -167,6 +166,11 @@ class Space:
     def _may_rest(self, call: Call, stage: int) -> bool:
         frozen = self.graph.train_call(call.role) is None
         return self.offload and frozen and call.kind is CallKind.FORWARD and stage < 3
+
+    def _may_drop(self, call: Call, engine: str, stage: int) -> bool:
+        """A copy of trained parameters; where memory is not known there is no reason to."""
+        trained = self.graph.train_call(call.role) is not None and not call.trains
+        return self.pricing.memory is not None and trained and engine != "vllm" and stage < 3
 
 
 def meshes_of(cluster: Cluster) -> list[DeviceMesh]:

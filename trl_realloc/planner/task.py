@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from ..cluster import Cluster
 from ..dataflow import Role, ppo_graph
-from ..errors import PlanError
+from ..errors import PlanError, Problems, nearest
 from ..modelspec import ModelSpec
 from .workload import Workload
 
@@ -30,6 +31,7 @@ DEFAULTS: Mapping[str, Any] = {
     "vllm_gpu_memory_utilization": 0.3,
 }
 POLICY = ("sft_model_path", "model_name_or_path")
+LIKE = 0.8  # as alike is a misspelt key
 PROMPT_TOKENS = 64.0  # where nothing says how long prompts are
 
 
@@ -84,10 +86,11 @@ def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:
     A model whose folder is not there yet is looked for beside the recipe, by the last part of its name.
 
     Raises:
-        PlanError: no such recipe, one that names no models, or a model without a config.
+        PlanError: no such recipe, a misspelt key in it, one that names no models, or a model without a config.
     """
     path = Path(recipe)
     settings = read_settings(path)
+    check_keys(path)
     policy = next((settings[key] for key in POLICY if key in settings), None)
     reward = settings.get("reward_model_path")
     critic = settings.get("value_model_path", reward)
@@ -110,6 +113,22 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise PlanError(f"{path}: a recipe is a mapping of settings like `learning_rate: 3.0e-6`.")
     return settings
+
+
+def check_keys(recipe: str | Path) -> None:
+    """Refuse a recipe with a key that is no setting but nearly one. A key unlike any may be a script's own, and is left
+    to it; a run reads every key.
+
+    Raises:
+        PlanError: each such key with the nearest setting.
+    """
+    known = files(__package__).joinpath("settings.txt").read_text(encoding="utf-8").split()
+    problems = Problems()
+    for key in read_settings(Path(recipe)):
+        near = None if key in known else nearest(key, known, at_least=LIKE)
+        if near:
+            problems.append(f"{recipe}: no setting {str(key)!r}; did you mean {near!r}?")
+    problems.refuse()
 
 
 def is_recipe(path: str | Path) -> bool:

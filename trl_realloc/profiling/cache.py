@@ -16,9 +16,9 @@ from ..planner.profile import Observation, Profile, model_key
 from ..planner.workload import Workload
 from ..rollout import Rollouts
 from ..runtime.groups import from_first_rank
-from ..runtime.placement import EngineOptions
+from ..runtime.options import EngineOptions
 from ..subject import Subject
-from .machine import hardware, links, sharing
+from .machine import copies, hardware, links, sharing
 from .runs import Runs
 
 
@@ -103,7 +103,8 @@ def measure(
     with _progress(rank) as progress:
         bar = progress.add_task("measuring this machine for the planner", total=len(plans) + 2)
         shared = sharing(runs.arithmetic, cluster, rank, options.device)
-        found = links(cluster, options.device) if cluster.size > 1 else []
+        found = copies(options.device)
+        found += links(cluster, options.device) if cluster.size > 1 else []
         progress.advance(bar)
         found += runs.activations() if rank == 0 else []
         progress.advance(bar)

@@ -8,6 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -61,6 +62,18 @@ def sharing(
             best[count] = min(best[count], _largest(own))
     slower = tuple((count, max(1.0, best[count] / best[1])) for count in counts[1:])
     return Sharing(slower)
+
+
+def copies(device: torch.device) -> list[Observation]:
+    """What parameters take from host memory to the device; on a CPU, from one place to another."""
+    found = []
+    for size in SIZES:
+        host = torch.zeros(size, dtype=torch.uint8)
+        host = host.pin_memory() if device.type == "cuda" else host
+        place = torch.zeros(size, dtype=torch.uint8, device=device)
+        taken = [_taken(partial(place.copy_, host), device) for _ in range(REPEATS + 1)]
+        found.append(Observation("copy", "", statistics.median(taken[1:]), 1, bytes=float(size)))
+    return found
 
 
 def links(cluster: Cluster, device: torch.device) -> list[Observation]:

@@ -32,11 +32,10 @@ from ..planner.workload import Workload
 from ..ppo import PPOSettings
 from ..rewards import FunctionReward, RewardModelSource
 from ..rollout import Ragged, Rollouts
-from ..runtime.alarm import Alarm
 from ..runtime.calls import Rules
-from ..runtime.exchange import Exchange
-from ..runtime.executor import Executor, Iteration
-from ..runtime.placement import EngineOptions, Placement, Roles
+from ..runtime.executor import Iteration, make_executor
+from ..runtime.options import EngineOptions
+from ..runtime.placement import Placement, Roles
 from ..subject import POLICIES, Subject
 from ..timeline import Timeline
 
@@ -123,9 +122,7 @@ class Runs:
         placement = Placement(plan, self.rank, self._roles(), self.options)
         try:
             placement.start()
-            store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-            exchange = Exchange(plan, self.rank, placement.control)
-            executor = Executor(placement, exchange, self._rules(), Alarm(store, self.cluster.size))
+            executor = make_executor(placement, self._rules())
             rates = dict.fromkeys(Role, 0.0)
             some = max(self.cluster.size, self.episodes // 2)
             sizes = [(n, 0) for n in (self.episodes, *2 * (self.episodes, some))] if known else self.sizes
@@ -141,7 +138,7 @@ class Runs:
                 if at:
                     found += self._observations(plan, iteration, time.perf_counter() - begun)
             made = iteration.samples if samples is None else samples
-            exchange.flush()
+            executor.exchange.flush()
             if dist.is_initialized():  # a group that one rank lets go is closed for those that still read from it
                 dist.barrier()
         finally:

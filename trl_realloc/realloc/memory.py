@@ -15,7 +15,7 @@ from ..plan import ExecutionPlan
 from .layout import layout_of, vllm_layout
 
 
-_MOMENTS = 8  # bytes per element of AdamW's two float32 moments
+MOMENTS = 8  # bytes per element of AdamW's two float32 moments
 _MASTER = 4  # of a float32 weight beside a smaller one
 
 
@@ -49,12 +49,12 @@ def resident_bytes(
 def _learning_bytes(elements: int, assignment: Assignment, element: int) -> int:
     """Gradients and optimizer state of so many elements on a device; ZeRO-3's elements are sharded already."""
     dp, stage = assignment.strategy.dp, assignment.strategy.zero_stage
-    state = elements * (_MOMENTS + (_MASTER if element < _MASTER else 0))
+    state = elements * (MOMENTS + (_MASTER if element < _MASTER else 0))
     return elements * element // (dp if stage == 2 else 1) + state // (dp if stage in (1, 2) else 1)
 
 
 def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()) -> None:
-    """Hold the parameters against the cluster's stated memory; of roles that the plan offloads the largest counts.
+    """Hold the parameters against the cluster's stated memory; of what the plan offloads or drops the largest counts.
 
     Raises:
         PlanError: a device would have to hold more, with what takes how much.
@@ -63,7 +63,7 @@ def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], 
         return
     fullest, most, taken = 0, 0, dict[str, int]()
     for device, sizes in resident_bytes(plan, specs, adapted).items():
-        away = [size for name, size in sizes.items() if plan[name].offload]
+        away = [size for name, size in sizes.items() if plan[name].offload or plan[name].drop]
         total = sum(sizes.values()) - sum(away) + max(away, default=0)
         if total > most:
             fullest, most, taken = device, total, sizes
@@ -73,5 +73,5 @@ def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], 
         raise PlanError(
             f"device {fullest} would hold {most / 1e9:.2f} GB of parameters, gradients and optimizer state ({parts}), "
             f"but cluster.memory_gb is {plan.cluster.memory_gb:g}; split {largest[0]} over more "
-            f"devices (zero_stage 3, tp, pp), put roles on different devices, or offload frozen ones."
+            f"devices (zero_stage 3, tp, pp), put roles on different devices, offload frozen ones, or drop copies."
         )

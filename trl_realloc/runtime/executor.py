@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from .. import ppo
 from ..data import PromptBatch
@@ -176,6 +177,13 @@ class Executor:
                 rows.append((weights, {name: sums[at] for name, sums in steps[update].items()}))
             metrics.update(ppo.update_metrics(rows))
         return Iteration(samples, metrics, tuple(spans))
+
+
+def make_executor(placement: Placement, rules: Rules) -> Executor:
+    """The executor of a placement, with an exchange and an alarm of its own. All ranks make theirs."""
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    exchange = Exchange(placement.plan, placement.rank, placement.control)
+    return Executor(placement, exchange, rules, Alarm(store, placement.plan.cluster.size))
 
 
 def _by_update(made: Rollouts, n: int, steps: dict[int, dict[str, torch.Tensor]]) -> None:

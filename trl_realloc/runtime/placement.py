@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..cluster import DeviceMesh
@@ -26,22 +22,20 @@ from ..engines.group import MeshGroup
 from ..engines.megatron import MegatronEngine
 from ..engines.process import die_with_launcher
 from ..engines.replicated import ReplicatedEngine
+from ..engines.tensor import local
 from ..engines.transformers import TransformersEngine
 from ..engines.weights import checkpoint_names
 from ..engines.zero import ZeroEngine, ensure_process_group
-from ..plan import Assignment, ExecutionPlan
-from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S
+from ..plan import ExecutionPlan
 from ..rewards import RewardModelSource
+from .generation import start_vllm
 from .groups import Edge, make_edges, make_groups, make_split_groups
-from .reallocation import FeedingSink, GeneratorSink, Moved, Reallocation, ShadowSink, Sink
-from .residency import Residency
+from .options import EngineOptions
+from .reallocation import STALE, FeedingSink, GeneratorSink, Moved, Reallocation, ShadowSink, Sink
+from .residency import Dropped, Residency, Versioned
 
 
 TrainedEngine = ReplicatedEngine | ZeroEngine | MegatronEngine
-
-# On a CPU a larger forward is no faster, for its activations leave the caches, and takes more memory: training on 5,800
-# tokens took 0.90 s in forwards of 512 to 1,024 tokens, 1.15 s in two of 4,096 (3.5-million-parameter Llama, 2 cores).
-CACHED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -69,46 +63,6 @@ class Roles:
     adapted: bool = False
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """What engines are told beyond the plan; from `PPOConfig`.
-
-    Args:
-        device: this rank's.
-        compute_dtype: mixed precision, or `None`.
-        temperature: of sampling, and so of every log-probability.
-        response_length, context_length: tokens; the latter the longest prompt with its response.
-        forward_batch_size: prompts or samples of one forward without gradients, where the plan gives no token budget.
-        train_batch_size: samples of one forward with gradients, likewise.
-        make_optimizer: role's module -> optimizer.
-        bucket_bytes, transfer_timeout_s, checksums: of reallocations, as `Transfer`'s.
-    """
-
-    device: torch.device
-    temperature: float
-    response_length: int
-    context_length: int
-    forward_batch_size: int
-    train_batch_size: int
-    pad_token_id: int
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    compute_dtype: torch.dtype | None = None
-    max_grad_norm: float = 0.0
-    gradient_checkpointing: bool = False
-    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
-    deepspeed: Mapping[str, Any] | None = None
-    seed: int = 0
-    vllm: Mapping[str, Any] = field(default_factory=dict)
-    bucket_bytes: int = BUCKET_BYTES
-    transfer_timeout_s: float = TIMEOUT_S
-    checksums: bool = False
-
-    def budget(self, *, trains: bool) -> int:
-        """Most tokens of one forward where a plan gives no number: room for so many of the longest samples."""
-        room = (self.train_batch_size if trains else self.forward_batch_size) * self.context_length
-        return min(room, CACHED_TOKENS) if self.device.type == "cpu" else room
-
-
 class Placement:
     """This rank's engines for one plan. `close` ends everything it started.
 
@@ -126,6 +80,7 @@ class Placement:
         self._reallocations: dict[str, Reallocation] = {}
         self.started = False
         self._residents: dict[str, list[Residency]] = defaultdict(list)
+        self._dropped: dict[str, Dropped] = {}
         self.generator: GenerationEngine | None = None
         self.reference: TrainedEngine | None = None
         self.actor: TrainedEngine | None = None
@@ -157,12 +112,15 @@ class Placement:
 
     @contextlib.contextmanager
     def resident(self, call: str) -> Iterator[None]:
-        """The call's parameters are on the device inside, and where the plan says `offload`, in host memory after."""
+        """The call's parameters are on the device inside, and after it where the plan says: there, in host memory
+        (`offload`) or nowhere (`drop`)."""
         try:
             yield
         finally:
             for hook in self._residents.get(call, ()):
                 hook.release()
+            if call in self._dropped:
+                self._dropped[call].release()
 
     def prefetch(self, call: str) -> None:
         """Parameters that the plan keeps in host memory begin to move to the device for a call that comes next."""
@@ -181,6 +139,8 @@ class Placement:
         Raises:
             TransferError, EngineError: the call's copy is not whole; nothing may be generated or scored with it.
         """
+        if call in self._dropped:
+            self._dropped[call].restore()
         if call in self._reallocations:
             return self._reallocations[call].refresh()
         if self.generator is not None and self.actor is not None and call == "actor.generate":
@@ -248,7 +208,8 @@ class Placement:
 
     def _build(self) -> None:
         if self._here("actor.generate") and self.plan["actor.generate"].engine == "vllm":
-            self._start_vllm()  # first: its process starts while the models load here
+            # first: its process starts while the models load here
+            self.generator = start_vllm(self.plan, self.rank, self.roles.actor_config, self.options, self._stack)
         if self._here("reference.forward") and self.roles.reference is not None:
             head = PolicyHead(self.roles.reference(), self.options.temperature)  # before the actor: it may be its copy
             self.reference = self._engine("reference.forward", head)
@@ -273,6 +234,10 @@ class Placement:
         for call, edge in self._edges.items():
             if self.rank in edge.ranks:
                 self._reallocations[call] = self._reallocation(call, edge)
+            if self.plan[call].drop and call in self._shadows:
+                user = self.generator if call == "actor.generate" else self._shadows[call]
+                assert user is not None, "a copy that generates does so in an engine"
+                self._dropped[call] = _dropped(user, self._shadows[call], self._reallocations[call].names)
 
     def _copy_models(self) -> None:
         """Second engines of trained roles, for calls in a layout of their own; before the first ones, which may
@@ -350,28 +315,14 @@ class Placement:
             self._residents[call].append(Residency.attach(engine.head, options.device))
         return engine
 
-    def _start_vllm(self) -> None:
-        from ..engines.vllm import VLLMEngine
 
-        assignment, options = self.plan["actor.generate"], self.options
-        place, tp = assignment.mesh.index(self.rank), assignment.strategy.tp
-        if place % tp:
-            return  # this device works for the engine that the first of its tensor group owns
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="trl_realloc_")))
-        config = self.roles.actor_config
-        config.save_pretrained(folder)
-        settings = {"log_path": folder / "vllm.log", **options.vllm}
-        engine = VLLMEngine(
-            folder,
-            name=f"actor.generate engine {place // tp} (rank {self.rank})",
-            tensor_parallel_size=tp,
-            dtype=_dtype_name(config, options),
-            max_model_len=options.context_length,
-            **_devices(self.plan, assignment, self.rank, options.device),
-            **settings,
-        )
-        self._stack.callback(engine.close)
-        self.generator = engine
+def _dropped(user: Versioned, copied: TrainedEngine, names: Sequence[str]) -> Dropped:
+    """The tensors of a copy that its reallocation fills, of which `user` is told that they are of no version."""
+    parts = copied.parts()
+    filled = [cell for name in names for _, cell in parts.get(name, ())]
+    own = {cell.data_ptr() for cell in filled}
+    held = [local(tensor.data) for tensor in (*copied.head.model.parameters(), *copied.head.model.buffers())]
+    return Dropped(user, filled, [tensor for tensor in held if tensor.data_ptr() not in own], STALE)
 
 
 def copies_actor(plan: ExecutionPlan, rank: int, adapted: bool) -> bool:
@@ -382,20 +333,3 @@ def copies_actor(plan: ExecutionPlan, rank: int, adapted: bool) -> bool:
         return False
     owns = assignment.mesh.index(rank) % assignment.strategy.tp == 0
     return assignment.engine == "transformers" or (adapted and owns)
-
-
-def _dtype_name(config: Any, options: EngineOptions) -> str:
-    """What the actor computes in while it trains: so its log-probabilities there and in the engine agree."""
-    dtype = options.compute_dtype or getattr(config, "dtype", None) or torch.float32
-    return str(dtype).removeprefix("torch.")
-
-
-def _devices(plan: ExecutionPlan, assignment: Assignment, rank: int, device: torch.device) -> dict[str, Any]:
-    """The GPUs, or the cores, of the engine that this rank owns: its own and those of its tensor group."""
-    per_node = plan.cluster.devices_per_node
-    local = [(rank + i) % per_node for i in range(assignment.strategy.tp)]
-    if device.type == "cuda":
-        return {"cuda_devices": local}
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // per_node)
-    return {"cpu_cores": [cores[(at * each + i) % len(cores)] for at in local for i in range(each)]}

@@ -189,6 +189,11 @@ class Reallocation:
             checksum=checksum,
         )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that it moves."""
+        return tuple(self._dtypes)
+
     def refresh(self) -> Moved | None:
         """Bring the target to the source's version, if it holds another. Returns what was moved.
 

@@ -1,8 +1,10 @@
-"""What a call scores with, on the device while it runs and in host memory between: the plan's `offload`."""
+"""What a call works with while it runs, and where that is between: in host memory (the plan's `offload`), or nowhere
+(`drop`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -77,3 +79,41 @@ class Residency(ModelHook):
                 self._host[name] = copy.pin_memory() if self.device.type == "cuda" else copy
             parameter.data = self._host[name]
         self.resident = False
+
+
+class Versioned(Protocol):
+    version: int
+
+
+class Dropped:
+    """Memory of a copy of trained parameters, freed between the turns of the call that uses it. The tensors live on
+    without it, so that whoever knows them, such as a reallocation, writes to the same ones when it is back.
+
+    Args:
+        engine: whose copy it is; freed, it is of no version, and so is filled before it is used again.
+        tensors: what a reallocation fills; memory that others share with them stays.
+        others: the engine's other tensors.
+    """
+
+    def __init__(self, engine: Versioned, tensors: Iterable[Tensor], others: Iterable[Tensor], stale: int) -> None:
+        self.engine, self.stale = engine, stale
+        kept = {tensor.untyped_storage().data_ptr() for tensor in others}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        self._storages = [(each, each.nbytes()) for at, each in storages.items() if at not in kept]
+        self.release()
+
+    @property
+    def bytes(self) -> int:
+        """Held now."""
+        return sum(storage.nbytes() for storage, _ in self._storages)
+
+    def restore(self) -> None:
+        """Room for the parameters, with nothing in it yet."""
+        for storage, size in self._storages:
+            if storage.nbytes() != size:
+                storage.resize_(size)
+
+    def release(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        self.engine.version = self.stale

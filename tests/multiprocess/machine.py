@@ -1,0 +1,65 @@
+"""A rank of four on "two nodes" that are one machine: what is measured of links, of devices that share processors, and
+of models that are measured shallower than they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+
+from trl_realloc.cluster import Cluster
+from trl_realloc.config import PPOConfig
+from trl_realloc.dataflow import Role
+from trl_realloc.planner.profile import Measured
+from trl_realloc.planning import job_of
+from trl_realloc.profiling import cache
+from trl_realloc.profiling.machine import links, sharing
+from trl_realloc.subject import Subject, specs_of
+
+
+DEPTH = 6
+
+
+def config() -> Any:
+    return tiny.config(num_hidden_layers=DEPTH, num_labels=1)
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
+    args = PPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False)
+    args.device  # noqa: B018 - makes the process group
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    configs = {role: [config()] for role in Role}
+    subject = Subject(configs, specs_of(configs))
+    whole = subject.specs["actor.train"][0]
+    cache.MOST_ELEMENTS = int(whole.elements - 3 * whole.layer_elements)  # three of the six layers
+    job = job_of(args, Cluster(1, 4), rank, "transformers", subject, prompt_tokens=4, context_length=16, pad_token_id=0)
+    profile = cache.measure(subject, job.cluster, rank, job.options, job.workload, job.engine)
+    nodes = Cluster(2, 2)
+    seen = links(nodes, cpu)
+
+    def work() -> None:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+
+    shared = sharing(lambda: work, nodes, rank, cpu)
+    assert shared is not None, "CPU ranks share"
+    rates = Measured(profile)
+    told = {
+        "links": [[row.work, row.devices, row.far, row.seconds] for row in seen],
+        "slower": shared.slower,
+        "depths": sorted({row.layers for row in profile.observations if row.work in ("forward", "train", "generate")}),
+        "kept": [rates.kept(whole, tokens, tokens * 8.0) for tokens in (10.0, 20.0)],
+        "knows": [rates.measured(whole, tp, pp, generates) for tp, pp, generates in options["asked"]],
+        "layer": rates.layer(whole, 100, 1000, 1),
+    }
+    (folder / f"told-{rank}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

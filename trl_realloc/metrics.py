@@ -1,0 +1,69 @@
+"""What a run logs: each update's metrics until they are logged, its spans, and the lengths of its latest responses."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+
+from .runtime.executor import Iteration
+from .timeline import Span, Timeline
+
+
+LENGTHS = 20_000  # latest responses whose lengths are kept
+
+
+class RunMetrics:
+    """Gathers updates. `window` are those since the last log."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.lengths: deque[int] = deque(maxlen=LENGTHS)
+        self._window: dict[str, list[float]] = defaultdict(list)
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline(tuple(self.spans))
+
+    def note(self, order: Sequence[str], iteration: Iteration, seconds: float) -> None:
+        """Keep an update's metrics.
+
+        Args:
+            order: the plan's calls.
+            seconds: that the update took.
+        """
+        self.spans += iteration.spans
+        samples = iteration.samples
+        longest: dict[str, float] = defaultdict(float)
+        for span in iteration.spans:
+            longest[span.call] = max(longest[span.call], span.seconds)
+        lengths = samples.ragged("responses").lengths
+        self.lengths.extend(lengths.tolist())
+        rewards = [name for name in samples if name.startswith("reward/")]
+        metrics = {
+            **iteration.metrics,
+            **{f"rewards/{n.removeprefix('reward/')}": float(samples.tensor(n).nanmean()) for n in rewards},
+            "completions/mean_length": float(lengths.float().mean()),
+            **{f"time/{call}": longest[call] for call in order if call in longest},
+            **_moved(iteration.spans),
+            "time/step": seconds,
+            "tokens/s": samples.tokens / seconds,
+        }
+        for name, value in metrics.items():
+            self._window[name].append(value)
+
+    def take(self) -> dict[str, float]:
+        """The mean of every metric over the updates since the last time, nothing where there was none."""
+        means = {name: sum(values) / len(values) for name, values in self._window.items()}
+        self._window.clear()
+        return means
+
+
+def _moved(spans: Iterable[Span]) -> dict[str, float]:
+    """`realloc/bytes/<call>` and `realloc/seconds/<call>` of each reallocation, by the call that it was for."""
+    metrics: dict[str, float] = {}
+    for span in spans:
+        if " -> " in span.call:
+            edge = span.call.partition(" -> ")[2]
+            metrics[f"realloc/bytes/{edge}"] = float(span.bytes)
+            metrics[f"realloc/seconds/{edge}"] = max(span.seconds, metrics.get(f"realloc/seconds/{edge}", 0.0))
+    return metrics

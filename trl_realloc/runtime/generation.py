@@ -1,0 +1,65 @@
+"""This rank's vLLM engine, started as the plan has it: which devices, which dtype, room for which lengths."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..assignment import Assignment
+from ..engines import GenerationEngine
+from ..plan import ExecutionPlan
+from .options import EngineOptions
+
+
+def start_vllm(
+    plan: ExecutionPlan, rank: int, config: Any, options: EngineOptions, stack: contextlib.ExitStack
+) -> GenerationEngine | None:
+    """The engine that this rank owns, whose process starts in the background; `None` on a device that works for the
+    engine that the first of its tensor group owns.
+
+    Args:
+        config: the actor's, of Transformers.
+        stack: ends it, and removes its files.
+    """
+    from ..engines.vllm import VLLMEngine
+
+    assignment = plan["actor.generate"]
+    place, tp = assignment.mesh.index(rank), assignment.strategy.tp
+    if place % tp:
+        return None
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trl_realloc_")))
+    config.save_pretrained(folder)
+    settings = {"log_path": folder / "vllm.log", **options.vllm}
+    engine = VLLMEngine(
+        folder,
+        name=f"actor.generate engine {place // tp} (rank {rank})",
+        tensor_parallel_size=tp,
+        dtype=_dtype_name(config, options),
+        max_model_len=options.context_length,
+        **_devices(plan, assignment, rank, options.device),
+        **settings,
+    )
+    stack.callback(engine.close)
+    return engine
+
+
+def _dtype_name(config: Any, options: EngineOptions) -> str:
+    """What the actor computes in while it trains: so its log-probabilities there and in the engine agree."""
+    dtype = options.compute_dtype or getattr(config, "dtype", None) or torch.float32
+    return str(dtype).removeprefix("torch.")
+
+
+def _devices(plan: ExecutionPlan, assignment: Assignment, rank: int, device: torch.device) -> dict[str, Any]:
+    """The GPUs, or the cores, of the engine that this rank owns: its own and those of its tensor group."""
+    per_node = plan.cluster.devices_per_node
+    local = [(rank + i) % per_node for i in range(assignment.strategy.tp)]
+    if device.type == "cuda":
+        return {"cuda_devices": local}
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // per_node)
+    return {"cpu_cores": [cores[(at * each + i) % len(cores)] for at in local for i in range(each)]}
