@@ -29,7 +29,8 @@ from trl_realloc.dataflow import CallKind, Role, ppo_graph
 from trl_realloc.modelspec import ModelSpec
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import DEVICES, Analytic, Device, Link
-from trl_realloc.planner.search import Found, Problem, search
+from trl_realloc.planner.problem import Found, Problem
+from trl_realloc.planner.search import search
 from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
 

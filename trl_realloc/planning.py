@@ -24,8 +24,8 @@ from .plan import ExecutionPlan
 from .planner.choose import Chosen, choose
 from .planner.cost import Pricing
 from .planner.presets import flatten
+from .planner.problem import Found, Problem
 from .planner.profile import Measured, Profile
-from .planner.search import Found, Problem
 from .planner.show import beaten_table, estimate_table
 from .planner.space import Space
 from .planner.workload import Workload

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from .errors import PlanError
 from .plan import ExecutionPlan
-from .planner.search import Found
+from .planner.problem import Found
 from .planner.simulate import iteration_seconds
 from .timeline import Timeline
 

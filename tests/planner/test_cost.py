@@ -15,7 +15,7 @@ from trl_realloc.cluster import DeviceMesh
 from trl_realloc.dataflow import Call, CallKind, DataflowGraph, Role, ppo_graph
 from trl_realloc.planner.cost import PARTS, CallCost, move_seconds, quick_move_seconds
 from trl_realloc.planner.hardware import DEVICES, Analytic, Link, Sharing
-from trl_realloc.planner.search import Problem
+from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.space import Space
 from trl_realloc.realloc.layout import layout_of
 from trl_realloc.realloc.schedule import make_schedule

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llamas import llama, pricing, specs, work
 
 from trl_realloc.assignment import Assignment, ParallelStrategy
@@ -17,7 +19,8 @@ from trl_realloc.errors import PlanError
 from trl_realloc.planner import search as searching
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import CallCost
-from trl_realloc.planner.search import Problem, search
+from trl_realloc.planner.problem import Problem
+from trl_realloc.planner.search import partitions, search
 from trl_realloc.planner.space import Choice, Space, meshes_of, undominated
 
 
@@ -190,3 +193,36 @@ def test_what_is_in_place_is_never_dropped() -> None:
     plan["critic.forward"] = replace(plan["critic.forward"], drop=True)
     found = problem.found(problem.state_of(plan), "written")
     assert not found.plan["critic.forward"].drop
+
+
+@given(nodes=st.integers(1, 6), count=st.integers(2, 5))
+def test_parts_side_by_side_fill_the_devices_and_share_none(nodes: int, count: int) -> None:
+    size = 1 << nodes
+    found = partitions(size, count, random.Random(0))
+    assert bool(found) == (count <= size)
+    for meshes in found:
+        assert len(meshes) == count
+        assert sorted(device for mesh in meshes for device in mesh.devices) == list(range(size))
+
+
+def test_three_calls_that_wait_for_the_same_one_are_put_side_by_side() -> None:
+    """What changing one call or two does not find: on all devices each takes 4, on a part of them 5, so only the three
+    of them apart are faster."""
+    problem = random_problem(0, memory=False)
+    choices = {}
+    for name in problem.names:
+        apart = problem.space.graph.call(name).kind is CallKind.FORWARD
+        engine = "vllm" if name == "actor.generate" else "zero"
+        sizes = (1, 2, 4, 8) if apart else (8,)
+        choices[name] = [
+            Choice(
+                Assignment(mesh, ParallelStrategy(mesh.size), engine),
+                CallCost({"compute": 4.0 if mesh.size == 8 else 5.0 if mesh.size > 1 else 9.0}),
+            )
+            for mesh in legal_meshes(problem.space.cluster)
+            if mesh.size in sizes
+        ]
+    wide = Problem(problem.space, choices)
+    best = search(wide).states[0]
+    meshes = [choice.assignment.mesh for name, choice in zip(wide.names, best, strict=True) if name.endswith("forward")]
+    assert all(not one.overlaps(other) for one, other in itertools.combinations(meshes, 2))

@@ -12,7 +12,8 @@ from ..errors import PlanError
 from ..modelspec import ModelSpec
 from .cost import PARTS, CallCost, Pricing
 from .presets import PRESETS
-from .search import Found, Outcome, Problem, search
+from .problem import Found, Problem
+from .search import Outcome, search
 from .space import Space
 
 

@@ -1,6 +1,6 @@
 """The fastest execution plan of a space that fits in memory.
 
-Every combination where there are few; else improvement of one call, of two calls side by side, and Metropolis moves as
+Every combination where there are few; else improvement of one call, of calls put side by side, and Metropolis moves as
 ReaL's (section 6), from several beginnings. Seeded: a problem gives the same plan each time, if no time limit ends it.
 """
 
@@ -10,203 +10,19 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..assignment import Assignment, in_place
 from ..cluster import DeviceMesh
 from ..errors import PlanError
-from ..plan import ExecutionPlan
-from ..realloc.layout import layout_of
-from ..realloc.schedule import make_schedule
-from ..timeline import Timeline
-from .cost import CallCost, move_seconds, quick_move_seconds
-from .simulate import Task, simulate, steady_seconds
-from .space import Choice, Space
+from .problem import Problem, State
+from .space import Choice
 
 
 EXHAUSTIBLE = 20_000  # combinations that are all tried
 LOOKS = 80_000  # at states, known ones too, of a search
 RESTARTS = 6
 PATIENCE = 16_000  # looks without a better plan
-
-State = tuple[Choice, ...]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a combination of choices comes to.
-
-    Args:
-        seconds: of an iteration in the long run.
-        moves: seconds of each reallocation, by the call that gets the parameters.
-        memory: bytes of the fullest device.
-        fullest: that device.
-    """
-
-    seconds: float
-    moves: Mapping[str, float]
-    memory: float
-    fullest: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """A combination with its estimate and its calls' prices."""
-
-    name: str
-    space: Space
-    choices: Mapping[str, Choice]
-    estimate: Estimate
-
-    @property
-    def plan(self) -> ExecutionPlan:
-        """Raises `PlanError` where an assignment is none that an engine here can do (`Space.deep_generation`)."""
-        assignments = {name: choice.assignment for name, choice in self.choices.items()}
-        return ExecutionPlan(self.space.cluster, assignments, self.space.graph, self.name)
-
-    @property
-    def costs(self) -> dict[str, CallCost]:
-        return {name: choice.cost for name, choice in self.choices.items()}
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.seconds
-
-    @property
-    def fits(self) -> bool:
-        limit = self.space.pricing.memory
-        return limit is None or self.estimate.memory <= limit
-
-    @property
-    def timeline(self) -> Timeline:
-        """One iteration as it is expected to go."""
-        seconds = {name: cost.seconds for name, cost in self.costs.items()}
-        sharing = self.space.pricing.rates.sharing
-        spans = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, sharing=sharing)
-        return spans.of_step(1)
-
-
-@dataclass
-class Problem:
-    """A space with its choices, ready to be evaluated.
-
-    Args:
-        barrier: iterations do not overlap, as the trainer's do not.
-    """
-
-    space: Space
-    choices: Mapping[str, Sequence[Choice]]
-    barrier: bool = True
-    evaluations: int = 0
-    _moves: dict[tuple[int, int, bool], float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        graph = self.space.graph
-        self.names = graph.order
-        place = {name: at for at, name in enumerate(self.names)}
-        self._data = [
-            tuple(place[edge.producer] for edge in graph.data_edges if edge.consumer == name) for name in self.names
-        ]
-        trained = [graph.train_call(graph.call(name).role) for name in self.names]
-        self._home = [place[name] if name is not None else None for name in trained]
-        self._edges = [(place[edge.source], place[edge.target]) for edge in graph.parameter_edges]
-
-    def estimate(self, state: State, *, exact_moves: bool = False) -> Estimate:
-        self.evaluations += 1
-        moves = {target: self._move(state, source, target, exact_moves) for source, target in self._edges}
-        stays = {target for target, seconds in moves.items() if seconds < 0}
-        tasks = self._tasks(state, moves)
-        sharing = self.space.pricing.rates.sharing
-        seconds = steady_seconds(tasks, barrier=self.barrier, sharing=sharing, iterations=4)
-        memory, fullest = self._memory(state, stays)
-        named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
-        return Estimate(float(seconds), named, memory, fullest)
-
-    def weight(self, state: State) -> float:
-        """What the search makes small: seconds; a plan that does not fit is worse than any that does, by how much it
-        does not."""
-        estimate = self.estimate(state)
-        limit = self.space.pricing.memory
-        if limit is not None and estimate.memory > limit:
-            return 1e9 * estimate.memory / limit
-        return estimate.seconds
-
-    def _move(self, state: State, source: int, target: int, exact: bool) -> float:
-        """Seconds of a reallocation; negative where nothing is to be moved."""
-        home, other = state[source], state[target]
-        key = (id(home), id(other), exact)
-        if key not in self._moves:
-            self._moves[key] = self._priced_move(home, other, self.names[source], exact)
-        return self._moves[key]
-
-    def _priced_move(self, home: Choice, other: Choice, name: str, exact: bool) -> float:
-        if in_place(home.assignment, other.assignment):
-            return -1.0
-        pricing = self.space.pricing
-        seconds = 0.0
-        for spec in self.space.specs.get(name, ()):
-            if exact:
-                layouts = layout_of(home.assignment, spec), layout_of(other.assignment, spec)
-                seconds += move_seconds(make_schedule(self.space.cluster, *layouts), pricing.rates)
-            else:
-                seconds += quick_move_seconds(spec, home.assignment, other.assignment, pricing)
-        return seconds
-
-    def _tasks(self, state: State, moves: Mapping[int, float]) -> list[Task]:
-        tasks: list[Task] = []
-        where: list[int] = []
-        homes: list[tuple[int, int]] = []
-        for at, choice in enumerate(state):
-            after = tuple(where[producer] for producer in self._data[at])
-            home = self._home[at]
-            taken = moves.get(at, 0.0)
-            if taken > 0 and home is not None:
-                homes.append((len(tasks), home))
-                meshes = (state[home].assignment.mesh, choice.assignment.mesh)
-                tasks.append(Task("", meshes, taken, after, moves=True))
-                after = (*after, len(tasks) - 1)
-            if home is not None:
-                homes.append((len(tasks), home))
-            where.append(len(tasks))
-            tasks.append(Task("", (choice.assignment.mesh,), choice.seconds, after))
-        for place, home in homes:
-            task = tasks[place]
-            tasks[place] = Task("", task.meshes, task.seconds, task.after, where[home], task.moves)
-        return tasks
-
-    def _memory(self, state: State, stays: set[int]) -> tuple[float, int]:
-        """Bytes of the fullest device, and which: what its calls hold, and the most that one of them takes on top."""
-        most, fullest = 0.0, 0
-        for device in {choice.assignment.mesh.first for choice in state}:
-            static = transient = 0.0
-            for at, choice in enumerate(state):
-                if device in choice.assignment.mesh:
-                    shares = at in stays and choice.assignment.engine != "vllm"  # the very parameters that are trained
-                    static += 0.0 if shares else choice.cost.static
-                    transient = max(transient, choice.cost.transient)
-            if static + transient > most:
-                most, fullest = static + transient, device
-        return most, fullest
-
-    def found(self, state: State, name: str, *, exact: bool = True) -> Found:
-        """The state with its reallocations priced by their schedules, or where not `exact` by their bounds; nothing is
-        dropped that is in place."""
-        for source, target in self._edges:
-            own = state[target].assignment
-            if own.drop and in_place(state[source].assignment, own):
-                kept = self._priced(self.names[target], replace(own, drop=False))
-                state = (*state[:target], kept, *state[target + 1 :])
-        estimate = self.estimate(state, exact_moves=exact)
-        return Found(name, self.space, dict(zip(self.names, state, strict=True)), estimate)
-
-    def state_of(self, assignments: Mapping[str, Assignment]) -> State:
-        """A written plan, priced."""
-        return tuple(self._priced(name, assignments[name]) for name in self.names)
-
-    def _priced(self, name: str, assignment: Assignment) -> Choice:
-        space = self.space
-        return Choice(assignment, space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignment))
 
 
 @dataclass(frozen=True)
@@ -268,6 +84,27 @@ def search(
     )
 
 
+def partitions(size: int, count: int, draw: random.Random, most: int = 24) -> list[tuple[DeviceMesh, ...]]:
+    """So many devices cut into parts side by side: halves, of which one is halved again until there are enough, and
+    where two parts are wanted quarters with the rest; in any order, of very many orders a draw."""
+    shares = [[size]]
+    for _ in range(count - 1):
+        shares = [
+            [*parts[:at], parts[at] // 2, parts[at] // 2, *parts[at + 1 :]]
+            for parts in shares
+            for at in [parts.index(max(parts))]
+            if parts[at] % 2 == 0
+        ]
+    if count == 2 and size % 4 == 0:
+        shares.append([size // 4, size - size // 4])
+    orders = sorted({order for parts in shares for order in itertools.permutations(parts)})
+    found = []
+    for order in orders if len(orders) <= most else draw.sample(orders, most):
+        starts = itertools.accumulate(order, initial=0)
+        found.append(tuple(DeviceMesh(first, part) for first, part in zip(starts, order, strict=False)))
+    return found
+
+
 class _Climb:
     """Improves one state after another, and remembers all it has weighed."""
 
@@ -285,6 +122,12 @@ class _Climb:
             for choice in each:
                 table.setdefault(choice.assignment.mesh, []).append(choice)
             self.on_mesh.append(table)
+        self.levels = [level for level in problem.levels if len(level) > 1]
+        cluster = problem.space.cluster
+        self.parts = {
+            count: [(cluster.mesh,) * count, *partitions(cluster.size, count, self.draw)]
+            for count in {len(level) for level in self.levels}
+        }
 
     @property
     def over(self) -> bool:
@@ -311,12 +154,12 @@ class _Climb:
             state = self.descend(self.wander(state))
 
     def descend(self, state: State) -> State:
-        """Better by one call or by two side by side, until neither helps."""
+        """Better by one call, or by several put side by side, until nothing helps."""
         now = self.weigh(state)
         moved = True
         while moved and not self._late:
             moved = False
-            for move in (self._one, self._pair):
+            for move in (self._one, self._level, self._pair):
                 for other in move(state):
                     if (weight := self.weigh(other)) < now * (1 - 1e-9):
                         state, now, moved = other, weight, True
@@ -348,6 +191,33 @@ class _Climb:
             drawn = each if len(each) <= 48 else [*each[:16], *self.draw.sample(list(each), 32)]
             found += [(*state[:at], choice, *state[at + 1 :]) for choice in drawn if choice is not state[at]]
         return found
+
+    def _level(self, state: State) -> Sequence[State]:
+        """All calls that wait for the same ones put side by side on parts that fill the cluster, or each on all of it:
+        with their fastest choices there, or with the fastest for which the others leave memory."""
+        found = []
+        for level in self.levels:
+            for meshes in self.parts[len(level)]:
+                tables = [self.on_mesh[at].get(mesh) for at, mesh in zip(level, meshes, strict=True)]
+                if not all(tables):
+                    continue
+                fastest, fitting = list(state), list(state)
+                for at, table in zip(level, tables, strict=True):
+                    assert table, "looked at above"
+                    fastest[at] = fitting[at] = table[0]
+                for at, table in zip(level, tables, strict=True):
+                    fitting[at] = self._fastest_that_fits(fitting, at, table or ())
+                found += [tuple(fastest), tuple(fitting)]
+        return found
+
+    def _fastest_that_fits(self, state: list[Choice], at: int, choices: Sequence[Choice]) -> Choice:
+        """Of a call; the one that holds least where none does."""
+        limit = self.problem.space.pricing.memory
+        for choice in choices:
+            tried = (*state[:at], choice, *state[at + 1 :])
+            if limit is None or self.problem.memory(tried, set())[0] <= limit:
+                return choice
+        return min(choices, key=lambda c: c.cost.static)
 
     def _pair(self, state: State) -> Sequence[State]:
         """Two calls put on two disjoint meshes that fill what either had, or the cluster."""

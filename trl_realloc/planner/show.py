@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from .choose import Chosen, explain
-from .search import Found
+from .problem import Found
 
 
 def estimate_table(found: Found) -> Table:
