@@ -21,7 +21,7 @@ from .runtime.placement import Placement, TrainedEngine
 from .runtime.reallocation import STALE, Reallocation, ShadowSink, Sink
 
 
-BESIDE = ("generation_config", "model_tags")
+BESIDE = ("generation_config", "model_tags", "packs_rows")
 
 
 @dataclass

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from test_plans import ZERO3, plan, split
+
+from trl_realloc.plan import ExecutionPlan
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
@@ -40,3 +43,38 @@ def test_the_weights_after_a_move_are_those_of_a_run_that_stayed(run: Callable[.
     first, second = (load_file(folder / "final" / "model.safetensors") for folder in (moved, stayed))
     for name, tensor in first.items():
         assert float((tensor - second[name]).abs().max()) < 1e-5, name
+
+
+SHARDS = {"mesh": "0-1", "dp": 2, **ZERO3}
+WAYS = {
+    "tensor group and ZeRO-3 to pipeline and replicas": (
+        {"actor.train": split("0-1", tp=2), "reward.forward": split("0-1", tp=2)}
+        | {"critic.train": SHARDS, "critic.forward": SHARDS, "reference.forward": SHARDS},
+        {"actor.train": split("0-1", pp=2), "critic.forward": split("0-1", tp=2), "reward.forward": SHARDS},
+    ),
+    "replicas to ZeRO-2, ZeRO-3 and another device": (
+        {"reference.forward": {"mesh": "0", "engine": "zero", "dp": 1, "offload": True}},
+        {"actor.train": {"mesh": "0-1", "engine": "zero", "dp": 2, "zero_stage": 2}}
+        | {"critic.train": SHARDS, "critic.forward": {"mesh": "1", "engine": "zero", "dp": 1, "drop": True}}
+        | {"reference.forward": split("0-1", tp=2)},
+    ),
+}
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_the_layouts_a_moved_run_goes_on_as_it_was(run: Callable[..., Path], way: str) -> None:
+    """Weights, both optimizers, the frozen roles: the run is that of one that stayed on replicas."""
+    options = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
+    before, after = (plan(2, changed=changed) for changed in WAYS[way])
+    moved = run("moved.py", 2, {**options, "plan": before, "to": after}, "moved")
+    stayed = run("moved.py", 2, {**options, "plan": plan(2)}, "stayed")
+    one, other = (json.loads((folder / "log.json").read_text()) for folder in (moved, stayed))
+    assert ExecutionPlan.from_dict(one["plan"]) == ExecutionPlan.from_dict(after), "it has moved"
+    for mine, theirs in zip(one["updates"], other["updates"], strict=True):
+        learned = {key: value for key, value in mine.items() if not key.startswith("realloc/")}
+        assert learned == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    for part in ("", "value_model/"):
+        first, second = (load_file(folder / "final" / f"{part}model.safetensors") for folder in (moved, stayed))
+        assert first.keys() == second.keys()
+        assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5

@@ -83,6 +83,29 @@ def test_a_deeper_model_of_the_same_layers_takes_as_much_longer_as_it_has_layers
         assert one == other > 0
 
 
+def test_a_step_of_several_devices_is_as_long_as_it_was_measured() -> None:
+    """Its collectives are in it, and are not priced again."""
+    profile = made_up()
+    split = tuple(
+        replace(row, tp=2, seconds=0.5 * row.seconds + 3e-3 * row.steps)
+        for row in profile.observations
+        if row.work == "generate"
+    )
+    alone = Measured(replace(profile, observations=(*profile.observations, *split)))
+    assert not alone.measured(ACTOR, 2, 1, True), "nothing is known of reading the prompts"
+    split += tuple(replace(row, tp=2) for row in profile.observations if row.work == "forward")
+    rates = Measured(replace(profile, observations=(*profile.observations, *split)))
+    assert rates.measured(ACTOR, 2, 1, True)
+    call, assignment = ppo_graph().call("actor.generate"), Assignment(DeviceMesh(0, 4), ParallelStrategy(2, 2), "vllm")
+    short, long = (
+        Pricing(Cluster(1, 4), work(episodes=64, response_tokens=(length,)), rates).price(call, [ACTOR], assignment)
+        for length in (64, 128)
+    )
+    assert short.parts["tensor"] == long.parts["tensor"] > 0, "of reading the prompts alone"
+    each_step = 0.5 * (DECODE + 32 * SAMPLE) + 3e-3
+    assert long.seconds - short.seconds == pytest.approx(64 * each_step, rel=0.15)
+
+
 def test_of_equal_runs_the_fastest_counts() -> None:
     profile = made_up()
     disturbed = tuple(replace(row, seconds=5 * row.seconds) for row in profile.observations)

@@ -108,8 +108,19 @@ def packs(model: PreTrainedModel) -> bool:
     """Whether the model keeps samples that share a row apart: tried on five tokens, for no flag says it (a recurrent
     layer, an attention of its own or learned absolute positions would mix or misplace them).
 
-    Where it does, its attention is set to the packed one, which is plain sdpa for every other caller.
+    Where it does, its attention is set to the packed one, which is plain sdpa for every other caller. A model is asked
+    once; one that is filled later has the answer of the model whose weights it gets (`packs_rows`).
     """
+    known: bool | None = getattr(model, "packs_rows", None)
+    if known is None:
+        known = _packs(model)
+        model.packs_rows = known
+    elif known:
+        backbone_of(model).set_attn_implementation(PACKED)
+    return known
+
+
+def _packs(model: PreTrainedModel) -> bool:
     backbone = backbone_of(model)
     implementation = getattr(backbone.config, "_attn_implementation", None)
     if implementation not in ("sdpa", PACKED) or getattr(backbone.config, "is_encoder_decoder", False):

@@ -226,7 +226,8 @@ class Pricing:
                 compute += once * layers * busy
             compute += once * rates.decode_head(spec, part, tp) / (1 if pp == 1 else pp)
             size = part * spec.hidden * spec.bytes_per_element
-            tensor += once * layers * 2 * tensor_link.all_reduce(size, tp)
+            if not rates.decodes_whole:
+                tensor += once * layers * 2 * tensor_link.all_reduce(size, tp)
             if pp > 1:
                 pipeline += once * pipeline_link.send(size)
             launch += steps * rates.step

@@ -183,6 +183,10 @@ class Rates(Protocol):
     def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
         """(compute, memory) seconds of one layer in one decode step; the longer of the two passes."""
 
+    @property
+    def decodes_whole(self) -> bool:
+        """Whether `decode` has the layer's tensor-parallel collectives in it."""
+
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
         """The head's part of a decode step."""
 
@@ -253,6 +257,10 @@ class Analytic:
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
         flops = 2 * tokens * spec.head_elements / self._flops
         return max(flops, spec.head_elements * spec.bytes_per_element / self._read) / tp * (2 if backward else 1)
+
+    @property
+    def decodes_whole(self) -> bool:
+        return False
 
     def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
         pairs = 4 * spec.heads * spec.head_dim * samples * cached

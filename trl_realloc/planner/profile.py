@@ -147,6 +147,7 @@ class Measured:
 
     error = 0.08  # as benchmarks/planner.py found it
     overlap = 0.0  # gloo's collectives run when their tensors are whole
+    decodes_whole = True
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -191,7 +192,8 @@ class Measured:
         measured itself, of pipelines any."""
         work = "generate" if generates else "forward"
         deep = pp == 1 or bool(self._of(spec, "forward", 1, 2))
-        return deep and len(self._of(spec, work, tp)) >= FEWEST
+        reads = bool(self._of(spec, "forward", tp))  # a generation reads its prompts in a forward
+        return deep and reads and len(self._of(spec, work, tp)) >= FEWEST
 
     @cached_property
     def hop(self) -> float:
@@ -225,9 +227,10 @@ class Measured:
         return whole * _head_share(spec, passes.layers)
 
     def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
-        layers, (_, _, each, kept) = self._fitted_decoding(model_key(spec), spec.layers, tp)
+        layers, (_, step, each, kept) = self._fitted_decoding(model_key(spec), spec.layers, tp)
         own = each * (1 - _head_share(spec, layers)) + kept * cached
-        return own * samples / layers, 0.0
+        more = max(0.0, step - self.step) if tp > 1 else 0.0  # what a step of several devices takes beyond one's
+        return (own * samples + more) / layers, 0.0
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
         layers, (_, _, each, _) = self._fitted_decoding(model_key(spec), spec.layers, tp)

@@ -1,0 +1,43 @@
+"""A rank of a run that moves from one written plan to another after its second update, whatever the planner thinks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tiny
+
+from trl_realloc.plan import ExecutionPlan
+from trl_realloc.planning import Planned
+
+
+class Forced:
+    """In a replanner's place."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan, self.updates = ExecutionPlan.from_dict(plan), 0
+
+    def note(self, lengths: Sequence[int]) -> None:
+        self.updates += 1
+
+    def better(self, updates_left: int, move_seconds: float) -> Planned | None:
+        return Planned(self.plan) if self.updates == 2 else None
+
+
+def main() -> None:
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    to = options.pop("to", None)
+    made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
+    made.replanner = Forced(to) if to else None
+    made.train()
+    if made.accelerator.is_main_process:
+        (folder / "log.json").write_text(json.dumps({"updates": tiny.updates(made), "plan": made.plan.to_dict()}))
+    made.save_model(str(folder / "final"))
+    made.close()
+
+
+if __name__ == "__main__":
+    main()
