@@ -148,8 +148,8 @@ def _show_choice(chosen: Chosen, calls: Sequence[str], output: Path) -> None:
     console = Console()
     work = chosen.best.space.pricing.workload
     console.print(
-        f"{work.episodes:,} episodes an iteration, prompts of {work.prompt_tokens:g} tokens (--prompt-tokens), responses of "
-        f"{work.response_tokens[-1]}, as long as they may be."
+        f"{work.episodes:,} episodes an iteration, prompts of {work.prompt_tokens:g} tokens (--prompt-tokens), "
+        f"responses of {work.response_tokens[-1]}, as long as they may be."
     )
     console.print(f"{chosen.said[0].upper()}{chosen.said[1:]}.")
     console.print(estimate_table(chosen.best))
