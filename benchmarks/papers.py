@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,10 +107,8 @@ def uniform(row: Row, mesh_of: Mapping[str, DeviceMesh], strategy_of: Mapping[st
     space, found = row.problem.space, {}
     for name in GRAPH.order:
         strategy, engine = strategy_of[name], "vllm" if name == "actor.generate" else "megatron"
-        if GRAPH.call(name).trains and strategy.pp > 1 and space.micro_per_stage:
-            work = space.pricing.workload
-            share = work.tokens / work.mini_batches / strategy.dp
-            strategy = replace(strategy, micro_batch_tokens=math.ceil(share / (space.micro_per_stage * strategy.pp)))
+        tokens = space.fixed_micro_batch(GRAPH.call(name), strategy.dp, strategy.pp)
+        strategy = replace(strategy, micro_batch_tokens=tokens)
         found[name] = Assignment(mesh_of[name], strategy, engine)
     return found
 

@@ -5,7 +5,7 @@ model is loaded or an engine started.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from .dataflow import Role
 from .engines import Sampling
 from .engines.vllm import is_vllm_available
 from .errors import Problems
+from .job import Job
 from .models import (
     ModelError,
     adapters_off,
@@ -34,11 +35,10 @@ from .models import (
     without_dropout,
 )
 from .modelspec import ModelSpec
-from .moving import Cargo
 from .optimizer import make_optimizer, part_of
 from .plan import ExecutionPlan
 from .planner.presets import AUTO, resolve_plan
-from .planning import Job, Planned, cluster_of, job_of, known_estimate, plan_job, recomputes
+from .planning import Planned, cluster_of, job_of, known_estimate, plan_job, recomputes
 from .plugin import ReallocationPlugin
 from .realloc.memory import check_memory
 from .replanning import Replanner
@@ -361,24 +361,6 @@ def replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
     if planned.chosen is None or setup.roles.adapted or not mine or not (plugin.replan or 0.0) > 0:
         return None
     return Replanner(setup.job, planned, plugin.replan or 0.0)
-
-
-def moved(setup: Setup, planned: Planned, rank: int, cargo: Cargo) -> Setup:
-    """The setup of a run that goes on under another plan, its models to be filled from `cargo`."""
-    plan, roles = planned.plan, setup.roles
-    has_part = rank in plan.mesh("actor.train") or copies_actor(plan, rank, False)
-    policy = cargo.model("actor.train") if has_part else shell(roles.actor_config)
-    rewards = tuple(
-        replace(source, load=partial(cargo.model, f"reward.forward {at}")) for at, source in enumerate(roles.rewards)
-    )
-    roles = replace(
-        roles,
-        actor=lambda: policy,
-        critic=partial(cargo.model, "critic.train"),
-        reference=partial(cargo.model, "reference.forward"),
-        rewards=rewards,
-    )
-    return replace(setup, plan=plan, planned=planned, policy=policy, roles=roles)
 
 
 def engine_options(args: PPOConfig, setup: Setup, accelerator: Any, plugin: ReallocationPlugin) -> EngineOptions:

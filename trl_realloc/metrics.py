@@ -13,7 +13,7 @@ LENGTHS = 20_000  # latest responses whose lengths are kept
 
 
 class RunMetrics:
-    """Gathers updates. `window` are those since the last log."""
+    """Gathers updates, and the metrics of those since the last log."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -171,6 +171,10 @@ class ModelSpec:
             problems.append(f"pp {pp} is more than the model's {self.layers} layers; use pp {self.layers} or less.")
         problems.refuse()
 
+    def generates_under(self, tp: int) -> bool:
+        """Whether vLLM splits the attention so: fewer key/value heads than devices are held by several."""
+        return self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+
     def forward_flops(self, tokens: int, squared_lengths: int = 0) -> int:
         """FLOPs of one forward: 2 per weight of a matrix and token (the embedding is a lookup), and 4 per layer, query
         channel and pair of positions for attention (the terms 8sh² + 4s²h + 6shi and 2svh of ReaL, section 8.1, in

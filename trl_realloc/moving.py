@@ -7,18 +7,19 @@ would; every rank of its new mesh gets it bucket by bucket and takes its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .models import blank, persistent_buffers, without_dropout
-from .realloc.layout import Box
+from .models import blank, persistent_buffers, shell, without_dropout
+from .plan import ExecutionPlan
 from .realloc.transfer import Parts
-from .runtime.placement import Placement, TrainedEngine
-from .runtime.reallocation import STALE, Reallocation, ShadowSink, Sink
+from .runtime.placement import Placement, Roles, TrainedEngine, copies_actor
+from .runtime.reallocation import STALE, Reallocation, ShadowSink, Sink, WholeSink, whole
 
 
 BESIDE = ("generation_config", "model_tags", "packs_rows")
@@ -42,7 +43,7 @@ class Manifest:
     Args:
         config: Transformers' of its model.
         dtypes, buffers: of its parameters, and its persistent buffers themselves.
-        beside: attributes of the model that `save_pretrained` reads.
+        beside: of the model's attributes, those that are not in its config: `BESIDE`.
         state: of a trained role, what `state_dict` has beside the parameters' tensors.
     """
 
@@ -79,7 +80,7 @@ class Cargo:
         state = engine.state_dict()
         if leads:
             tensors = {
-                f"{slot} {name}": [(_whole(tensor.shape), tensor)]
+                f"{slot} {name}": [(whole(tensor.shape), tensor)]
                 for name, slots in state["parameters"].items()
                 for slot, tensor in slots.items()
             }
@@ -95,25 +96,40 @@ class Cargo:
             setattr(model, name, value)
         return without_dropout(model)
 
-    def deliver(self, placement: Placement) -> int:
-        """Into the engines of the new placement, which has been started; bytes on the wire. All ranks together.
+    def roles(self, roles: Roles, plan: ExecutionPlan) -> Roles:
+        """A run's roles under another plan, their models to be filled by `deliver`; where a rank has no part of the
+        actor, its structure alone."""
+        has_part = self.rank in plan.mesh("actor.train") or copies_actor(plan, self.rank, False)
+        policy = self.model("actor.train") if has_part else shell(roles.actor_config)
+        return replace(
+            roles,
+            actor=lambda: policy,
+            critic=partial(self.model, "critic.train"),
+            reference=partial(self.model, "reference.forward"),
+            rewards=tuple(
+                replace(source, load=partial(self.model, f"reward.forward {at}"))
+                for at, source in enumerate(roles.rewards)
+            ),
+        )
+
+    def deliver(self, placement: Placement) -> None:
+        """Into the engines of the new placement, which has been started. All ranks together.
 
         Raises:
             TransferError, EngineError: the state is not whole there; the run cannot go on from it.
         """
-        engines, sent = dict(_engines(placement)), 0
+        engines = dict(_engines(placement))
         for key in sorted(self.manifests):
             engine, state = engines.get(key), self.manifests[key].state
             sink: Sink | None = None
             if engine is not None:
                 sink = ShadowSink(engine) if state is None else StateSink()
-            sent += self._send(key, placement, sink)
+            self._send(key, placement, sink)
             if engine is not None and state is not None:
                 assert isinstance(sink, StateSink), "a trained role's"
                 engine.load_state_dict({**state, "parameters": sink.by_parameter()})
-        return sent
 
-    def _send(self, key: str, placement: Placement, sink: Sink | None) -> int:
+    def _send(self, key: str, placement: Placement, sink: Sink | None) -> None:
         ranks, options = tuple(range(self.cluster.size)), placement.options
         edge = Reallocation(
             f"{key}, old plan",
@@ -130,30 +146,20 @@ class Cargo:
             timeout_s=options.transfer_timeout_s,
             checksum=options.checksums,
         )
-        moved = edge.refresh()
-        return moved.bytes if moved else 0
+        edge.refresh()
 
 
-class StateSink:
+class StateSink(WholeSink):
     """A trained role's state whole, on the host."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.version = STALE
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
-        self._shapes = dict(shapes)
-        return {name: [_whole(shape)] for name, shape in shapes.items()}
-
-    def places(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
-        made = {name: torch.empty(self._shapes[name], dtype=dtypes[name]) for name in names}
-        self._tensors |= made
-        return {name: [(_whole(tensor.shape), tensor)] for name, tensor in made.items()}
-
     def take(self, stream: Iterator[Parts], version: int) -> None:
-        for _ in stream:
-            pass
+        for parts in stream:
+            self._tensors |= {name: tensor for name, [(_, tensor)] in parts.items()}
         self.version = version
 
     def by_parameter(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -183,10 +189,6 @@ def _call(key: str) -> str:
 
 def _on_host(parts: Parts) -> Parts:
     return {name: [(box, cell.detach().to("cpu", copy=True)) for box, cell in own] for name, own in parts.items()}
-
-
-def _whole(shape: Sequence[int]) -> Box:
-    return tuple((0, size) for size in shape)
 
 
 def _of_all_ranks(own: dict[str, Manifest], control: Any) -> dict[str, Manifest]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .assignment import CACHED_TOKENS
 from .cluster import Cluster
 from .config import PPOConfig
 from .errors import PlanError
+from .job import Job
 from .modelspec import ModelSpec
 from .optimizer import make_optimizer
 from .plan import ExecutionPlan
@@ -25,49 +25,14 @@ from .planner.choose import Chosen, choose
 from .planner.cost import Pricing
 from .planner.presets import flatten
 from .planner.problem import Found, Problem
-from .planner.profile import Measured, Profile
+from .planner.profile import Profile
 from .planner.show import beaten_table, estimate_table
 from .planner.space import Space
 from .planner.workload import Workload
 from .profiling.cache import cache_path, cached_profile
-from .realloc.memory import MOMENTS
 from .runtime.groups import from_first_rank
 from .runtime.options import EngineOptions
 from .subject import Subject
-
-
-@dataclass(frozen=True)
-class Job:
-    """What there is to know of a job before a model is loaded.
-
-    Args:
-        engine: that generates.
-        vllm_share: of a GPU's memory that a vLLM engine takes.
-    """
-
-    cluster: Cluster
-    rank: int
-    engine: str
-    subject: Subject
-    options: EngineOptions
-    workload: Workload
-    vllm_share: float = 0.3
-
-    def pricing(self, profile: Profile, workload: Workload | None = None) -> Pricing:
-        device = self.options.device
-        on_gpu = device.type == "cuda"
-        memory = float(torch.cuda.get_device_properties(device).total_memory) * 0.95 if on_gpu else None
-        if self.cluster.memory_gb is not None:
-            memory = self.cluster.memory_gb * 1e9
-        return Pricing(
-            self.cluster,
-            workload or self.workload,
-            Measured(profile),
-            memory=memory,
-            vllm_share=self.vllm_share,
-            moments=MOMENTS,
-            default_cap=None if on_gpu else CACHED_TOKENS,
-        )
 
 
 @dataclass(frozen=True)
@@ -165,7 +130,7 @@ def plan_job(job: Job, *, time_limit_s: float = 5.0) -> Planned:
     """
     if job.cluster.size == 1:
         return Planned(flatten(job.cluster, generation_engine=job.engine))  # there is nothing to choose
-    profile, measured = cached_profile(job.subject, job.cluster, job.rank, job.options, job.workload, job.engine)
+    profile, measured = cached_profile(job)
     chosen: Chosen | PlanError | None = None
     if job.rank == 0:
         pricing = job.pricing(profile)
@@ -183,7 +148,7 @@ def plan_job(job: Job, *, time_limit_s: float = 5.0) -> Planned:
 
 def known_estimate(job: Job, plan: ExecutionPlan) -> Planned:
     """A plan that the user named, with its estimate where this machine and these models have been measured before."""
-    path = cache_path(job.subject, job.cluster, job.options, job.engine)
+    path = cache_path(job)
     if job.rank != 0 or not path.is_file():
         return Planned(plan)
     try:

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from .errors import PlanError
+from .job import Job
 from .planner.choose import Chosen, choose
-from .planning import Job, Planned, at_lengths
+from .planning import Planned, at_lengths
 from .runtime.groups import from_first_rank
 
 

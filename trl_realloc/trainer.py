@@ -231,6 +231,7 @@ class PPOTrainer(PPOTrainerBase):
         self._start_state(folder)
         start_time, start_episode = time.time(), self.state.episode
         start_step = self.state.global_step
+        self.metrics.take()  # what a training before this one left when it failed
         self._in_pass = False
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         for batch in self._batches():
@@ -283,7 +284,8 @@ class PPOTrainer(PPOTrainerBase):
         cargo = Cargo(self.placement)
         self.accelerator.wait_for_everyone()  # a group that one rank lets go is closed for those that still use it
         self.placement.close()
-        self.setup = assembly.moved(self.setup, planned, self.accelerator.process_index, cargo)
+        roles = cargo.roles(self.setup.roles, planned.plan)
+        self.setup = replace(self.setup, plan=planned.plan, planned=planned, policy=roles.actor(), roles=roles)
         self.model = self.policy_model = self.setup.policy
         self._place()
         self.placement.start()

@@ -38,7 +38,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     whole = subject.specs["actor.train"][0]
     cache.MOST_ELEMENTS = int(whole.elements - 3 * whole.layer_elements)  # three of the six layers
     job = job_of(args, Cluster(1, 4), rank, "transformers", subject, prompt_tokens=4, context_length=16, pad_token_id=0)
-    profile = cache.measure(subject, job.cluster, rank, job.options, job.workload, job.engine)
+    profile = cache.measure(job)
     nodes = Cluster(2, 2)
     seen = links(nodes, cpu)
 

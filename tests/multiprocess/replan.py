@@ -12,15 +12,15 @@ import tiny
 from transformers import TrainerCallback
 
 from trl_realloc import planning
+from trl_realloc.job import Job
 from trl_realloc.planner.profile import Observation, Profile, model_key
-from trl_realloc.subject import Subject
 
 
 SHORT, LONG = 4, 24
 WIRE = 2.0  # seconds of an all-reduce
 
 
-def costs(subject: Subject, *_: Any) -> tuple[Profile, bool]:
+def costs(job: Job) -> tuple[Profile, bool]:
     """Instead of measuring: an actor whose tokens are dear, a critic whose tokens are cheap, a slow wire. With short
     responses the wire is dearer than the tokens, so actor and critic train side by side; with long ones both train on
     both devices."""
@@ -28,7 +28,7 @@ def costs(subject: Subject, *_: Any) -> tuple[Profile, bool]:
     for size in (1 << 14, 1 << 18, 1 << 22):
         rows.append(Observation("send", "", 1e-4 + size / 1e9, 2, bytes=size))
         rows.append(Observation("all_reduce", "", WIRE + size / 1e9, 2, bytes=size))
-    specs = {name: models[0] for name, models in subject.specs.items() if models}
+    specs = {name: models[0] for name, models in job.subject.specs.items() if models}
     for name, token in (("actor.train", 0.1), ("critic.train", 0.05)):
         key, model = model_key(specs[name]), {"layers": specs[name].layers, "elements": float(specs[name].elements)}
         for tokens, length in ((1000.0, 10.0), (2000.0, 10.0), (2000.0, 30.0)):

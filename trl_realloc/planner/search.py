@@ -198,16 +198,16 @@ class _Climb:
         found = []
         for level in self.levels:
             for meshes in self.parts[len(level)]:
-                tables = [self.on_mesh[at].get(mesh) for at, mesh in zip(level, meshes, strict=True)]
+                tables = [self.on_mesh[at].get(mesh, []) for at, mesh in zip(level, meshes, strict=True)]
                 if not all(tables):
                     continue
-                fastest, fitting = list(state), list(state)
+                placed = list(state)
                 for at, table in zip(level, tables, strict=True):
-                    assert table, "looked at above"
-                    fastest[at] = fitting[at] = table[0]
+                    placed[at] = table[0]
+                found.append(tuple(placed))
                 for at, table in zip(level, tables, strict=True):
-                    fitting[at] = self._fastest_that_fits(fitting, at, table or ())
-                found += [tuple(fastest), tuple(fitting)]
+                    placed[at] = self._fastest_that_fits(placed, at, table)
+                found.append(tuple(placed))
         return found
 
     def _fastest_that_fits(self, state: list[Choice], at: int, choices: Sequence[Choice]) -> Choice:

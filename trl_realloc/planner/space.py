@@ -148,8 +148,7 @@ class Space:
         tokens = self.pricing.budget(call.kind, ParallelStrategy())
         share = work.tokens / dp / (work.mini_batches if call.trains else 1)
         if self.micro_per_stage is not None:
-            deep = call.trains and pp > 1
-            yield max(1, math.ceil(share / (self.micro_per_stage * pp))) if deep else None
+            yield self.fixed_micro_batch(call, dp, pp)
             return
         yield None
         if call.kind is CallKind.GENERATE:
@@ -162,6 +161,13 @@ class Space:
             while tokens / 2 >= work.longest:
                 tokens //= 2
                 yield tokens
+
+    def fixed_micro_batch(self, call: Call, dp: int, pp: int) -> int | None:
+        """Tokens of a training pipeline's micro-batch where a system has their number fixed; `None`: the default."""
+        if self.micro_per_stage is None or not call.trains or pp == 1:
+            return None
+        work = self.pricing.workload
+        return max(1, math.ceil(work.tokens / dp / work.mini_batches / (self.micro_per_stage * pp)))
 
     def _may_rest(self, call: Call, stage: int) -> bool:
         frozen = self.graph.train_call(call.role) is None
@@ -223,7 +229,7 @@ def _splits(spec: ModelSpec, call: Call, tp: int, pp: int) -> bool:
     if pp > max(spec.layers, 1) or (tp > 1 and not spec.layers):
         return False
     if call.kind is CallKind.GENERATE:
-        return spec.heads % tp == 0 and (spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0) if tp > 1 else True
+        return spec.generates_under(tp)
     return tp == 1 or spec.kv_heads % tp == 0
 
 

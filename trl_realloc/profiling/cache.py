@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..cluster import Cluster
 from ..errors import PlanError
+from ..job import Job
 from ..planner.profile import Observation, Profile, model_key
-from ..planner.workload import Workload
 from ..rollout import Rollouts
 from ..runtime.groups import from_first_rank
-from ..runtime.options import EngineOptions
-from ..subject import Subject
 from .machine import copies, hardware, links, sharing
 from .runs import Runs
 
@@ -26,9 +24,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "vllm", "vllm-cp
 MOST_ELEMENTS = 500_000_000  # of a model that is measured; of a larger one as many layers
 
 
-def about(options: EngineOptions, engine: str) -> dict[str, str]:
+def about(job: Job) -> dict[str, str]:
     """The versions and settings that a profile depends on."""
-    found = {"engine": engine, "dtype": str(options.compute_dtype or "model's own")}
+    found = {"engine": job.engine, "dtype": str(job.options.compute_dtype or "model's own")}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -37,17 +35,17 @@ def about(options: EngineOptions, engine: str) -> dict[str, str]:
     return found
 
 
-def cache_path(subject: Subject, cluster: Cluster, options: EngineOptions, engine: str) -> Path:
+def cache_path(job: Job) -> Path:
     """Where the profile of these models on this machine is kept: `$TRL_REALLOC_CACHE`, by default
     `~/.cache/trl_realloc`."""
-    every = {spec for specs in subject.specs.values() for spec in specs}
+    every = {spec for specs in job.subject.specs.values() for spec in specs}
     settings = {
-        "hardware": hardware(options.device),
-        "about": about(options, engine),
+        "hardware": hardware(job.options.device),
+        "about": about(job),
         "models": sorted(f"{spec.layers} layers, {model_key(spec)}" for spec in every),
-        "adapters": str(subject.peft_config),
-        "cluster": str(cluster),
-        "recompute": options.gradient_checkpointing,
+        "adapters": str(job.subject.peft_config),
+        "cluster": str(job.cluster),
+        "recompute": job.options.gradient_checkpointing,
         "format": sorted(Observation.__dataclass_fields__),
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
@@ -55,67 +53,50 @@ def cache_path(subject: Subject, cluster: Cluster, options: EngineOptions, engin
     return root / f"profile-{digest}.json"
 
 
-def cached_profile(
-    subject: Subject,
-    cluster: Cluster,
-    rank: int,
-    options: EngineOptions,
-    workload: Workload,
-    engine: str,
-    *,
-    thorough: bool = False,
-) -> tuple[Profile, bool]:
+def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
     """The profile of these models on this machine, from the cache or measured now, the same on all ranks; and whether
     it was measured now. All ranks call this together.
 
     Args:
         thorough: one that knows generation under tensor degrees as well, which takes an engine's start for each.
     """
-    path = cache_path(subject, cluster, options, engine)
+    path = cache_path(job)
     kept: Profile | None = None
-    if rank == 0 and path.is_file():
+    if job.rank == 0 and path.is_file():
         try:
             kept = Profile.load(path)
         except PlanError:  # half a file of a killed run
             path.unlink(missing_ok=True)
     kept = from_first_rank(kept)
     if kept is not None and (kept.thorough or not thorough):
-        kept.check_hardware(hardware(options.device))
+        kept.check_hardware(hardware(job.options.device))
         return kept, False
-    profile = measure(subject, cluster, rank, options, workload, engine, thorough)
-    if rank == 0:
+    profile = measure(job, thorough)
+    if job.rank == 0:
         profile.save(path)
     return profile, True
 
 
-def measure(
-    subject: Subject,
-    cluster: Cluster,
-    rank: int,
-    options: EngineOptions,
-    workload: Workload,
-    engine: str,
-    thorough: bool = False,
-) -> Profile:
+def measure(job: Job, thorough: bool = False) -> Profile:
     """Measure now, on all ranks together; the same profile on all of them."""
-    runs = Runs(subject.shallow(MOST_ELEMENTS), cluster, rank, options, workload, engine)
+    runs = Runs(replace(job, subject=job.subject.shallow(MOST_ELEMENTS)))
+    cluster, device = job.cluster, job.options.device
     plans = list(runs.plans(thorough))
-    with _progress(rank) as progress:
+    with _progress(job.rank) as progress:
         bar = progress.add_task("measuring this machine for the planner", total=len(plans) + 2)
-        shared = sharing(runs.arithmetic, cluster, rank, options.device)
-        found = copies(options.device)
-        found += links(cluster, options.device) if cluster.size > 1 else []
+        shared = sharing(runs.arithmetic, cluster, job.rank, device)
+        found = copies(device)
+        found += links(cluster, device) if cluster.size > 1 else []
         progress.advance(bar)
-        found += runs.activations() if rank == 0 else []
+        found += runs.activations() if job.rank == 0 else []
         progress.advance(bar)
         samples: Rollouts | None = None
         for plan in plans:
             seen, samples = runs.observe(plan, samples)
             found += seen
             progress.advance(bar)
-    agreed, recompute = from_first_rank(tuple(found)), options.gradient_checkpointing
-    known = about(options, engine)
-    return Profile(hardware(options.device), known, cluster.size, shared, recompute, agreed, thorough)
+    agreed, recompute = from_first_rank(tuple(found)), job.options.gradient_checkpointing
+    return Profile(hardware(device), about(job), cluster.size, shared, recompute, agreed, thorough)
 
 
 def _progress(rank: int) -> Progress:

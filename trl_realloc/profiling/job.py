@@ -46,8 +46,7 @@ def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None
         context_length=round(task.prompt_tokens + args.response_length),
         pad_token_id=0 if pad is None else pad,
     )
-    what = (job.subject, cluster, job.rank, job.options, job.workload, job.engine)
-    profile, _ = cached_profile(*what, thorough=thorough)
+    profile, _ = cached_profile(job, thorough=thorough)
     if job.rank == 0:
         profile.save(output)
     if dist.is_initialized():

@@ -19,16 +19,15 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ..assignment import Assignment, ParallelStrategy
-from ..cluster import Cluster
 from ..data import PromptBatch
 from ..dataflow import CallKind, Role, ppo_graph
 from ..engines import Sampling
 from ..errors import PlanError
+from ..job import Job
 from ..models import frozen_copy, shell, with_adapters, without_dropout
 from ..plan import ExecutionPlan
 from ..planner.presets import flatten
 from ..planner.profile import Observation, model_key
-from ..planner.workload import Workload
 from ..ppo import PPOSettings
 from ..rewards import FunctionReward, RewardModelSource
 from ..rollout import Ragged, Rollouts
@@ -36,7 +35,7 @@ from ..runtime.calls import Rules
 from ..runtime.executor import Iteration, make_executor
 from ..runtime.options import EngineOptions
 from ..runtime.placement import Placement, Roles
-from ..subject import POLICIES, Subject
+from ..subject import POLICIES
 from ..timeline import Timeline
 
 
@@ -47,20 +46,13 @@ RESPONSE = 128  # tokens, likewise
 class Runs:
     """The short runs: which plans, with how many samples of which length, and what is learned from their timelines."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        cluster: Cluster,
-        rank: int,
-        options: EngineOptions,
-        workload: Workload,
-        engine: str,
-    ) -> None:
-        self.subject, self.cluster, self.rank, self.engine = subject, cluster, rank, engine
+    def __init__(self, job: Job) -> None:
+        self.subject, self.cluster, self.rank, self.engine = job.subject, job.cluster, job.rank, job.engine
+        workload, options = job.workload, job.options
         self.prompt = max(1, round(workload.prompt_tokens))
         self.response = max(2, min(RESPONSE, workload.response_tokens[-1]))
-        share = max(2, min(EPISODES, workload.episodes // cluster.size))
-        self.episodes = share * cluster.size
+        share = max(2, min(EPISODES, workload.episodes // self.cluster.size))
+        self.episodes = share * self.cluster.size
         length = max(options.context_length, self.prompt + self.response)
         vllm = {**options.vllm, "max_num_seqs": max(int(options.vllm.get("max_num_seqs", 1)), share)}
         self.options = replace(options, context_length=length, vllm=vllm)
@@ -79,7 +71,7 @@ class Runs:
         yield flatten(self.cluster, generation_engine=self.engine)
         per_node = self.cluster.devices_per_node
         tensor = [1 << at for at in range(1, per_node.bit_length()) if per_node % (1 << at) == 0]
-        for tp, pp in [*((tp, 1) for tp in tensor[:1]), (1, 2), *((tp, 1) for tp in tensor[1:])]:
+        for tp, pp in [*((tp, 1) for tp in tensor), (1, 2)]:
             if per_node % (tp * pp) == 0 and self._can(tp, pp):
                 yield self._split(tp, pp)
         if thorough and self.engine == "vllm":
@@ -98,7 +90,7 @@ class Runs:
 
     def _can_generate(self, tp: int) -> bool:
         (spec,) = self.subject.specs["actor.generate"]
-        return spec.layers > 0 and spec.heads % tp == 0 and (spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0)
+        return spec.layers > 0 and spec.generates_under(tp)
 
     def _generating(self, tp: int) -> ExecutionPlan:
         plan = flatten(self.cluster, generation_engine=self.engine)

@@ -198,8 +198,7 @@ def vllm_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
     Raises:
         PlanError: tp divides neither the heads nor is divided by them as vLLM demands.
     """
-    fits = spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0
-    if tp > 1 and (not spec.heads or spec.heads % tp or not fits):
+    if tp > 1 and not (spec.heads and spec.generates_under(tp)):
         raise PlanError(f"vLLM cannot share {spec.heads} heads and {spec.kv_heads} key/value heads over tp {tp}.")
 
     def holders(_: tuple[int, ...], tensor: int) -> list[int]:

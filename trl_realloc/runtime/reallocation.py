@@ -51,6 +51,33 @@ class Sink(Protocol):
         """Go through a whole transfer. `version` is set only when all of it is here and accepted; `STALE` till then."""
 
 
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+class WholeSink:
+    """Wants every tensor whole, in new memory.
+
+    Args:
+        device: where they are put together.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+
+    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
+        self._shapes = dict(shapes)
+        return {name: [whole(shape)] for name, shape in shapes.items()}
+
+    def places(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
+        shapes = {name: self._shapes[name] for name in names}
+        return {
+            name: [(whole(s), torch.empty(s, dtype=dtypes[name], device=self.device))] for name, s in shapes.items()
+        }
+
+
 class ShadowSink:
     """Parameters of a second engine of the role, filled in place."""
 
@@ -76,7 +103,7 @@ class ShadowSink:
         self.engine.version = version
 
 
-class GeneratorSink:
+class GeneratorSink(WholeSink):
     """A generation engine that takes full tensors, bucket by bucket: never a whole model in one place here.
 
     Args:
@@ -90,22 +117,12 @@ class GeneratorSink:
         named: Callable[[list[tuple[str, Tensor]]], Bucket],
         device: torch.device,
     ) -> None:
-        self.generator, self.named, self.device = generator, named, device
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        super().__init__(device)
+        self.generator, self.named = generator, named
 
     @property
     def version(self) -> int:
         return self.generator.version
-
-    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
-        self._shapes = dict(shapes)
-        return {name: [_whole(shape)] for name, shape in shapes.items()}
-
-    def places(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
-        shapes = {name: self._shapes[name] for name in names}
-        return {
-            name: [(_whole(s), torch.empty(s, dtype=dtypes[name], device=self.device))] for name, s in shapes.items()
-        }
 
     def take(self, stream: Iterator[Parts], version: int) -> None:
         try:
@@ -279,7 +296,3 @@ class Reallocation:
         holds = {r: {n: boxes for n, (_, boxes) in words.items()} for r, words in zip(self.ranks, said, strict=True)}
         lacks = {rank: want for rank, want in zip(self.ranks, wants, strict=True) if want is not None}
         return make_schedule(cluster, Layout.of_parts(spec, holds), Layout.of_parts(spec, lacks)), dtypes
-
-
-def _whole(shape: tuple[int, ...]) -> Box:
-    return tuple((0, size) for size in shape)

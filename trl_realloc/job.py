@@ -1,0 +1,51 @@
+"""What there is to know of a job before a model is loaded: its devices, models, engines' settings, and one iteration's
+size. What planning and measuring are handed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .assignment import CACHED_TOKENS
+from .cluster import Cluster
+from .planner.cost import Pricing
+from .planner.profile import Measured, Profile
+from .planner.workload import Workload
+from .realloc.memory import MOMENTS
+from .runtime.options import EngineOptions
+from .subject import Subject
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's view of it.
+
+    Args:
+        engine: that generates.
+        vllm_share: of a GPU's memory that a vLLM engine takes.
+    """
+
+    cluster: Cluster
+    rank: int
+    engine: str
+    subject: Subject
+    options: EngineOptions
+    workload: Workload
+    vllm_share: float = 0.3
+
+    def pricing(self, profile: Profile, workload: Workload | None = None) -> Pricing:
+        device = self.options.device
+        on_gpu = device.type == "cuda"
+        memory = float(torch.cuda.get_device_properties(device).total_memory) * 0.95 if on_gpu else None
+        if self.cluster.memory_gb is not None:
+            memory = self.cluster.memory_gb * 1e9
+        return Pricing(
+            self.cluster,
+            workload or self.workload,
+            Measured(profile),
+            memory=memory,
+            vllm_share=self.vllm_share,
+            moments=MOMENTS,
+            default_cap=None if on_gpu else CACHED_TOKENS,
+        )
