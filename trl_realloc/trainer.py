@@ -370,6 +370,8 @@ class PPOTrainer(PPOTrainerBase):
             if not isinstance(error, (JobFailed, KeyboardInterrupt, SystemExit)):
                 self.alarm.ring(f"rank {self.accelerator.process_index}: {error}")
             self.placement.close()
+            if isinstance(error, Exception):  # which every rank has by now, or soon
+                self.alarm.stay()
             raise
 
     # --- evaluation -------------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
@@ -57,3 +61,27 @@ def test_a_failure_that_rang_is_heard_by_every_other_rank(tmp_path) -> None:
     with pytest.raises(JobFailed, match="rank 0: the engine died"):
         second.check(every_s=0)
     second.check(every_s=0)
+
+
+def test_a_failed_process_ends_only_after_the_others_have_said_why_or_its_grace_is_over(tmp_path) -> None:
+    script = """
+        import sys, time, torch
+        from trl_realloc.runtime import alarm
+        alarm.GRACE_S = float(sys.argv[3])
+        rank = alarm.Alarm(torch.distributed.FileStore(sys.argv[1], 2), 2)
+        rank.stay()
+        rank.stay()
+        time.sleep(float(sys.argv[2]))
+        raise RuntimeError("no")
+        """
+
+    def rank(place: str, slow_s: float, grace_s: float) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / place), f"{slow_s}", f"{grace_s}"]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    first, second, alone = rank("pair", 0.0, 100.0), rank("pair", 2.0, 100.0), rank("alone", 0.0, 0.5)
+    assert first.stderr is not None
+    assert "RuntimeError: no\n" in iter(first.stderr.readline, "")
+    assert first.poll() is None, "it stays"
+    for process in (first, second, alone):
+        assert process.wait(60) == 1

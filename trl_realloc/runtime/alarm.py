@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ class Alarm:
         self.store, self.world_size = store, world_size
         self._checked = 0.0
         self._heard = False
+        self._stays = False
 
     def ring(self, message: str) -> None:
         """Tell the others, and give them `GRACE_S` to hear. Never raises: the failure itself is what matters."""
@@ -30,13 +33,26 @@ class Alarm:
             self._heard = True
             if self.store.add("trl_realloc/failures", 1) == 1:
                 self.store.set("trl_realloc/failure", message)
-            heard = self.store.add("trl_realloc/heard", 1)
-            deadline = time.monotonic() + GRACE_S
-            while heard < self.world_size and time.monotonic() < deadline:
-                time.sleep(0.1)
-                heard = self.store.add("trl_realloc/heard", 0)
+            self._meet("trl_realloc/heard")
         except RuntimeError:
             return
+
+    def stay(self) -> None:
+        """Have this process, which fails too, not end before the others' have printed their reason, or `GRACE_S`: with
+        the first that ends the launcher ends all."""
+        if self.store is not None and not self._stays:
+            self._stays = True
+            atexit.register(self._leave)  # an uncaught exception is printed before this is called
+
+    def _leave(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone by now
+            self._meet("trl_realloc/leaving")
+
+    def _meet(self, place: str) -> None:
+        arrived, deadline = self.store.add(place, 1), time.monotonic() + GRACE_S
+        while arrived < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+            arrived = self.store.add(place, 0)
 
     def check(self, every_s: float = 0.5) -> None:
         """Raise `JobFailed` if another rank has rung; asks the store at most every `every_s` seconds."""
