@@ -82,7 +82,7 @@ def tokenizer() -> Any:
     )
 
 
-def worker(side: str, processes: int, limit: int, out: Path) -> None:
+def worker(side: str, processes: int, limit: int, seed: int, out: Path) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
 
@@ -126,7 +126,7 @@ def worker(side: str, processes: int, limit: int, out: Path) -> None:
         gradient_checkpointing=False,
         num_sample_generations=0,
         save_strategy="no",
-        seed=5,
+        seed=seed,
         **ours,
     )
     draw = torch.Generator().manual_seed(1)
@@ -212,13 +212,14 @@ def memory_mb(session: int) -> float:
     return total / 1024
 
 
-def one_run(side: str, processes: int, limit: int, mark: int) -> dict[str, Any]:
+def one_run(side: str, processes: int, limit: int, seed: int, mark: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable]
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += [str(Path(__file__)), "--worker", side, "--processes", str(processes), "--limit", str(limit)]
+        command += ["--seed", str(seed)]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         environment = {
             **os.environ,
@@ -274,15 +275,16 @@ def floor_flops(mean_length: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each side, alternating")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side, alternating, each with a seed")
     parser.add_argument("--limits", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--worker", choices=["trl", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.processes[0], options.limit, options.out)
+        worker(options.worker, options.processes[0], options.limit, options.seed, options.out)
         return
     console, rows = Console(), []
     rate = gemm_flops()
@@ -290,10 +292,10 @@ def main() -> None:
     for processes in options.processes:
         for limit in options.limits:
             runs: dict[str, list[dict[str, Any]]] = {"trl": [], "ours": []}
-            for _ in range(options.repeats):
+            for repeat in range(options.repeats):
                 for side in ("trl", "ours"):
                     mark += 1
-                    runs[side].append(one_run(side, processes, limit, mark))
+                    runs[side].append(one_run(side, processes, limit, 5 + repeat, mark))
                     done = runs[side][-1]
                     console.print(
                         f"{side:5} {processes} x limit {limit}: {done['seconds_per_update']:.2f} s per update"
