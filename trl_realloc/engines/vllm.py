@@ -338,7 +338,7 @@ def _environment(tp: int, cores: Sequence[int] | None, devices: Sequence[int] | 
     used = list(cores) if cores is not None else sorted(os.sched_getaffinity(0))
     share = max(1, len(used) // tp)
     environment["OMP_NUM_THREADS"] = str(share)
-    # How many turns a thread spins for the next loop before it sleeps. A decode step is a hundred loops of microseconds:
+    # Turns that a thread spins for the next loop before it sleeps. A decode step is a hundred loops of microseconds:
     # sleeping at once makes 1,540 tokens/s, this 2,650. Spinning long, where others want the cores too, makes 200.
     environment["GOMP_SPINCOUNT"] = "5000"
     environment["KMP_BLOCKTIME"] = "0"  # the same for Intel's runtime, which has milliseconds for a unit
