@@ -17,9 +17,9 @@ from trl_realloc.cluster import Cluster, DeviceMesh, legal_meshes
 from trl_realloc.dataflow import GRAPHS, CallKind, ppo_graph
 from trl_realloc.errors import PlanError
 from trl_realloc.planner import search as searching
-from trl_realloc.planner.choose import choose
+from trl_realloc.planner.choose import choose, why_slower
 from trl_realloc.planner.cost import CallCost
-from trl_realloc.planner.problem import Problem
+from trl_realloc.planner.problem import Found, Problem
 from trl_realloc.planner.search import partitions, search
 from trl_realloc.planner.space import Choice, Space, meshes_of, undominated
 
@@ -128,6 +128,28 @@ def test_the_planner_beats_every_preset_and_says_why_each_lost() -> None:
             assert named[name].found.seconds >= chosen.best.seconds
             assert named[name].reason
     assert chosen.best.plan.cluster.size == 16
+
+
+@pytest.mark.parametrize(
+    ("wasteful", "reason"),
+    [
+        (["0-7"] * 6, "its calls take 48 s of devices, those of the best 24 s: more of scheduling"),
+        (["0-7", "0-3", "0-1", "0-1", "0-3", "0-3"], "its calls wait for each other: its devices work 50%"),
+    ],
+)
+def test_what_a_slower_plan_wastes_is_said_whether_work_or_waiting(wasteful: list[str], reason: str) -> None:
+    prices = pricing()
+    space = Space(prices.cluster, ppo_graph(), specs(1, 1), prices)
+
+    def found(meshes: list[str]) -> Found:
+        state = []
+        for call, mesh in zip((space.graph.call(name) for name in space.graph.order), meshes, strict=True):
+            on, engine = DeviceMesh.parse(mesh), "vllm" if call.kind is CallKind.GENERATE else "zero"
+            state.append(Choice(Assignment(on, ParallelStrategy(on.size), engine), CallCost({"launch": 1.0})))
+        return Problem(space, {}).found(tuple(state), "by hand")
+
+    best = found(["0-7", "0-3", "4-5", "6-7", "0-3", "4-7"])
+    assert why_slower(found(wasteful), best).startswith(reason)
 
 
 def test_a_preset_within_the_estimates_own_error_is_preferred() -> None:

@@ -23,7 +23,7 @@ from .workload import Workload
 PARTS = {
     "compute": "arithmetic",
     "memory": "reading weights and caches (memory bandwidth)",
-    "launch": "decode steps' scheduling and samples in and out",
+    "launch": "scheduling, and handing samples in and out",
     "tensor": "tensor-parallel collectives",
     "pipeline": "messages between pipeline stages",
     "bubble": "pipeline stages that wait (bubbles)",
