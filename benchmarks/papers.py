@@ -151,39 +151,33 @@ def rule(row: Row) -> Found | None:
 
 def shares(found: Found, parts: tuple[str, ...]) -> float:
     """Of an iteration's seconds on the devices of all meshes."""
-    size = found.space.cluster.size
-    spent = sum(
-        found.costs[name].parts.get(part, 0.0) * choice.assignment.mesh.size / size
-        for name, choice in found.choices.items()
-        for part in parts
-    )
-    return spent / found.seconds
+    spent = found.device_seconds
+    return sum(spent.get(part, 0.0) for part in parts) / (found.space.cluster.size * found.seconds)
 
 
-def compare(path: Path, time_limit_s: float) -> Iterator[dict[str, Any]]:
-    for settings, row in rows_of(path):
-        base = heuristic(row)
+def compare(settings: Mapping[str, Any], row: Row, time_limit_s: float) -> Iterator[dict[str, Any]]:
+    base = heuristic(row)
+    gain = row.published["heuristic"] / row.published["real"]
 
-        def out(plan: str, published: float | None, estimated: float, unit: str, label: str = row.label) -> Any:
-            setting = {"paper": settings["paper"], "setting": label, "plan": plan}  # noqa: B023
-            return {**setting, "published": published, "estimated": round(float(estimated), 4), "unit": unit}
+    def out(plan: str, published: float | None, estimated: float, unit: str) -> dict[str, Any]:
+        setting = {"paper": settings["paper"], "setting": row.label, "plan": plan}
+        return {**setting, "published": published, "estimated": round(float(estimated), 4), "unit": unit}
 
-        yield out("heuristic", row.published["heuristic"], base.seconds, "s")
-        pair = row.label.partition(" ")[0]
-        if pair in settings["heuristic_shares"] and row.label.endswith(" 896"):
-            compute, communication = settings["heuristic_shares"][pair]
-            yield out("heuristic, compute", compute, shares(base, COMPUTATION), "share")
-            yield out("heuristic, communication", communication, shares(base, COMMUNICATION), "share")
-        outcome = search(row.problem, time_limit_s=time_limit_s)
-        best = min((row.problem.found(state, "searched") for state in outcome.states), key=lambda each: each.seconds)
-        yield out("searched", row.published["real"], best.seconds, "s")
-        yield out("gain", row.published["heuristic"] / row.published["real"], base.seconds / best.seconds, "x")
-        moved = sum(best.estimate.moves.values()) / best.seconds
-        yield out("reallocation, at most", settings["reallocation_share"], moved, "share")
-        if (by_rule := rule(row)) is not None:
-            yield out("rule of thumb", row.published["real"], by_rule.seconds, "s")
-            gain = row.published["heuristic"] / row.published["real"]
-            yield out("gain by rule of thumb", gain, base.seconds / by_rule.seconds, "x")
+    yield out("heuristic", row.published["heuristic"], base.seconds, "s")
+    pair = row.label.partition(" ")[0]
+    if pair in settings["heuristic_shares"] and row.label.endswith(" 896"):
+        compute, communication = settings["heuristic_shares"][pair]
+        yield out("heuristic, compute", compute, shares(base, COMPUTATION), "share")
+        yield out("heuristic, communication", communication, shares(base, COMMUNICATION), "share")
+    outcome = search(row.problem, time_limit_s=time_limit_s)
+    best = min((row.problem.found(state, "searched") for state in outcome.states), key=lambda each: each.seconds)
+    yield out("searched", row.published["real"], best.seconds, "s")
+    yield out("gain", gain, base.seconds / best.seconds, "x")
+    moved = sum(best.estimate.moves.values()) / best.seconds
+    yield out("reallocation, at most", settings["reallocation_share"], moved, "share")
+    if (by_rule := rule(row)) is not None:
+        yield out("rule of thumb", row.published["real"], by_rule.seconds, "s")
+        yield out("gain by rule of thumb", gain, base.seconds / by_rule.seconds, "x")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -216,7 +210,8 @@ def main() -> None:
     parser.add_argument("--settings", type=Path, nargs="*", default=sorted(SETTINGS.glob("*.yaml")))
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds of each search")
     given = parser.parse_args()
-    rows = [row for path in given.settings for row in compare(path, given.time_limit)]
+    planned = (each for path in given.settings for each in rows_of(path))
+    rows = [line for settings, row in planned for line in compare(settings, row, given.time_limit)]
     console = Console()
     console.print(table(rows))
     for name, value in summary(rows).items():

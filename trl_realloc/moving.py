@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from .models import blank, persistent_buffers, shell, without_dropout
 from .plan import ExecutionPlan
+from .realloc.layout import whole
 from .realloc.transfer import Parts
 from .runtime.placement import Placement, Roles, TrainedEngine, copies_actor
-from .runtime.reallocation import STALE, Reallocation, ShadowSink, Sink, WholeSink, whole
+from .runtime.reallocation import STALE, Reallocation, ShadowSink, Sink, WholeSink
 
 
 BESIDE = ("generation_config", "model_tags", "packs_rows")

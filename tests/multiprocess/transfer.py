@@ -96,9 +96,11 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             checksum=options.get("checksum", False),
         )
         held, wanted = parts_of(found[source], rank, True, shapes), parts_of(found[target], rank, False, shapes)
-        if "dies" in options or "sleeps" in options:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when one is lost: not before
-            dist.barrier()  # ... they have told what they saw; and none is lost before all are connected
+        lost = options.get("dies", options.get("sleeps"))
+        if lost not in (None, rank):  # the launcher ends the others when one is lost: not before they have told of it
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if lost is not None:
+            dist.barrier()  # none is lost before all are connected
         if options.get("dies") == rank:
             os._exit(9)
         if options.get("sleeps") == rank:

@@ -157,24 +157,14 @@ def why_slower(found: Found, best: Found) -> str:
     moved = sum(found.estimate.moves.values()) - sum(best.estimate.moves.values())
     if moved > 0.25 * more:
         return f"its reallocations take {moved:.3g} s more"
-    work, least = (_device_seconds(each) for each in (found, best))
+    work, least = found.device_seconds, best.device_seconds
     spent, enough = sum(work.values()), sum(least.values())
     if spent / enough > (found.seconds / best.seconds) ** 0.5:  # more than idle devices, which make the rest
         part = max(work, key=lambda each: work[each] - least.get(each, 0.0))
         return f"its calls take {spent:.3g} s of devices, those of the best {enough:.3g} s: more of {PARTS[part]}"
-    busy, better = (
-        sum(done.values()) / (e.space.cluster.size * e.seconds) for done, e in ((work, found), (least, best))
-    )
+    size = found.space.cluster.size
+    busy, better = spent / (size * found.seconds), enough / (size * best.seconds)
     return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {better:.0%}"
-
-
-def _device_seconds(found: Found) -> dict[str, float]:
-    """Seconds by cause of all calls, each times the devices of its mesh."""
-    spent: dict[str, float] = {}
-    for choice in found.choices.values():
-        for part, seconds in choice.cost.parts.items():
-            spent[part] = spent.get(part, 0.0) + seconds * choice.assignment.mesh.size
-    return spent
 
 
 def explain(cost: CallCost) -> str:

@@ -59,6 +59,15 @@ class Found:
         return self.estimate.seconds
 
     @property
+    def device_seconds(self) -> dict[str, float]:
+        """By cause: what the calls take, each times the devices of its mesh."""
+        spent: dict[str, float] = {}
+        for choice in self.choices.values():
+            for part, seconds in choice.cost.parts.items():
+                spent[part] = spent.get(part, 0.0) + seconds * choice.assignment.mesh.size
+        return spent
+
+    @property
     def fits(self) -> bool:
         limit = self.space.pricing.memory
         return limit is None or self.estimate.memory <= limit

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cluster import Cluster
 from ..engines import Bucket, EngineError, GenerationEngine
 from ..modelspec import ModelSpec
-from ..realloc.layout import Box, Layout
+from ..realloc.layout import Box, Layout, whole
 from ..realloc.schedule import TransferSchedule, make_schedule
 from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S, Parts, Transfer, TransferError
 
@@ -49,11 +49,6 @@ class Sink(Protocol):
 
     def take(self, stream: Iterator[Parts], version: int) -> None:
         """Go through a whole transfer. `version` is set only when all of it is here and accepted; `STALE` till then."""
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
-    return tuple((0, size) for size in shape)
 
 
 class WholeSink:
