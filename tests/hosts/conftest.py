@@ -1,0 +1,37 @@
+"""Hosts for tests: two, on one network, removed with the test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "trainer")]
+
+from namespaces import Hosts, missing  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def can_make_hosts() -> None:
+    """Skips where the machine does not allow it, and says why."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def make_hosts(can_make_hosts: None, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    """Make hosts; they end with the test."""
+    made: list[Hosts] = []
+
+    def make(**how: Any) -> Hosts:
+        made.append(Hosts(tmp_path / f"hosts-{len(made)}", **how))
+        return made[-1]
+
+    yield make
+    for hosts in made:
+        hosts.close()
