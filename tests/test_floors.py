@@ -222,7 +222,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "subject",
     },
     "profiling/job": {"config", "dataflow", "planner/task", "planning", "profiling/cache", "subject"},
-    "replanning": {"job", "planner/choose", "planning", "runtime/groups"},
+    "replanning": {"job", "planner/choose", "planner/profile", "planning", "runtime/groups"},
     "moving": {
         "cluster",
         "models",

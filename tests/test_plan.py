@@ -187,6 +187,23 @@ def test_a_plan_for_another_world_is_refused_with_both_numbers_and_the_remedies(
 # ---- what is refused ----
 
 
+@pytest.mark.parametrize(("nodes", "per_node", "tp", "remedy"), [(2, 8, 16, 8), (2, 6, 4, 3), (3, 4, 3, 2)])
+def test_a_vllm_engine_over_two_nodes_is_refused_with_the_largest_degree_that_fits_a_node(
+    nodes: int, per_node: int, tp: int, remedy: int
+) -> None:
+    plan = flatten(Cluster(nodes, per_node)).to_dict()
+    size = nodes * per_node
+    for degree, refused in ((tp, True), (remedy, False)):
+        plan["calls"]["actor.generate"] |= {"dp": size // degree, "tp": degree}
+        if refused:
+            with pytest.raises(
+                PlanError, match=f"^actor.generate: a vLLM engine lies within a node, .* use tp: {remedy},"
+            ):
+                ExecutionPlan.from_dict(plan)
+        else:
+            ExecutionPlan.from_dict(plan)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

@@ -16,10 +16,10 @@ from .assignment import Assignment, in_place
 from .cluster import Cluster
 from .config import ConfigError, PPOConfig
 from .data import check_prompts, collate_prompts, tokenize_prompts
-from .dataflow import Role
+from .dataflow import Role, ppo_graph
 from .engines import Sampling
 from .engines.vllm import is_vllm_available
-from .errors import Problems
+from .errors import PlanError, Problems
 from .job import Job
 from .models import (
     ModelError,
@@ -92,7 +92,7 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
     """The execution plan of this job, unless it is to be chosen (`auto`).
 
     Raises:
-        PlanError: no such plan, or one for another number of processes.
+        PlanError: no such plan, or one for another number of processes or another algorithm.
         ConfigError: vLLM is asked for and not installed.
     """
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() else "transformers")
@@ -102,6 +102,11 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
         plan = resolve_plan(plugin.plan, cluster, generation_engine=engine, zero_stage=stage)
     elif stage or cluster.size == 1:  # a user who launches with ZeRO has chosen; one device leaves nothing to choose
         plan = resolve_plan("flatten", cluster, generation_engine=engine, zero_stage=stage)
+    if plan is not None and plan.graph != ppo_graph():
+        raise PlanError(
+            f"the plan's graph has the calls {', '.join(plan.graph.order)}, but this trainer runs PPO, with the calls "
+            f"{', '.join(ppo_graph().order)}; leave graph out of the plan."
+        )
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
     if "vllm" in engines and not is_vllm_available():
         raise ConfigError(

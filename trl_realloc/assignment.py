@@ -205,6 +205,13 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
             f"zero_stage {strategy.zero_stage} shards optimizer state and gradients, which a frozen role has none of; "
             f"use 0, or 3 to shard its parameters."
         )
+    if engine == "vllm" and mesh.size > cluster.devices_per_node and cluster.devices_per_node % strategy.tp:
+        # an engine is one process with its workers, on one host
+        most = max(tp for tp in range(1, strategy.tp) if cluster.devices_per_node % tp == 0)
+        yield (
+            f"a vLLM engine lies within a node, and with tp {strategy.tp} some of mesh {mesh} would cross nodes of "
+            f"{cluster.devices_per_node}; use tp: {most}, or a mesh inside one node."
+        )
     if call.kind is CallKind.GENERATE and strategy.micro_batch_tokens is not None:
         yield f"engine {engine} forms its batches itself; leave micro_batch_tokens out."
     if assignment.offload and call.kind is not CallKind.FORWARD:

@@ -6,13 +6,13 @@ trainer's to say, between two updates; how its state does is `moving`'s business
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 
 from .errors import PlanError
 from .job import Job
 from .planner.choose import Chosen, choose
+from .planner.profile import Profile
 from .planning import Planned, at_lengths
 from .runtime.groups import from_first_rank
 
@@ -43,22 +43,32 @@ class Replanner:
         profile = self.planned.profile
         if self.planned.chosen is None or profile is None or not self._seen:
             return None
+        chosen: Chosen | None = None
+        if self.job.rank == 0:
+            chosen = self._search(profile, updates_left, move_seconds, time_limit_s)
+        # Rank 0 decides whether as well as which: estimates depend on a device's memory, and devices may differ.
+        self._basis, chosen = from_first_rank((self._basis, chosen))
+        if chosen is None:
+            return None
+        self.planned = Planned.of(chosen, profile)
+        return self.planned
+
+    def _search(self, profile: Profile, updates_left: int, move_seconds: float, time_limit_s: float) -> Chosen | None:
+        """A plan that is worth moving to, by this rank's estimates."""
         lengths = [length for seen in self._seen for length in seen]
         current = at_lengths(self.job, self.planned, lengths)
         assert current is not None, "what the planner chose has an estimate"
         if abs(current.seconds / self._basis - 1) <= self.threshold:
             return None
-        chosen: Chosen | None = None
-        if self.job.rank == 0:
-            pricing, engine = self.job.pricing(profile, self.job.workload.of_lengths(lengths)), self.job.engine
-            with contextlib.suppress(PlanError):
-                specs = self.job.subject.specs
-                chosen = choose(specs, pricing, generation_engine=engine, time_limit_s=time_limit_s)
-        self._basis, move_seconds, chosen = from_first_rank((current.seconds, move_seconds, chosen))
-        if chosen is None or chosen.best.seconds > self._basis * (1 - WORTH):
+        self._basis = current.seconds
+        pricing = self.job.pricing(profile, self.job.workload.of_lengths(lengths))
+        try:
+            specs, engine = self.job.subject.specs, self.job.engine
+            chosen = choose(specs, pricing, generation_engine=engine, time_limit_s=time_limit_s)
+        except PlanError:
             return None
-        if (self._basis - chosen.best.seconds) * updates_left < move_seconds:
+        saved = current.seconds - chosen.best.seconds
+        if saved < current.seconds * WORTH or saved * updates_left < move_seconds:
             return None
         self._basis = chosen.best.seconds
-        self.planned = Planned.of(chosen, profile)
-        return self.planned
+        return chosen

@@ -82,6 +82,22 @@ def test_at_128_devices_large_meshes_are_still_looked_at() -> None:
         assert {8, 64, 120, 128} <= sizes
 
 
+@pytest.mark.parametrize("per_node", [3, 6, 8, 12])
+def test_no_tensor_group_crosses_nodes_whatever_their_size(per_node: int) -> None:
+    prices = pricing(2, per_node)
+    models = {name: (replace(spec, kv_heads=24, heads=24),) for name, (spec,) in specs(1, 1).items()}
+    seen = set()
+    for own in Space(prices.cluster, ppo_graph(), models, prices).choices().values():
+        for assignment in (choice.assignment for choice in own):
+            tp, mesh = assignment.strategy.tp, assignment.mesh
+            seen.add(tp)
+            nodes = {
+                tuple(sorted({d // per_node for d in mesh.devices[at : at + tp]})) for at in range(0, mesh.size, tp)
+            }
+            assert all(len(group) == 1 for group in nodes), assignment
+    assert seen == {tp for tp in range(1, per_node + 1) if per_node % tp == 0 or tp & (tp - 1) == 0}
+
+
 def test_of_a_large_cluster_only_some_meshes_are_looked_at() -> None:
     cluster = Cluster(512, 8)
     meshes = meshes_of(cluster)

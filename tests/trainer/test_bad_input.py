@@ -14,7 +14,7 @@ from transformers import OPTConfig
 
 from trl_realloc.assembly import check_layouts
 from trl_realloc.cluster import Cluster
-from trl_realloc.dataflow import Role
+from trl_realloc.dataflow import Role, grpo_graph
 from trl_realloc.engines.vllm import is_vllm_available
 from trl_realloc.plan import ExecutionPlan, PlanError
 from trl_realloc.planner.presets import flatten
@@ -29,6 +29,12 @@ def _megatron_on_one() -> dict[str, Any]:
     made = flatten(Cluster(1, 1), generation_engine="transformers").to_dict()
     made["calls"]["actor.train"]["engine"] = "megatron"
     return made
+
+
+def _grpo() -> dict[str, Any]:
+    graph, one = grpo_graph(), {"mesh": 0, "engine": "zero"}
+    calls = {name: {"mesh": 0, "engine": "transformers"} if "generate" in name else one for name in graph.order}
+    return {"cluster": {"nodes": 1, "devices_per_node": 1}, "graph": graph.to_dict(), "calls": calls}
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -61,6 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"fp16": True, "use_cpu": False, "plan": _megatron_on_one()},
         "actor.train. does not scale losses",
     ),
+    "a plan for another algorithm": ({}, {"plan": _grpo()}, "but this trainer runs PPO, with the calls actor.generate"),
     "a preset's typo": ({}, {"plan": "flaten"}, "flatten"),
     "a plan file that is not there": ({}, {"plan": "plans/none.yaml"}, "no plan file 'plans/none.yaml'"),
     "a batch that does not divide": ({}, {"num_mini_batches": 3}, "= 8 episodes do not divide into num_mini_batches 3"),

@@ -118,7 +118,8 @@ class Space:
                             yield Assignment(mesh, strategy, engine, drop=True)
 
     def _degrees(self, call: Call, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-        for tp in _powers(min(size, self.cluster.devices_per_node)) if "tp" in degrees else (1,):
+        # a tensor group lies within a node: on several nodes its size divides the node's
+        for tp in _divisors(min(size, self.cluster.devices_per_node)) if "tp" in degrees else (1,):
             for pp in _divisors(size // tp) if "pp" in degrees and size % tp == 0 else (1,):
                 dp, rest = divmod(size, tp * pp)
                 if self.deepest is not None and pp > self.deepest:
@@ -231,10 +232,6 @@ def _splits(spec: ModelSpec, call: Call, tp: int, pp: int) -> bool:
     if call.kind is CallKind.GENERATE:
         return spec.generates_under(tp)
     return tp == 1 or spec.kv_heads % tp == 0
-
-
-def _powers(limit: int) -> list[int]:
-    return [1 << exponent for exponent in range(limit.bit_length())]
 
 
 def _divisors(n: int) -> list[int]:
