@@ -38,7 +38,9 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
         engine = draw(st.sampled_from([n for n, ability in ABILITIES.items() if call.kind in ability.kinds]))
         tp = pp = 1
         if "tp" in ABILITIES[engine].degrees:
-            tp = draw(st.sampled_from([tp for tp in range(1, mesh.size + 1) if mesh.size % tp == 0]))
+            # a vLLM engine lies within a node
+            most = min(mesh.size, cluster.devices_per_node) if engine == "vllm" else mesh.size
+            tp = draw(st.sampled_from([tp for tp in range(1, most + 1) if most % tp == 0]))
         if "pp" in ABILITIES[engine].degrees:
             pp = draw(st.sampled_from([pp for pp in range(1, mesh.size // tp + 1) if mesh.size // tp % pp == 0]))
         trained = graph.train_call(call.role) is not None
