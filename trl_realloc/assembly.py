@@ -25,6 +25,7 @@ from .models import (
     ModelError,
     adapters_off,
     check_classifier,
+    check_trains,
     frozen_copy,
     has_adapters,
     load_classifier,
@@ -167,6 +168,9 @@ def prepare(
         Role.REWARD: [read_config(reward, "reward_model") for reward in scorers],
     }
     adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
+    for given, what in ((model, "model"), (value_model, "value_model")):
+        if isinstance(given, nn.Module) and not (given is model and peft_config is not None):
+            check_trains(given, what)
     if wanted.plan is not None:
         check_plan(args, wanted.plan, configs, adapted)
 

@@ -145,6 +145,21 @@ def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None)
     return model
 
 
+def check_trains(model: nn.Module, argument: str) -> None:
+    """Raises:
+    ModelError: all parameters of the role that is to learn are frozen.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        way_out = (
+            "load its adapter with PeftModel.from_pretrained(..., is_trainable=True)"
+            if has_adapters(model)
+            else "call requires_grad_(True) on what is to be trained"
+        )
+        raise ModelError(
+            f"every parameter of {argument} is frozen (requires_grad is False), so it cannot be trained; {way_out}."
+        )
+
+
 def has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 

@@ -9,7 +9,7 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,13 @@ def model_of(case: Mapping[str, Any], head: str) -> Any:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             if "score" in name:
                 parameter.mul_(10)
-    if case.get("lora"):
+    if "lora" in case:
         from peft import LoraConfig, get_peft_model
 
-        names = ["q_proj", "o_proj", "up_proj", "down_proj"]
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+        wanted = {"target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"], **case["lora"]}
+        model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **wanted))
+    for part in case.get("frozen", ()):
+        model.get_submodule(part).requires_grad_(False)
     return model
 
 
@@ -87,12 +89,30 @@ def head_of(case: Mapping[str, Any], head: str) -> RoleHead:
     return PolicyHead(model, 0.7) if head == "policy" else ValueHead(model)
 
 
+def adagrad(module: nn.Module) -> torch.optim.Optimizer:
+    """It makes its state with itself, over the whole model's parameters."""
+    return torch.optim.Adagrad([p for p in module.parameters() if p.requires_grad], initial_accumulator_value=0.1)
+
+
 def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    decayed = [p for _, p in named if p.dim() > 1]
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": [p for _, p in named if p.dim() == 1]}], lr=0.1, eps=1e-4
-    )
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() == 1]},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.1, eps=1e-4)
+
+
+def given(model: nn.Module) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """As a user's own optimizer: it knows the parameters that the model has now."""
+    named = list(model.named_parameters())
+
+    def part(module: nn.Module) -> torch.optim.Optimizer:
+        here = {id(p) for p in module.parameters()}
+        groups = [[p for n, p in named if id(p) in here and ("mlp" in n) == inner] for inner in (True, False)]
+        return torch.optim.AdamW([{"params": group} for group in groups], lr=0.1, eps=1e-4)
+
+    return part
 
 
 def batch(n: int) -> Rollouts:
@@ -127,11 +147,15 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     dp = world // (tp * pp)
     loss = PolicyLoss(0.2) if head == "policy" else ValueLoss(0.2, 0.1)
     samples = batch(11)
-    options: dict[str, Any] = {"make_optimizer": optimizer, "max_grad_norm": case.get("max_grad_norm", 0.05)}
-    whole = ReplicatedEngine(head_of(case, head), MeshGroup((rank,), rank), CPU, **options)
-    split = MegatronEngine(
-        head_of(case, head), groups(world, tp, pp), CPU, shard_optimizer=bool(case.get("shard")), **options
-    )
+    norm = case.get("max_grad_norm", 0.05)
+
+    def engine(kind: Any, *place: Any, **more: Any) -> Any:
+        made = head_of(case, head)
+        make = {"adagrad": adagrad, "given": given(made.model)}.get(case.get("optimizer", ""), optimizer)
+        return kind(made, *place, CPU, make_optimizer=make, max_grad_norm=norm, **more)
+
+    whole = engine(ReplicatedEngine, MeshGroup((rank,), rank))
+    split = engine(MegatronEngine, groups(world, tp, pp), shard_optimizer=bool(case.get("shard")))
     layout_gap(split, case, head, tp, pp, world)
     mine = deal(samples, dp, rank // (tp * pp), case)
     differences: dict[str, float] = {}
@@ -154,11 +178,11 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     if rank == 0:
         names = dict(whole.head.model.named_parameters())
         differences["parameters"] = gap({n: p.detach() for n, p in names.items()}, weights)
-        for key in ("master", "exp_avg", "exp_avg_sq"):
+        for key in ("master", "sum") if case.get("optimizer") == "adagrad" else ("master", "exp_avg", "exp_avg_sq"):
             differences[key] = gap(*({n: c[key] for n, c in s["parameters"].items()} for s in (state, kept)))
         assert {n: float(c["step"]) for n, c in kept["scalars"].items()} == dict.fromkeys(state["parameters"], 2.0)
     # a checkpoint of the one goes on in the other
-    fresh = MegatronEngine(head_of(case, head), groups(world, tp, pp), CPU, **options)
+    fresh = engine(MegatronEngine, groups(world, tp, pp))
     fresh.load_state_dict(copy.deepcopy(state))
     loaded = fresh.state_dict()
     if rank == 0:
@@ -180,7 +204,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
 
 def layout_gap(engine: MegatronEngine, case: Mapping[str, Any], head: str, tp: int, pp: int, world: int) -> None:
     """What the engine holds is what the layout says that is made from the config alone."""
-    if case.get("lora"):
+    if "lora" in case or "frozen" in case:
         return
     from trl_realloc.cluster import DeviceMesh
 

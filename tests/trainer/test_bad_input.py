@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import OPTConfig
 
 from trl_realloc.assembly import check_layouts
@@ -56,6 +57,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"train_dataset": Dataset.from_dict({"input_ids": [[5, 100]] * 16})},
         {},
         "outside the model's vocabulary of 100",
+    ),
+    "a frozen policy": (
+        {"model": tiny.policy().requires_grad_(False)},
+        {},
+        "every parameter of model is frozen .*call requires_grad_",
+    ),
+    "a critic that is frozen": (
+        {"value_model": tiny.classifier().requires_grad_(False)},
+        {},
+        "every parameter of value_model is frozen",
+    ),
+    "an adapter loaded for inference": (
+        {"model": get_peft_model(tiny.policy(), LoraConfig(inference_mode=True, target_modules=["q_proj"]))},
+        {},
+        "every parameter of model is frozen .*is_trainable=True",
     ),
     "a plan for another world": (
         {},

@@ -7,7 +7,7 @@ Owns no forward and no layout: it is handed parameters, and which of a parameter
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .group import MeshGroup, SplitGroups
-from .tensor import is_cut, local, local_gradient
+from .tensor import box_of, is_cut, local, local_gradient
 
 
 @dataclass
@@ -44,10 +44,54 @@ class Master:
         return local(self.parameter.data)
 
 
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """An optimizer that was made over a whole model, with the names of its parameters in their place, so that the
+    whole model need not be kept until it is cut.
+
+    Args:
+        optimizer: without parameters and state.
+        groups: for each of its parameter groups the names.
+        state: what it made with itself (Adagrad's sums), by name.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: Sequence[Sequence[str]]
+    state: Mapping[str, Mapping[str, Any]]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
+        """Takes the parameters and the state out of the optimizer."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        state = {names[p]: slots for p, slots in optimizer.state.items()}
+        groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = []
+        return NamedOptimizer(optimizer, groups, state)
+
+    def over(self, masters: Iterable[Master]) -> torch.optim.Optimizer:
+        """The optimizer over the master weights, each in its parameter's group and with its part of the state."""
+        stepped = {m.name: (m, m.weight) for m in masters if m.weight is not None}
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"] = [stepped[name][1] for name in names if name in stepped]
+        for name in stepped.keys() & self.state.keys():
+            master, weight = stepped[name]
+            index = tuple(slice(start, stop) for start, stop in box_of(master.parameter))
+            self.optimizer.state[weight] = {
+                key: cell[index].to(master.value.device, copy=True)
+                if torch.is_tensor(cell) and cell.shape == master.parameter.shape
+                else cell
+                for key, cell in self.state[name].items()
+            }
+        return self.optimizer
+
+
 class Masters:
     """Args:
-    parameters: the trained ones, in the same order on every rank with the same tensor and pipeline rank.
-    optimizer: made over those parameters; from here on it steps the master weights.
+    parameters: the trained ones of this rank, in the same order on every rank with the same tensor and pipeline rank;
+        there may be none.
+    optimizer: of the whole model; from here on it steps the master weights.
     groups: of the mesh.
     shard: over dp, parameter by parameter: the largest first, each to the rank with the least (ZeRO stage 1).
     """
@@ -55,14 +99,14 @@ class Masters:
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: NamedOptimizer,
         groups: SplitGroups,
         *,
         shard: bool,
         tied: frozenset[str],
         partial: frozenset[str],
     ) -> None:
-        self.groups, self.optimizer = groups, optimizer
+        self.groups = groups
         shard = shard and groups.dp.size > 1
         owners = _owners([local(p.data).numel() for _, p in parameters], groups.dp.size)
         self.all = [
@@ -73,9 +117,7 @@ class Masters:
             if self.steps(master):
                 # of float32 the same memory: a step of the master is one of the parameter
                 master.weight = nn.Parameter(master.value.detach().float())
-        of = {id(master.parameter): master.weight for master in self.all}
-        for group in optimizer.param_groups:
-            group["params"] = [weight for p in group["params"] if (weight := of.get(id(p))) is not None]
+        self.optimizer = optimizer.over(self.all)
 
     def steps(self, master: Master) -> bool:
         """Whether this rank steps it."""

@@ -20,9 +20,9 @@ from ..modelspec import FAMILIES, ModelSpec
 from ..ppo import TokenLoss
 from ..rollout import Ragged, Rollouts, micro_batches
 from . import Bucket, EngineError, Parts
-from .forward import PolicyHead, RoleHead, base_of, run_forward, run_training, tied_weight
+from .forward import PolicyHead, RoleHead, TokenLogprobs, base_of, run_forward, run_training, tied_weight
 from .group import SplitGroups
-from .masters import Master, Masters
+from .masters import Master, Masters, NamedOptimizer
 from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
 from .tensor import box_of, is_cut, local, split_tensors, vocabulary_start
@@ -75,6 +75,9 @@ class MegatronEngine:
         self._learned = [name for name, p in model.named_parameters() if p.requires_grad]
         tied = tied_weight(model)
         self._tied = next((name for name, p in model.named_parameters() if p is tied), None)
+        # over the whole model, before it is cut: a user's optimizer knows the parameters as they were given, and a
+        # stage in which nothing is trained has none to make one over
+        optimizer = NamedOptimizer.of(make_optimizer(model), model) if make_optimizer is not None else None
         if groups.pp.size > 1:
             keep_stage(model, groups.pp.index, groups.pp.size)
         head.to(device)
@@ -87,16 +90,20 @@ class MegatronEngine:
         if groups.pp.size > 1:
             self.pipeline = Pipeline(head, groups.pp, device, base_of(model).config.hidden_size)
         self.masters: Masters | None = None
-        if make_optimizer is not None:
+        if optimizer is not None:
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             shared = frozenset({self._tied} if self._tied and groups.pp.size > 1 else ())
             self.masters = Masters(
-                trained, make_optimizer(model), groups, shard=shard_optimizer, tied=shared, partial=partial_gradients
+                trained, optimizer, groups, shard=shard_optimizer, tied=shared, partial=partial_gradients
             )
 
     def _split_logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         first = vocabulary_start(base_of(self.head.model).get_output_embeddings())
-        result: tuple[Tensor, Tensor] = SplitLogprobs.apply(local(logits), targets, temperature, first, self.groups.tp)
+        result: tuple[Tensor, Tensor]
+        if first is None:
+            result = TokenLogprobs.apply(local(logits), targets, temperature)
+        else:
+            result = SplitLogprobs.apply(local(logits), targets, temperature, first, self.groups.tp)
         return result
 
     # --- calls --------------------------------------------------------------------------------------------------
@@ -307,7 +314,10 @@ def check_model(model: Any, tp: int, pp: int) -> None:
     head = "lm" if base.get_output_embeddings() is not None else "score"
     ModelSpec.from_config(base.config, head, bytes_per_element=4).check_strategy(tp, pp)  # type: ignore[arg-type]
     for name, config in getattr(model, "peft_config", {}).items():
-        if tp > 1 and (str(config.peft_type).rpartition(".")[2] != "LORA" or getattr(config, "use_dora", False)):
+        beyond = ("use_dora", "trainable_token_indices", "target_parameters")
+        is_lora = str(config.peft_type).rpartition(".")[2] == "LORA"
+        plain = is_lora and not any(getattr(config, key, None) for key in beyond)
+        if tp > 1 and not plain:
             raise EngineError(f"engine megatron cannot split the adapter {name!r} by tp; use plain LoRA, or tp: 1.")
 
 

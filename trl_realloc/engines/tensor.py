@@ -7,6 +7,8 @@ the vocabulary, which stays cut through the loss, and adapters, which are cut wi
 from __future__ import annotations
 
 import fnmatch
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .forward import base_of, tied_weight
+from .forward import base_of
 from .group import MeshGroup
 
 
@@ -38,11 +40,22 @@ def split_tensors(model: Any, group: MeshGroup) -> frozenset[str]:
         plan |= {f"{name}.{own}": style for own in module._parameters if f"{name}.{own}" in named}  # a tied one once
         plan[name] = style
     mesh = DeviceMesh.from_group(group.group, group.device.type)
-    tied, base = tied_weight(model), base_of(model)
+    tied = [places for places in _places(model).values() if len(places) > 1]
     apply_tensor_parallelism(model, mesh, plan)
-    if tied is not None:
-        base.get_output_embeddings().weight = base.get_input_embeddings().weight
+    for (first, leaf), *others in tied:  # named_parameters and so the plan have the first of them
+        for module, name in others:
+            module._parameters[name] = first._parameters[leaf]
     return frozenset(f"{name}.{own}" for name in partial for own, _ in model.get_submodule(name).named_parameters())
+
+
+def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Every module that has a parameter, and the name that it has there; in the order of `named_parameters`."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                places[parameter].append((module, leaf))
+    return places
 
 
 def _styles(model: Any) -> Iterator[tuple[str, str]]:
@@ -50,16 +63,18 @@ def _styles(model: Any) -> Iterator[tuple[str, str]]:
     base = base_of(model)
     prefix = f"{base.base_model_prefix}."
     own: Mapping[str, str] = {**_prefixed(base.config.base_model_tp_plan or {}, prefix), **(base._tp_plan or {})}
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())  # adapters' wrapping included
+    embedding, head = (next((_plain(n)[0] for n, m in model.named_modules() if m is end), None) for end in ends)
     for name, module in model.named_modules():
         plain, adapter = _plain(name)
         style = next((style for pattern, style in own.items() if fnmatch.fnmatchcase(plain, pattern)), None)
         if not isinstance(module, nn.Linear | nn.Embedding) and style != PARTIAL:
             continue
-        if module is embedding:
-            yield name, "embedding_rowwise"
-        elif module is head:
-            yield name, "colwise"  # and not gathered: the loss is computed on the split vocabulary
+        if plain == head:  # not gathered: the loss is computed on the split vocabulary
+            style = "colwise"
+        if plain == embedding:
+            if isinstance(module, nn.Embedding):
+                yield name, "embedding_rowwise"
         elif style == PARTIAL:
             yield name, style
         elif style in ("colwise", "rowwise") and (not adapter or (adapter == "lora_B") == (style == "colwise")):
@@ -72,7 +87,8 @@ def _prefixed(plan: Mapping[str, str], prefix: str) -> dict[str, str]:
 
 def _plain(name: str) -> tuple[str, str]:
     """(a module's name without its adapters' wrapping, `lora_A` or `lora_B` for a part of an adapter)."""
-    plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+    plain = re.sub(r"\.modules_to_save\.[^.]+", "", plain)  # a copy that is trained in the place of the original
     for adapter in ("lora_A", "lora_B"):
         before, found, _ = plain.partition(f".{adapter}.")
         if found:
@@ -112,6 +128,7 @@ def is_cut(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(isinstance(placement, Shard) for placement in parameter.placements)
 
 
-def vocabulary_start(head: nn.Module | None) -> int:
-    """The first token id of this rank's stretch of the language head."""
-    return 0 if head is None else box_of(head.get_parameter("weight"))[0][0]
+def vocabulary_start(head: nn.Module) -> int | None:
+    """The first token id of this rank's stretch of the language head; `None` where this rank has all of it."""
+    weight = head.get_parameter("weight")
+    return box_of(weight)[0][0] if is_cut(weight) else None
