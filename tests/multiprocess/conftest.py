@@ -44,7 +44,8 @@ class Job:
         environment = {
             "TRL_REALLOC_PLAN": "flatten",
             **os.environ,
-            "PYTHONPATH": str(HERE.parent / "trainer"),
+            # the tree that is tested, whichever one is installed
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent / "trainer"), str(HERE.parent.parent)]),
             "TRL_REALLOC_TEST_JOB": self.mark,
         }
         environment["DS_ACCELERATOR"] = "cpu"
