@@ -19,11 +19,13 @@ import trl_realloc
 
 ROOT = Path(__file__).parent.parent / "trl_realloc"
 
-# The floor that every file stands on: refusals with the nearest right word. It imports nothing of ours.
-BASE = {"errors"}
+# The floor that every file stands on: refusals with the nearest right word, notices on the terminal. They import
+# nothing of ours.
+BASE = {"errors", "notices"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "notices": set(),
     # 1 vocabulary
     "cluster": set(),
     "dataflow": set(),

@@ -33,6 +33,7 @@ from .dataflow import Role
 from .engines import Sampling
 from .metrics import RunMetrics
 from .moving import Cargo
+from .notices import working
 from .plan import ExecutionPlan
 from .planning import at_lengths
 from .plugin import ReallocationPlugin
@@ -220,7 +221,8 @@ class PPOTrainer(PPOTrainerBase):
         self.is_in_train = True
         with self._failing_together():
             begun = time.time()
-            self.placement.start()
+            with working("loading models and starting engines"):
+                self.placement.start()
             self._start_seconds = time.time() - begun
             output = self._train(folder)
         self.is_in_train = False
@@ -237,7 +239,8 @@ class PPOTrainer(PPOTrainerBase):
         for batch in self._batches():
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
             begun = time.time()
-            iteration = self.executor.run(batch, self.state.global_step, self._learning_rates())
+            with self._working(self.state.global_step - start_step):
+                iteration = self.executor.run(batch, self.state.global_step, self._learning_rates())
             rate = self.lr_scheduler.get_last_lr()[0]
             self.lr_scheduler.optimizer.step()  # it holds no gradient; the scheduler wants to have seen it step
             self.lr_scheduler.step()
@@ -265,11 +268,17 @@ class PPOTrainer(PPOTrainerBase):
             checkpoint.load_training_state(self.placement, Path(self.state.best_model_checkpoint))
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
         self._memory_tracker.stop_and_update_metrics(metrics)
-        if self.accelerator.is_main_process:
+        self.control = self.callback_handler.on_train_end(args, self.state, self.control)
+        if self.accelerator.is_main_process:  # after the progress bar has ended its line
             expected = at_lengths(self.setup.job, self.setup.planned, list(self.metrics.lengths))
             leave_record(self.plan, self.timeline, expected, Path(args.output_dir))
-        self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         return TrainOutput(self.state.global_step, 0.0, metrics)
+
+    def _working(self, done: int) -> contextlib.AbstractContextManager[None]:
+        """Notices while an update runs: soon in the first, which warms everything up, each minute in a later one."""
+        if not done:
+            return working("the first update", "kernels are compiled and caches filled, later ones are faster")
+        return working(f"update {self.state.global_step + 1}", after_s=60.0, every_s=60.0)
 
     def _replan(self, iteration: Iteration) -> None:
         """Move to another plan where the lengths of the responses have made another faster: state for state what it

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from ..notices import working
 from . import Bucket, Completion, EngineDied, EngineError, GenerationRequest, Sampling
 from .process import end, how_it_ended, spawn, tail, without_launcher
 from .slots import Slots, asks_for_cuda_ipc
@@ -141,7 +142,8 @@ class VLLMEngine:
         """Return when the engine has started. Raises `EngineError` with the end of its log if it does not."""
         self._alive()
         if not self._ready:
-            self._receive("starting", self._started + self.start_timeout_s - time.monotonic())
+            with working("waiting for the vLLM engine to start", "it loads and compiles, 10 to 60 s as a rule"):
+                self._receive("starting", self._started + self.start_timeout_s - time.monotonic())
             self._ready = True
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:

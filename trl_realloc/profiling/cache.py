@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import PlanError
 from ..job import Job
+from ..notices import working
 from ..planner.profile import Observation, Profile, model_key
 from ..rollout import Rollouts
 from ..runtime.groups import from_first_rank
@@ -71,7 +72,8 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
     if kept is not None and (kept.thorough or not thorough):
         kept.check_hardware(hardware(job.options.device))
         return kept, False
-    profile = measure(job, thorough)
+    with working("measuring this machine for the planner", f"once for these models, kept in {path.parent}"):
+        profile = measure(job, thorough)
     if job.rank == 0:
         profile.save(path)
     return profile, True
@@ -83,7 +85,7 @@ def measure(job: Job, thorough: bool = False) -> Profile:
     cluster, device = job.cluster, job.options.device
     plans = list(runs.plans(thorough))
     with _progress(job.rank) as progress:
-        bar = progress.add_task("measuring this machine for the planner", total=len(plans) + 2)
+        bar = progress.add_task("short runs", total=len(plans) + 2)
         shared = sharing(runs.arithmetic, cluster, job.rank, device)
         found = copies(device)
         found += links(cluster, device) if cluster.size > 1 else []
