@@ -211,6 +211,7 @@ def prepare(
         processing_class=processing_class,
         functions=rewards.functions,
         reward_weights=rewards.weights,
+        skip_nonfinite=args.skip_nonfinite_updates,
     )
     rate = args.learning_rate if given_optimizer is None else given_optimizer.param_groups[0]["lr"]
     return Setup(

@@ -109,6 +109,9 @@ class PPOConfig(ConfigBase):
             docs/differences.md.
         vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
             Share of a GPU's memory that a vLLM engine takes beside training.
+        skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
+            Leave out an update whose samples, losses or gradients are not finite, and count it in
+            `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
     """
 
     # TrlParser reads fields of type dict from YAML only where they are named here
@@ -240,6 +243,10 @@ class PPOConfig(ConfigBase):
     vllm_gpu_memory_utilization: float = field(
         default=0.3,
         metadata={"help": "Share of a GPU's memory that a vLLM engine takes beside training."},
+    )
+    skip_nonfinite_updates: bool = field(
+        default=False,
+        metadata={"help": "Leave out and count updates that are not finite, where otherwise the run ends."},
     )
 
     if TYPE_CHECKING:  # TrainingArguments' own

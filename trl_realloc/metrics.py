@@ -52,8 +52,12 @@ class RunMetrics:
             self._window[name].append(value)
 
     def take(self) -> dict[str, float]:
-        """The mean of every metric over the updates since the last time, nothing where there was none."""
-        means = {name: sum(values) / len(values) for name, values in self._window.items()}
+        """The mean of every metric over the updates since the last time (of `skipped_updates/*` the sum), nothing where
+        there was none."""
+        means = {
+            name: sum(values) / (1 if name.startswith("skipped_updates/") else len(values))
+            for name, values in self._window.items()
+        }
         self._window.clear()
         return means
 

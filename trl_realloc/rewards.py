@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .finite import LARGEST, is_bad, quoted
 from .rollout import Ragged, Rollouts
 
 
@@ -24,6 +25,18 @@ RewardFunction = Callable[..., Any]
 
 class RewardError(ValueError):
     """A reward that cannot be trained on. The message names the function, the sample and the value."""
+
+
+class NonFiniteScore(RewardError):
+    """A score that is NaN, infinite, or too large to be trained on.
+
+    Args:
+        scores: (n,) float32, all that the scorer gave, infinite where that is so.
+    """
+
+    def __init__(self, message: str, scores: Tensor) -> None:
+        super().__init__(message)
+        self.scores = scores
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,9 @@ class FunctionReward:
         scores = self.function(**arguments)
         if inspect.isawaitable(scores):
             scores = asyncio.run(_wait_for(scores))
-        return self._checked(scores, samples)
+        return self._checked(scores, samples, given)
 
-    def _checked(self, scores: Any, samples: Rollouts) -> Tensor:
+    def _checked(self, scores: Any, samples: Rollouts, texts: Texts) -> Tensor:
         try:
             scores = [None if score is None else float(score) for score in scores]
         except (TypeError, ValueError) as error:
@@ -120,13 +133,28 @@ class FunctionReward:
                 f"reward function {self.name!r} returned {len(scores)} scores for {len(samples)} completions; it must "
                 f"return one for each. Nothing was trained on this batch."
             )
-        for at, score in enumerate(scores):
-            if score is not None and not math.isfinite(score):
-                raise RewardError(
-                    f"reward function {self.name!r} returned {score} for sample {int(samples.tensor('index')[at])} of "
-                    f"the batch; scores must be finite. Nothing was trained on this batch."
-                )
-        return torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
+        given = torch.tensor([0.0 if score is None else score for score in scores], dtype=torch.float32)
+        _check_finite(f"reward function {self.name!r} returned", given, scores, samples, lambda: texts)
+        return given.masked_fill(torch.tensor([score is None for score in scores], dtype=torch.bool), math.nan)
+
+
+def _check_finite(
+    what: str, given: Tensor, shown: Sequence[Any], samples: Rollouts, texts: Callable[[], Texts]
+) -> None:
+    """Raises:
+    NonFiniteScore: one of `given` (n,) float32 cannot be trained on; `shown` is what the scorer itself gave.
+    """
+    places = is_bad(given).nonzero()
+    if not len(places):
+        return
+    at, read = int(places[0]), texts()
+    sample = int(samples.tensor("index")[at])
+    raise NonFiniteScore(
+        f"{what} {float(shown[at]):g} for sample {sample} of the batch "
+        f"({quoted(read.prompts[at], read.completions[at])}); scores must be finite, and at most {LARGEST:g}, so that "
+        f"their squares can be summed in float32. Nothing was trained on this batch.",
+        given.masked_fill(is_bad(given), math.inf),
+    )
 
 
 async def _wait_for(awaitable: Any) -> Any:
@@ -142,17 +170,10 @@ class ModelReward:
         self.name, self.forward, self.processing_class = name, forward, processing_class
 
     def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor:
-        if self.processing_class is not None:
-            samples = self._retokenized(samples, texts())
-        out = self.forward(samples)
+        read = self._retokenized(samples, texts()) if self.processing_class is not None else samples
+        out = self.forward(read)
         scores = out["scores"].values if out else torch.empty(0)
-        bad = (~torch.isfinite(scores)).nonzero()
-        if len(bad):
-            at = int(bad[0])
-            raise RewardError(
-                f"reward model {self.name!r} gave {float(scores[at])} for sample {int(samples.tensor('index')[at])} of "
-                f"the batch; scores must be finite. Nothing was trained on this batch."
-            )
+        _check_finite(f"reward model {self.name!r} gave", scores, scores.tolist(), samples, texts)
         return scores
 
     def _retokenized(self, samples: Rollouts, texts: Texts) -> Rollouts:
@@ -174,23 +195,39 @@ class ModelReward:
 
 
 def weighted_scores(
-    scorers: Sequence[Scorer], weights: Sequence[float], samples: Rollouts, texts: Callable[[], Texts]
+    scorers: Sequence[Scorer],
+    weights: Sequence[float],
+    samples: Rollouts,
+    texts: Callable[[], Texts],
+    *,
+    refuse: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The weighted sum (n,) float32 over the scorers that apply to a sample, and each scorer's own scores by name.
+
+    Args:
+        refuse: a score that is not finite; otherwise it is in the result, infinite.
 
     Raises:
         RewardError: see `FunctionReward`, or no scorer applies to a sample.
     """
-    table = {
-        scorer.name: scorer.score(samples, texts) for scorer in scorers
-    }  # names are made unique where they are given
+    table: dict[str, Tensor] = {}  # names are made unique where they are given
+    failure: NonFiniteScore | None = None
+    for scorer in scorers:
+        try:
+            table[scorer.name] = scorer.score(samples, texts)
+        except NonFiniteScore as error:
+            # raised after the last scorer has run: a sharded model's forward is a collective of all the call's ranks
+            failure, table[scorer.name] = failure or error, error.scores
+    if failure is not None and refuse:
+        raise failure
     stacked = torch.stack(list(table.values()))
     none = stacked.isnan().all(0).nonzero()
     if len(samples) and len(none):
         raise RewardError(
             f"every reward function returned None for sample {int(samples.tensor('index')[int(none[0])])} of the batch."
         )
-    return torch.nansum(stacked * torch.tensor(weights, dtype=torch.float32)[:, None], 0), table
+    total = torch.nansum(stacked * torch.tensor(weights, dtype=torch.float32)[:, None], 0)
+    return total.masked_fill(stacked.isinf().any(0), math.inf), table  # infinite too where its weight is 0
 
 
 @dataclass(frozen=True)

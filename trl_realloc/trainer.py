@@ -39,6 +39,7 @@ from .planning import at_lengths
 from .plugin import ReallocationPlugin
 from .report import leave_record
 from .runtime.alarm import JobFailed
+from .runtime.calls import check_first_weights
 from .runtime.executor import Iteration, make_executor
 from .runtime.placement import Placement
 from .timeline import Timeline
@@ -231,6 +232,7 @@ class PPOTrainer(PPOTrainerBase):
     def _train(self, folder: Path | None) -> TrainOutput:
         args = self.args
         self._start_state(folder)
+        check_first_weights(self.placement, "they were given" if folder is None else f"loaded from {folder}")
         start_time, start_episode = time.time(), self.state.episode
         start_step = self.state.global_step
         self.metrics.take()  # what a training before this one left when it failed

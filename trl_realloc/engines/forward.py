@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from ..ppo import TokenLoss
 from ..rollout import Ragged, Rollouts, micro_batches
 from .group import MeshGroup
+from .guard import guarded
 
 
 PACKED = "trl_realloc_packed"  # sdpa that never looks across the border of two samples
@@ -366,7 +367,7 @@ def run_training(
             out = head(_nothing(samples).to(device))
             differentiable = [column.values.sum() for column in out.values() if column.values.requires_grad]
             value = 0.0 * torch.stack(differentiable).sum()
-        backward(value, is_last)
+        backward(guarded(value), is_last)
     if not parts:
         return {}
     order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))

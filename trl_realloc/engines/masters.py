@@ -129,15 +129,27 @@ class Masters:
         of_tensor = is_cut(master.parameter) or self.groups.tp.index == 0
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
 
-    def step(self, max_norm: float) -> None:
-        """Sum the gradients over the mesh, clip them by their global norm, step, and hand every replica the result."""
+    def step(self, max_norm: float) -> bool:
+        """Sum the gradients over the mesh, clip them by their global norm, step, and hand every replica the result.
+
+        Returns:
+            Whether the step was taken: not where the gradients are not finite, on all ranks of the mesh alike. They
+            are dropped.
+        """
         gradients = self._gradients()
         self._sum(gradients)
+        norm = self._norm(gradients)
+        if not norm.isfinite():
+            for master in self.all:
+                master.parameter.grad = None
+            return False
         for master in self.all:
             if master.weight is not None:
                 master.weight.grad = gradients[master.name]
         if max_norm > 0:
-            self._clip(gradients, max_norm)
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
+            for gradient in gradients.values():
+                gradient.mul_(factor.to(gradient.device))
         self.optimizer.step()
         for master in self.all:
             if master.weight is not None:
@@ -147,6 +159,7 @@ class Masters:
             master.parameter.grad = None
         for owner, masters in self._by_owner():
             _broadcast([master.value for master in masters], owner, self.groups.dp)
+        return True
 
     def _gradients(self) -> dict[str, Tensor]:
         """float32, zeros where a replica had no samples."""
@@ -171,16 +184,14 @@ class Masters:
             for owner, masters in self._by_owner():
                 _reduce([gradients[master.name] for master in masters], owner, groups.dp)
 
-    def _clip(self, gradients: dict[str, Tensor], max_norm: float) -> None:
-        """As `torch.nn.utils.clip_grad_norm_` on the whole model."""
+    def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Of the whole model's gradient, 0-dimensional, the same on all ranks: as `torch.nn.utils.get_total_norm`."""
         counted = [gradients[master.name] for master in self.all if self.counts(master)]
         squares = [torch.linalg.vector_norm(gradient) ** 2 for gradient in counted]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.groups.mesh.device)
         total = total.to(torch.float64)[None]
         self.groups.mesh.sum_([total])
-        factor = torch.clamp(max_norm / (total[0].sqrt() + 1e-6), max=1.0).float()
-        for gradient in gradients.values():
-            gradient.mul_(factor.to(gradient.device))
+        return total[0].sqrt()
 
     def _by_owner(self) -> Iterator[tuple[int, list[Master]]]:
         for owner in range(self.groups.dp.size):

@@ -22,6 +22,7 @@ from ..rollout import Ragged, Rollouts, micro_batches
 from . import Bucket, EngineError, Parts
 from .forward import PolicyHead, RoleHead, TokenLogprobs, base_of, run_forward, run_training, tied_weight
 from .group import SplitGroups
+from .guard import guarded, refusal
 from .masters import Master, Masters, NamedOptimizer
 from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
@@ -137,7 +138,8 @@ class MegatronEngine:
         else:
             statistics = self._train_stages(samples, loss, micro_batch_tokens)
         set_learning_rate(self.masters.optimizer, learning_rate)
-        self.masters.step(self.max_grad_norm)
+        if not self.masters.step(self.max_grad_norm):
+            raise refusal(self.groups.mesh, samples, statistics)
         self.version += 1
         return statistics
 
@@ -169,7 +171,7 @@ class MegatronEngine:
         def finish(at: int, outputs: Mapping[str, Ragged]) -> Tensor:
             value, statistics = loss(outputs, micros[at])
             parts[at] = {name: sums.float().cpu() for name, sums in statistics.items()}
-            return value.float()
+            return guarded(value.float())
 
         if batches:
             self.pipeline.run(micros, finish, learns=True, call=self._in_context)

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..finite import NonFiniteError
 from ..ppo import TokenLoss
 from ..rollout import Ragged, Rollouts
 from . import Bucket, Parts
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
+from .guard import refusal
 from .weights import BUCKET_BYTES, buckets
 
 
@@ -71,14 +73,37 @@ class ReplicatedEngine:
         )
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
-        if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.max_grad_norm)
+        if not self._clip().isfinite():
+            self._refuse(samples, statistics)
         set_learning_rate(self.optimizer, learning_rate)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         return statistics
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients to `max_grad_norm`; returns their norm before that, 0-dimensional."""
+        gradients = [p.grad for p in self.head.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.head.parameters(), self.max_grad_norm, norm)
+        return norm
+
+    def _refuse(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
+        """Raises:
+        NonFiniteError: the step cannot be taken; its gradients are dropped. Not under float16's scaler where the
+            losses are finite: it leaves the step out by itself, and scales the next one less.
+        """
+        assert self.optimizer is not None, "a frozen role has no gradients"
+        error = refusal(self.group, samples, statistics)
+        if self.scaler.is_enabled() and error.sample < 0:
+            if self.scaler.get_scale() >= 1.0:
+                return
+            error = NonFiniteError(f"{error}, with float16's losses scaled by {self.scaler.get_scale():g}")
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.update(self.scaler.get_scale() if self.scaler.is_enabled() else None)
+        raise error
 
     def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
         return buckets(self.head.model, None, bucket_bytes, merged=merged)

@@ -24,6 +24,7 @@ from ..rollout import Ragged, Rollouts
 from . import Bucket, Parts
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
+from .guard import refusal
 from .replicated import set_learning_rate, whole_parts
 from .weights import BUCKET_BYTES, buckets
 
@@ -70,6 +71,9 @@ def deepspeed_config(stage: int, given: Mapping[str, Any] | None, max_grad_norm:
     config["train_micro_batch_size_per_gpu"] = config["gradient_accumulation_steps"] = 1
     config.setdefault("gradient_clipping", max(max_grad_norm, 0.0))
     config.setdefault("steps_per_print", 1 << 60)
+    # by the norm it sees that gradients are not finite, and leaves the step out
+    config["zero_optimization"].pop("compute_grad_norm", None)
+    config.get("bf16", {}).pop("check_grad_overflow", None)
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     return config
@@ -149,8 +153,21 @@ class ZeroEngine:
         statistics = run_training(
             self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
         )
+        self._check_step(samples, statistics)
         self.version += 1
         return statistics
+
+    def _check_step(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
+        """DeepSpeed leaves a step out whose gradients are not finite, on all ranks of the mesh, and says so in
+        `overflow`. Under its own float16 that is how its scaler finds the scale, where the losses are finite.
+
+        Raises:
+            NonFiniteError: the step was left out.
+        """
+        if getattr(self.engine.optimizer, "overflow", False):
+            error = refusal(self.group, samples, statistics)
+            if error.sample >= 0 or not self.engine.fp16_enabled():
+                raise error
 
     def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
         return buckets(self.head.model, self._gather, bucket_bytes, merged=merged)

@@ -68,4 +68,13 @@ class Alarm:
 
 
 class JobFailed(RuntimeError):
-    """Another rank failed. The message is that rank's."""
+    """Another rank failed. The message is that rank's.
+
+    Args:
+        is_unharmed: of a failure that every rank has heard of at the same place, before any role was trained: the run's
+            state is good, and all ranks can save it together.
+    """
+
+    def __init__(self, message: str, is_unharmed: bool = False) -> None:
+        super().__init__(message)
+        self.is_unharmed = is_unharmed

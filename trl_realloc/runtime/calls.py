@@ -12,14 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging
 
 from .. import ppo
 from ..dataflow import Role
 from ..engines import Completion, GenerationRequest, Sampling
+from ..finite import NonFiniteError, all_finite, check_rates, with_text
 from ..ppo import PPOSettings
 from ..rewards import FunctionReward, ModelReward, Scorer, decode, weighted_scores
 from ..rollout import Ragged, Rollouts, balance
+from .groups import from_every_rank
 from .placement import Placement
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Rules:
         reward_weights: by the name of each model and function.
         eos_token_id: ends a response for `missing_eos_penalty` and `val/num_eos_tokens`.
         processing_class: decodes samples for those that read text.
+        skip_nonfinite: leave out an update that is not finite, where otherwise the run ends.
     """
 
     settings: PPOSettings
@@ -40,6 +47,7 @@ class Rules:
     processing_class: Any
     functions: Sequence[FunctionReward]
     reward_weights: dict[str, float]
+    skip_nonfinite: bool = False
 
 
 def share(placement: Placement, call: str, lengths: Sequence[int]) -> list[int]:
@@ -114,7 +122,11 @@ def reward_forward(placement: Placement, rules: Rules, samples: Rollouts, rows: 
         scorers += rules.functions
     weights = [rules.reward_weights[scorer.name] for scorer in scorers]
     scores, table = weighted_scores(
-        scorers, weights, mine, lambda: decode(mine, [rows[at] for at in positions], rules.processing_class)
+        scorers,
+        weights,
+        mine,
+        lambda: decode(mine, [rows[at] for at in positions], rules.processing_class),
+        refuse=not rules.skip_nonfinite,
     )
     if not len(mine):
         return Rollouts()
@@ -126,8 +138,14 @@ def train(
     placement: Placement, rules: Rules, samples: Rollouts, call: str, step: int, learning_rate: float
 ) -> Rollouts:
     """All epochs and mini-batches of one role's training. Returns every sample's statistics of every optimizer step,
-    `update` (which step) beside `index` (which sample)."""
+    `update` (which step) beside `index` (which sample); nothing of a step that was left out.
+
+    Raises:
+        NonFiniteError: on every rank of the mesh, before the optimizer step that it is about; or because the steps
+            that were taken left weights that are not finite.
+    """
     settings = rules.settings
+    check_rates({call: learning_rate})
     is_actor = placement.plan.graph.call(call).role is Role.ACTOR
     engine = placement.actor if is_actor else placement.critic
     assert engine is not None
@@ -136,11 +154,52 @@ def train(
     for update, (batch, weights) in enumerate(updates(samples, rules, step)):
         batch = batch.plus(policy_weight=weights.policy, value_weight=weights.value)
         mine = batch.select(share(placement, call, batch.lengths.tolist()))
-        statistics = engine.train(mine, loss, placement.budget(call), learning_rate)
+        try:
+            statistics = engine.train(mine, loss, placement.budget(call), learning_rate)
+        except NonFiniteError as error:
+            error = with_text(error, batch, rules.processing_class)
+            what = f"optimizer step {update + 1} of {call} in update {step + 1}"
+            if not rules.skip_nonfinite:
+                raise NonFiniteError(f"{what} was refused before it was taken: {error}", error.sample) from None
+            if placement.group(call).is_leader:
+                logger.warning(f"{what} was left out: {error}.")
+            continue
         if statistics:
             order = torch.full((len(mine),), update)
             parts.append(Rollouts(index=mine.tensor("index"), update=order, **statistics))
+    check_weights(placement, call, f"after update {step + 1}, at learning rate {learning_rate:g}")
     return Rollouts.cat(parts) if parts else Rollouts()
+
+
+def check_weights(placement: Placement, call: str, when: str) -> None:
+    """Collective over the mesh of a call that trains.
+
+    Raises:
+        NonFiniteError: its role's weights are not finite, here or on another rank of the mesh.
+    """
+    if placement.group(call).max(int(not _is_finite(placement, call))):
+        role = placement.plan.graph.call(call).role.value
+        raise NonFiniteError(f"the {role}'s weights are not finite {when}; nothing of them is saved")
+
+
+def check_first_weights(placement: Placement, origin: str) -> None:
+    """Before the first update. Collective over the job.
+
+    Raises:
+        NonFiniteError: on every rank, a trained role's weights are not finite.
+    """
+    trainings = [name for name in placement.plan.order if placement.plan.graph.call(name).trains]
+    broken = [n for n in trainings if placement.rank in placement.plan.mesh(n) and not _is_finite(placement, n)]
+    roles = {placement.plan.graph.call(n).role.value for own in from_every_rank(broken, placement.control) for n in own}
+    if roles:
+        raise NonFiniteError(f"the {' and the '.join(sorted(roles))}'s weights are not finite as {origin}")
+
+
+def _is_finite(placement: Placement, call: str) -> bool:
+    """Whether this rank's part of a trained role is."""
+    engine = placement.actor if placement.plan.graph.call(call).role is Role.ACTOR else placement.critic
+    assert engine is not None, "only ranks that train have weights to look at"
+    return all_finite(cell for own in engine.parts().values() for _, cell in own)
 
 
 def updates(samples: Rollouts, rules: Rules, step: int) -> Iterator[tuple[Rollouts, ppo.Weights]]:

@@ -22,11 +22,17 @@ from .alarm import JobFailed
 
 @dataclass(frozen=True)
 class Failure:
-    """In place of a piece: this rank's call could not be done."""
+    """In place of a piece: this rank's call could not be done.
+
+    Args:
+        is_unharmed: every role is what it was before the iteration, and the engines work: what was to be trained on is
+            at fault.
+    """
 
     rank: int
     call: str
     message: str
+    is_unharmed: bool = False
 
 
 def sources(plan: ExecutionPlan, call: str) -> tuple[int, ...]:
@@ -99,7 +105,8 @@ class Exchange:
             pieces = [self._receive(call, rank) for rank in sources(self.plan, call)]
             failures = [piece for piece in pieces if isinstance(piece, Failure)]
             if failures:
-                raise JobFailed("; ".join(f"{f.call} failed on rank {f.rank}: {f.message}" for f in failures))
+                said = "; ".join(f"{f.call} failed on rank {f.rank}: {f.message}" for f in failures)
+                raise JobFailed(said, is_unharmed=all(f.is_unharmed for f in failures))
             done = [piece for piece in pieces if isinstance(piece, Piece)]
             samples = Rollouts.cat([piece.samples for piece in done]).sorted()
             self._whole[call] = (samples, tuple(span for piece in done for span in (*piece.moves, piece.span)))

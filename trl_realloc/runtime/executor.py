@@ -5,18 +5,22 @@ Every rank runs it; a rank executes the calls whose mesh holds it, in plan order
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from transformers.utils import logging
 
 from .. import ppo
 from ..data import PromptBatch
 from ..dataflow import CallKind, Role
 from ..engines import Sampling
+from ..finite import NonFiniteError, problem_of, with_text
+from ..rewards import RewardError
 from ..rollout import Rollouts
 from ..timeline import Span
 from . import calls
@@ -24,6 +28,9 @@ from .alarm import Alarm, JobFailed
 from .calls import Rules
 from .exchange import Exchange, Failure, Piece
 from .placement import Placement
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Executor:
         self.plan, self.rank = placement.plan, placement.rank
         self._failure: Exception | None = None
         self._prepared: Rollouts | None = None
+        self._unfit = False  # nothing may be trained on this batch, and `Rules.skip_nonfinite` says to go on
 
     def run(
         self,
@@ -75,12 +83,15 @@ class Executor:
         """
         self.exchange.begin()
         self._failure = self._prepared = None
+        self._unfit = False
         for name, samples in (known or {}).items():
             self.exchange.know(name, samples)
         names = [n for n in self.plan.order if n not in (known or {}) and (only is None or n in only)]
         mine = [name for name in names if self.placement.takes_part(name)]
         for name, following in zip(mine, [*mine[1:], None], strict=True):
             inputs = self._inputs(name, batch.prompts)
+            if self._unfit and self.plan.graph.call(name).trains:
+                continue
             if following is not None:
                 self.placement.prefetch(following)  # while this call runs
             work = partial(self._run, name, inputs, batch, step, learning_rates, sampling)
@@ -107,7 +118,24 @@ class Executor:
             if self.rules.settings.match_trl:
                 samples = samples.plus(width=ppo.response_widths(samples, self.rules.settings))
             self._prepared = ppo.prepare(samples, self.rules.settings)
+            self._check(self._prepared)
         return self._prepared
+
+    def _check(self, samples: Rollouts) -> None:
+        """Every rank has the same samples, so all refuse a batch together, before any of them trains on it.
+
+        Raises:
+            NonFiniteError: a number of a sample is not finite, or too large to be trained on.
+        """
+        error = problem_of(samples)
+        if error is None:
+            return
+        error = with_text(error, samples, self.rules.processing_class)
+        if not self.rules.skip_nonfinite:
+            raise NonFiniteError(f"{error}. Nothing was trained on this batch.", error.sample)
+        self._unfit = True
+        if self.rank == 0:
+            logger.warning(f"{error}. Nothing is trained on this batch.")
 
     def _run(
         self,
@@ -151,7 +179,8 @@ class Executor:
             raise
         except Exception as error:
             self._failure = error
-            piece = Failure(self.rank, name, str(error) or type(error).__name__)
+            unharmed = isinstance(error, RewardError)  # raised after the call's last collective
+            piece = Failure(self.rank, name, str(error) or type(error).__name__, unharmed)
         self.exchange.publish(name, piece)
 
     def _finish(self, batch: PromptBatch, step: int, names: list[str], known: Mapping[str, Rollouts]) -> Iteration:
@@ -160,9 +189,14 @@ class Executor:
             samples = self._with(samples, name)
         steps: dict[int, dict[str, torch.Tensor]] = {}
         for name in names:
+            trains = self.plan.graph.call(name).trains
+            if trains:
+                self._prepare(samples)  # a rank that trains nothing learns here that nobody does
+                if self._unfit:
+                    continue
             made = self._with(Rollouts(), name)
             spans += self.exchange.spans(name)
-            if self.plan.graph.call(name).trains:
+            if trains:
                 _by_update(made, len(batch), steps)
             else:
                 samples = samples.plus(**made)
@@ -170,12 +204,17 @@ class Executor:
         if {"logprobs", "ref_logprobs", "values", "scores"} <= set(samples):
             samples = self._prepare(samples)
             metrics = ppo.objective_metrics(samples, self.rules.settings, self.rules.eos_token_id)
-        if steps:
+            if self._unfit:
+                metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        trainings = [name for name in names if self.plan.graph.call(name).trains]
+        if trainings:
             rows = []
             for update, (mini_batch, weights) in enumerate(calls.updates(samples, self.rules, step)):
                 at = mini_batch.tensor("index")
-                rows.append((weights, {name: sums[at] for name, sums in steps[update].items()}))
+                rows.append((weights, {name: sums[at] for name, sums in steps.get(update, {}).items()}))
             metrics.update(ppo.update_metrics(rows))
+            if self.rules.skip_nonfinite:
+                metrics.update(_skipped(trainings, [set(sums) for _, sums in rows]))
         return Iteration(samples, metrics, tuple(spans))
 
 
@@ -186,8 +225,23 @@ def make_executor(placement: Placement, rules: Rules) -> Executor:
     return Executor(placement, exchange, rules, Alarm(store, placement.plan.cluster.size))
 
 
+LOSSES = {"actor.train": ("policy", "policy_loss"), "critic.train": ("value", "value_loss")}
+
+
+def _skipped(trainings: Sequence[str], steps: Sequence[Collection[str]]) -> dict[str, float]:
+    """`skipped_updates/policy` and `skipped_updates/value`: how many optimizer steps of an iteration were left out, by
+    the statistics that there are of each."""
+    return {
+        f"skipped_updates/{word}": float(sum(loss not in found for found in steps))
+        for name, (word, loss) in LOSSES.items()
+        if name in trainings
+    }
+
+
 def _by_update(made: Rollouts, n: int, steps: dict[int, dict[str, torch.Tensor]]) -> None:
     """The statistics that the ranks of a training published, by optimizer step and place in the global batch."""
+    if "update" not in made:  # every step was left out
+        return
     which, index = made.tensor("update"), made.tensor("index")
     for update in which.unique().tolist():
         here = which == update

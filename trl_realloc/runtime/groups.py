@@ -25,6 +25,19 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
+def from_every_rank(value: Any, group: Any) -> list[Any]:
+    """What each rank passes, in the order of the ranks, on every rank. All ranks of `group` call this together.
+
+    Args:
+        group: a gloo group, because objects are gathered on the host; `None` in a job of one process.
+    """
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def make_groups(plan: ExecutionPlan, rank: int) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
     """A group for every mesh of the plan and for each rank alone, made on all ranks in one order as torch demands;
     and a gloo group over all for samples, which lie on the host."""
