@@ -197,7 +197,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"plan", "planner/problem", "planner/simulate", "timeline"},
     "callbacks": set(),
     "metrics": {"runtime/executor", "timeline"},
-    "optimizer": {"config"},
+    "optimizer": {"config", "dataflow", "engines"},
+    "policy_and_value": set(),
     "subject": {"dataflow", "models", "modelspec"},
     "job": {
         "assignment",

@@ -36,7 +36,7 @@ from .models import (
     without_dropout,
 )
 from .modelspec import ModelSpec
-from .optimizer import make_optimizer, part_of
+from .optimizer import LearningRates, check_optimizer, make_optimizer, part_of
 from .plan import ExecutionPlan
 from .planner.presets import AUTO, resolve_plan
 from .planning import Planned, cluster_of, job_of, known_estimate, plan_job, recomputes
@@ -55,13 +55,16 @@ class Setup:
     """One run, checked.
 
     Args:
-        policy: what a `Trainer` holds as its model: the policy, or its shell on a rank that has no part of it.
-        clock: an optimizer of one number, by which the learning-rate scheduler counts; the roles' optimizers are
-            their engines' and are told the rate.
+        policy: as this rank loaded it, or its shell on a rank that has no part of it.
+        rates: the roles' learning rates, which the scheduler changes; their optimizers are their engines' and are
+            told them before each update.
         context_length: the longest prompt with the longest response, tokens.
         make_optimizer: role's module -> optimizer.
         planned: the plan with what is expected of it.
         job: what the planner was told.
+        models_before_start: policy and critic as this rank has them before its engines are built: as given, or the
+            structure of one that is given by path or has no part here.
+        value_shell: the critic's structure without weights.
     """
 
     plan: ExecutionPlan
@@ -71,13 +74,15 @@ class Setup:
     train_dataset: Any
     eval_dataset: Any
     collate: Callable[[list[Any]], Any]
-    clock: torch.optim.Optimizer
+    rates: LearningRates
     context_length: int
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     pad_token_id: int
     stop_token_id: int | None
     planned: Planned
     job: Job
+    models_before_start: tuple[Any, Any]
+    value_shell: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ def prepare(
     train_dataset: Any,
     eval_dataset: Any,
     data_collator: Any,
-    given_optimizer: torch.optim.Optimizer | None,
+    optimizers: tuple[torch.optim.Optimizer | None, Any],
     peft_config: Any,
     reward_processing_classes: Any,
 ) -> Setup:
@@ -155,10 +160,12 @@ def prepare(
     stop_token_id = eos_token_id if args.stop_token == "eos" else args.stop_token_id
     if args.stop_token == "eos" and eos_token_id is None:
         raise ConfigError("stop_token is 'eos', but the tokenizer has no eos token; set stop_token_id.")
+    given_optimizer, scheduler = optimizers
     config = read_config(model, "model")
     if value_model is None:
         raise ModelError("value_model is missing; give a sequence classifier with one output, or its name or path.")
     check_classifier(value_model, "value_model")
+    check_optimizer(args, given_optimizer, scheduler, (model, value_model))
     rewards = _rewards(args, reward_model, reward_processing_classes)
     scorers = [reward for reward in as_list(reward_model) if isinstance(reward, str) or hasattr(reward, "config")]
     configs = {
@@ -203,6 +210,7 @@ def prepare(
     if wanted.plan is None:
         check_plan(args, plan, configs, adapted)
     policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, peft_config)
+    value_shell = partial(shell, configs[Role.CRITIC][0], is_policy=False)
     rules = Rules(
         settings=args.ppo_settings(),
         sampling=Sampling(args.response_length, args.temperature + 1e-7, stop_token_id),  # TRL's guard against 0
@@ -213,7 +221,6 @@ def prepare(
         reward_weights=rewards.weights,
         skip_nonfinite=args.skip_nonfinite_updates,
     )
-    rate = args.learning_rate if given_optimizer is None else given_optimizer.param_groups[0]["lr"]
     return Setup(
         plan=plan,
         policy=policy,
@@ -222,13 +229,18 @@ def prepare(
         train_dataset=train,
         eval_dataset=(evals if isinstance(eval_dataset, dict) else evals.get("eval_dataset")),
         collate=collate_prompts(pad_token_id, data_collator),
-        clock=torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate),
+        rates=LearningRates.of(args, given_optimizer, scheduler),
         context_length=context_length,
         make_optimizer=make,
         pad_token_id=pad_token_id,
         stop_token_id=stop_token_id,
         planned=planned,
         job=job,
+        models_before_start=(
+            policy if rank in plan.mesh("actor.train") else roles.actor_shell(),
+            value_model if not isinstance(value_model, str) and rank in plan.mesh("critic.train") else value_shell(),
+        ),
+        value_shell=value_shell,
     )
 
 

@@ -251,6 +251,7 @@ class PPOConfig(ConfigBase):
 
     if TYPE_CHECKING:  # TrainingArguments' own
         ddp_backend: str | None = None
+        metric_for_best_model: str | None = None
 
     def __post_init__(self) -> None:
         no_accelerator = not torch.accelerator.is_available()
@@ -273,6 +274,11 @@ class PPOConfig(ConfigBase):
                 raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}.")
         if self.temperature < 0:
             raise ConfigError(f"temperature must not be negative, it is {self.temperature}.")
+        if str(self.metric_for_best_model).removeprefix("eval_") == "loss":
+            raise ConfigError(
+                "metric_for_best_model is 'loss' (the default), which no evaluation of PPO has; set one that it has, "
+                "e.g. 'eval_objective/scores' (with greater_is_better=True)."
+            )
         if self.generation_engine not in (None, "vllm", "transformers"):
             raise ConfigError(f"generation_engine must be 'vllm' or 'transformers', not {self.generation_engine!r}.")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
@@ -105,7 +106,7 @@ class PromptBatch:
 
 class SeededOrder(Sampler[int]):
     """A new order of the rows for every pass, from (seed, pass): so a position in the data is a number, and a resumed
-    run reads on where the other stopped."""
+    run reads on where the other stopped. Another seed gives other orders in every pass."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seed, self.epoch = size, seed, 0
@@ -114,7 +115,8 @@ class SeededOrder(Sampler[int]):
         return self.size
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        seed = int(np.random.SeedSequence((self.seed, self.epoch)).generate_state(1, np.uint64)[0])
+        generator = torch.Generator().manual_seed(seed >> 1)
         yield from torch.randperm(self.size, generator=generator).tolist()
 
 
@@ -163,3 +165,23 @@ def prompt_loader(
         collate_fn=collate,
         drop_last=order is not None,
     )
+
+
+def batches_of(loader: DataLoader[PromptBatch], start: int, stop: int) -> Iterator[tuple[PromptBatch, bool, bool]]:
+    """The batches of updates `start` to `stop`, pass after pass, each in an order of its own. With each batch: whether
+    it is the first that is read of its pass, and the last."""
+    per_pass = len(loader)
+    step = start
+    while step < stop:
+        if isinstance(loader.sampler, SeededOrder):
+            loader.sampler.epoch = step // per_pass
+        begins, first = True, step % per_pass
+        for at, batch in enumerate(loader):
+            if at < first:
+                continue
+            step += 1
+            ends = at + 1 == per_pass or step == stop
+            yield batch, begins, ends
+            begins = False
+            if ends:
+                break

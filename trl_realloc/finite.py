@@ -6,7 +6,7 @@ Owns the checks of samples and the texts of the refusals. The engines look at th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,13 +101,15 @@ def quoted(prompt: Any, completion: Any) -> str:
     return f"prompt {cut(prompt)}, completion {cut(completion)}"
 
 
-def check_rates(rates: Mapping[str, float]) -> None:
+def check_rates(rates: Mapping[str, float | Sequence[Mapping[str, Any]]]) -> None:
     """Raises:
     NonFiniteError: the learning rate of a call is NaN or infinite.
     """
     for call, rate in rates.items():
-        if not abs(rate) < float("inf"):
-            raise NonFiniteError(f"the learning rate of {call} is {rate}; look at the scheduler and its settings")
+        every = [rate] if isinstance(rate, (int, float)) else [group["lr"] for group in rate]
+        for one in every:
+            if one is not None and not abs(float(one)) < float("inf"):
+                raise NonFiniteError(f"the learning rate of {call} is {one}; look at the scheduler and its settings")
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +20,23 @@ class RunMetrics:
         self.spans: list[Span] = []
         self.lengths: deque[int] = deque(maxlen=LENGTHS)
         self._window: dict[str, list[float]] = defaultdict(list)
+        self._losses: list[tuple[float, float]] = []
+        self.begin(0)
+
+    def begin(self, episode: int) -> None:
+        """A training begins at this episode; what one before it left when it failed is dropped."""
+        self._window.clear()
+        self._losses.clear()
+        self._begun, self._first_episode = time.time(), episode
+
+    def episodes_per_second(self, episode: int) -> float:
+        """Of this training, up to this episode."""
+        return (episode - self._first_episode) / max(time.time() - self._begun, 1e-9)
+
+    def mean_loss(self, vf_coef: float) -> float:
+        """The policy's loss plus the weighted value loss, mean over the updates of this training; 0.0 without any."""
+        losses = [policy + vf_coef * value for policy, value in self._losses]
+        return sum(losses) / max(len(losses), 1)
 
     @property
     def timeline(self) -> Timeline:
@@ -48,6 +66,8 @@ class RunMetrics:
             "time/step": seconds,
             "tokens/s": samples.tokens / seconds,
         }
+        if "loss/policy_avg" in metrics and "loss/value_avg" in metrics:
+            self._losses.append((metrics["loss/policy_avg"], metrics["loss/value_avg"]))
         for name, value in metrics.items():
             self._window[name].append(value)
 

@@ -76,6 +76,9 @@ def check_classifier(model: PreTrainedModel | str, argument: str) -> None:
 
 def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
     """The model's structure without its weights: what a `Trainer` can hold on a rank that has no part of the role."""
+    if not is_policy:
+        config = copy.copy(config)
+        config.num_labels = 1
     with torch.device("meta"):
         kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
         return kind.from_config(config)

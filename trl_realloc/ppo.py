@@ -342,5 +342,5 @@ def update_metrics(steps: Sequence[tuple[Weights, Mapping[str, Tensor]]]) -> dic
     out = {name: float(np.mean(values)) for name, values in metrics.items()}
     if ratios:
         out["val/ratio"] = float(np.mean(ratios))
-        out["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else float("nan")
+        out["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0
     return out

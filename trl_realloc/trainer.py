@@ -28,15 +28,17 @@ from .assembly import Setup
 from .compat import PPOTrainerBase
 from .completions import completion_rows, show_completions
 from .config import PPOConfig
-from .data import PromptBatch, SeededOrder, collate_prompts, prompt_loader, tokenize_prompts
+from .data import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader, tokenize_prompts
 from .dataflow import Role
 from .engines import Sampling
 from .metrics import RunMetrics
 from .moving import Cargo
 from .notices import working
+from .optimizer import follows_metrics
 from .plan import ExecutionPlan
 from .planning import at_lengths
 from .plugin import ReallocationPlugin
+from .policy_and_value import PolicyAndValueWrapper
 from .report import leave_record
 from .runtime.alarm import JobFailed
 from .runtime.calls import check_first_weights
@@ -139,23 +141,22 @@ class PPOTrainer(PPOTrainerBase):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             data_collator=data_collator,
-            given_optimizer=optimizers[0],
+            optimizers=optimizers,
             peft_config=peft_config,
             reward_processing_classes=reward_processing_classes,
         )
         self.stop_token_id = self.setup.stop_token_id
-        self.value_model, self.ref_model, self.reward_model = value_model, ref_model, reward_model
+        self.ref_model, self.reward_model = ref_model, reward_model
         super().__init__(
-            model=self.setup.policy,
+            model=PolicyAndValueWrapper(*self.setup.models_before_start),
             args=args,
             data_collator=data_collator,
             train_dataset=self.setup.train_dataset,
             eval_dataset=self.setup.eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
-            optimizers=(self.setup.clock, optimizers[1]),
+            optimizers=(self.setup.rates.scheduled, optimizers[1]),
         )
-        self.policy_model = self.model
         self.create_scheduler(args.num_total_batches, self.optimizer)
         self.metrics = RunMetrics()
         if hasattr(self.model, "add_model_tags"):
@@ -171,6 +172,16 @@ class PPOTrainer(PPOTrainerBase):
         """When this run's calls were executed, as far as this rank has heard."""
         return self.metrics.timeline
 
+    @property
+    def policy_model(self) -> Any:
+        """This rank's module of the policy."""
+        return self.model.policy
+
+    @property
+    def value_model(self) -> Any:
+        """This rank's module of the critic."""
+        return self.model.value_model
+
     # --- seams of Trainer -------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -185,12 +196,24 @@ class PPOTrainer(PPOTrainerBase):
         self.executor = make_executor(self.placement, self.setup.rules)
         self.alarm = self.executor.alarm
 
+    def _start(self) -> None:
+        """Models loaded and engines started, once for a plan; `model` holds what this rank has of them."""
+        if self.placement.started:
+            return
+        self.placement.start()
+        actor, critic, roles = self.placement.actor, self.placement.critic, self.setup.roles
+        self.model.hold(
+            roles.actor_shell() if actor is None else actor.head.model,
+            self.setup.value_shell() if critic is None else critic.head.model,
+        )
+
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Models move when their engine takes them, to where the plan has them."""
 
     def get_train_dataloader(self) -> DataLoader[PromptBatch]:
         """Global batches, the same on every rank, in the order of the current pass."""
-        order = SeededOrder(len(self.train_dataset), self.args.data_seed or self.args.seed)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        order = SeededOrder(len(self.train_dataset), seed)
         return prompt_loader(self.train_dataset, self.args.batch_size, self.setup.collate, order)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
@@ -223,7 +246,7 @@ class PPOTrainer(PPOTrainerBase):
         with self._failing_together():
             begun = time.time()
             with working("loading models and starting engines"):
-                self.placement.start()
+                self._start()
             self._start_seconds = time.time() - begun
             output = self._train(folder)
         self.is_in_train = False
@@ -233,36 +256,37 @@ class PPOTrainer(PPOTrainerBase):
         args = self.args
         self._start_state(folder)
         check_first_weights(self.placement, "they were given" if folder is None else f"loaded from {folder}")
-        start_time, start_episode = time.time(), self.state.episode
-        start_step = self.state.global_step
-        self.metrics.take()  # what a training before this one left when it failed
-        self._in_pass = False
+        start_time, start_step = time.time(), self.state.global_step
+        self.metrics.begin(self.state.episode)
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
-        for batch in self._batches():
+        if args.eval_on_start:
+            self._evaluate(None, None, skip_scheduler=True)
+        for batch, begins, ends in batches_of(self.get_train_dataloader(), start_step, self.state.max_steps):
+            if begins:
+                self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
             begun = time.time()
+            rates = {role: self.setup.rates.role(role) for role in (Role.ACTOR, Role.CRITIC)}
+            self._rate = self.setup.rates.first
             with self._working(self.state.global_step - start_step):
-                iteration = self.executor.run(batch, self.state.global_step, self._learning_rates())
-            rate = self.lr_scheduler.get_last_lr()[0]
-            self.lr_scheduler.optimizer.step()  # it holds no gradient; the scheduler wants to have seen it step
-            self.lr_scheduler.step()
+                iteration = self.executor.run(batch, self.state.global_step, rates)
+            self.setup.rates.scheduled.step()  # it holds no gradient; the scheduler wants to have seen it step
+            if not follows_metrics(self.lr_scheduler):
+                self.lr_scheduler.step()
             self.state.episode += len(batch)
             self.state.global_step += 1
             self.state.epoch = self.state.episode / len(self.train_dataset)
             self.metrics.note(self.plan.order, iteration, time.time() - begun)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
-            if self.control.should_log:
-                eps = (self.state.episode - start_episode) / (time.time() - start_time)
-                self.log({**self.metrics.take(), "eps": eps, "lr": rate, "episode": self.state.episode})
-            self._evaluate_and_save()
+            self._log_evaluate_save()
             self._show_completions()
+            if ends or self.control.should_training_stop:
+                self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
+                self._log_evaluate_save()
             if self.control.should_training_stop:
                 break
             self._replan(iteration)
-        if self._in_pass:  # stopped in the middle of it
-            self._end_pass()
-        if rest := self.metrics.take():
-            self.log({**rest, "lr": rate, "episode": self.state.episode})
+        self._log_metrics()
         # together: a process that ends takes down connections that others may still be reading its last samples from
         self.executor.exchange.flush()
         self.accelerator.wait_for_everyone()
@@ -274,7 +298,8 @@ class PPOTrainer(PPOTrainerBase):
         if self.accelerator.is_main_process:  # after the progress bar has ended its line
             expected = at_lengths(self.setup.job, self.setup.planned, list(self.metrics.lengths))
             leave_record(self.plan, self.timeline, expected, Path(args.output_dir))
-        return TrainOutput(self.state.global_step, 0.0, metrics)
+        loss = self.metrics.mean_loss(args.vf_coef)
+        return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 
     def _working(self, done: int) -> contextlib.AbstractContextManager[None]:
         """Notices while an update runs: soon in the first, which warms everything up, each minute in a later one."""
@@ -297,9 +322,8 @@ class PPOTrainer(PPOTrainerBase):
         self.placement.close()
         roles = cargo.roles(self.setup.roles, planned.plan)
         self.setup = replace(self.setup, plan=planned.plan, planned=planned, policy=roles.actor(), roles=roles)
-        self.model = self.policy_model = self.setup.policy
         self._place()
-        self.placement.start()
+        self._start()
         cargo.deliver(self.placement)
         if self.accelerator.is_main_process:
             found = planned.found
@@ -315,6 +339,7 @@ class PPOTrainer(PPOTrainerBase):
             self._load_callback_state()
             checkpoint.load_training_state(self.placement, folder)
             self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+            self.setup.rates.restore(self.lr_scheduler.get_last_lr())
             self._load_rng_state(str(folder))
         self.state.compute_steps(args, args.num_total_batches)
         self.state.init_training_references(
@@ -323,41 +348,17 @@ class PPOTrainer(PPOTrainerBase):
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
 
-    def _batches(self) -> Iterator[PromptBatch]:
-        """From where the state stands to the end of the run: pass after pass, each in an order of its own."""
-        loader = self.get_train_dataloader()
-        per_pass = len(loader)
-        step = self.state.global_step
-        while step < self.state.max_steps:
-            order = loader.sampler
-            if isinstance(order, SeededOrder):
-                order.epoch = step // per_pass
-            self._in_pass = True
-            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
-            for at, batch in enumerate(loader):
-                if at < step % per_pass or step >= self.state.max_steps:
-                    continue
-                yield batch
-                step += 1
-                if step % per_pass == 0:
-                    break
-            self._end_pass()
+    def _log_metrics(self) -> None:
+        if metrics := self.metrics.take():
+            eps = self.metrics.episodes_per_second(self.state.episode)
+            self.log({**metrics, "eps": eps, "lr": self._rate, "episode": self.state.episode})
 
-    def _end_pass(self) -> None:
-        self._in_pass = False
-        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-
-    def _learning_rates(self) -> dict[Role, float]:
-        policy = self.lr_scheduler.get_last_lr()[0]
-        ratio = 1.0
-        if self.args.value_learning_rate is not None:
-            ratio = self.args.value_learning_rate / self.args.learning_rate
-        return {Role.ACTOR: policy, Role.CRITIC: policy * ratio}
-
-    def _evaluate_and_save(self) -> None:
-        metrics = None
+    def _log_evaluate_save(self) -> None:
+        """What the callbacks have asked for, after an update or a pass over the data."""
+        if self.control.should_log:
+            self._log_metrics()
         if self.control.should_evaluate:
-            metrics = self.evaluate()
+            metrics = self._evaluate(None, None)
             is_best = self._determine_best_metric(metrics, trial=None)
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
@@ -409,7 +410,7 @@ class PPOTrainer(PPOTrainerBase):
         rows = tokenize_prompts(rows, self.processing_class, "eval_dataset", self.args.dataset_num_proc)
         start, sums, count = time.time(), defaultdict[str, float](float), 0
         with self._failing_together():
-            self.placement.start()
+            self._start()
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
                 iteration = self.executor.run(batch, _EVAL_STEP + at, {}, only=SCORING)
                 for name, value in iteration.metrics.items():
@@ -437,7 +438,7 @@ class PPOTrainer(PPOTrainerBase):
         table: list[dict[str, Any]] = []
         near_greedy = replace(self.setup.rules.sampling, temperature=0.01 + 1e-7)
         with self._failing_together():
-            self.placement.start()
+            self._start()
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
                 only = ("actor.generate", "reward.forward")
                 made = self.executor.run(batch, _EVAL_STEP + at, {}, only=only, sampling=near_greedy).samples
@@ -455,7 +456,7 @@ class PPOTrainer(PPOTrainerBase):
         Every rank calls this."""
         folder = Path(output_dir or self.args.output_dir)
         with self._failing_together():
-            self.placement.start()
+            self._start()
             checkpoint.save_models(self.placement, folder, self._write_policy)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:

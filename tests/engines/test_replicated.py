@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from trl_realloc import ppo
+from trl_realloc.engines import GROUP
 from trl_realloc.engines.forward import PolicyHead, RoleHead, ValueHead, cut
 from trl_realloc.engines.group import MeshGroup
 from trl_realloc.engines.replicated import ReplicatedEngine, set_learning_rate
@@ -186,12 +187,14 @@ def test_gradients_are_clipped_by_their_global_norm(samples: Rollouts) -> None:
     assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_parameter_groups_keep_their_ratio_to_the_learning_rate() -> None:
+def test_each_parameter_group_is_set_to_its_own_settings() -> None:
     a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    groups: list[dict[str, Any]] = [{"params": [a]}, {"params": [b], "lr_ratio": 0.1}]
+    groups: list[dict[str, Any]] = [{"params": [a], GROUP: 2}, {"params": [b], GROUP: 0}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    set_learning_rate(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
+    set_learning_rate(optimizer, [{"lr": 0.5, "momentum": 0.9}, {"lr": 0.1}, {"lr": 0.2}])
+    assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [(0.2, 0), (0.5, 0.9)]
+    set_learning_rate(optimizer, 0.3)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

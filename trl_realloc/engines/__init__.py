@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ Bucket = Sequence[tuple[str, "torch.Tensor"]]
 # What a process holds of a model: for each parameter, by the module's own name, boxes (half-open intervals of indices,
 # one per dimension) with a live tensor of exactly that box.
 Parts = Mapping[str, Sequence[tuple[tuple[tuple[int, int], ...], "torch.Tensor"]]]
+
+
+# What an optimizer is set to before a step: one learning rate, or the settings of each group of the user's optimizer.
+# The groups of a role's optimizer, which are some of the user's, have their number among those under `GROUP`.
+Rate = float | Sequence[Mapping[str, Any]]
+GROUP = "given_group"
 
 
 class EngineError(RuntimeError):
@@ -107,7 +113,7 @@ class TrainingEngine(ScoringEngine, Protocol):
         samples: Rollouts,
         loss: TokenLoss,
         micro_batch_tokens: int,
-        learning_rate: float,
+        learning_rate: Rate,
     ) -> Mapping[str, float]:
         """One optimizer step over this rank's share of one mini-batch; statistics summed over the mesh."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..modelspec import FAMILIES, ModelSpec
 from ..ppo import TokenLoss
 from ..rollout import Ragged, Rollouts, micro_batches
-from . import Bucket, EngineError, Parts
+from . import Bucket, EngineError, Parts, Rate
 from .forward import PolicyHead, RoleHead, TokenLogprobs, base_of, run_forward, run_training, tied_weight
 from .group import SplitGroups
 from .guard import guarded, refusal
@@ -121,7 +121,7 @@ class MegatronEngine:
             self.head.train(was_training)
 
     def train(
-        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: float
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
         assert self.masters is not None, "a frozen role was asked to train"
         self.head.train()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..finite import NonFiniteError
 from ..ppo import TokenLoss
 from ..rollout import Ragged, Rollouts
-from . import Bucket, Parts
+from . import GROUP, Bucket, Parts, Rate
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
 from .guard import refusal
@@ -58,7 +58,7 @@ class ReplicatedEngine:
             return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device)
 
     def train(
-        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: float
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
         assert self.optimizer is not None, "a frozen role was asked to train"
         self.head.train()
@@ -193,7 +193,7 @@ def whole_parts(model: nn.Module) -> Parts:
     return {name: [(tuple((0, size) for size in p.shape), p.data)] for name, p in trained}
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """To every parameter group; one made with an `lr_ratio` keeps its ratio to the others."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: Rate) -> None:
+    """To every parameter group; of settings by group, each gets those with its number."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
+        group.update({"lr": learning_rate} if isinstance(learning_rate, (int, float)) else learning_rate[group[GROUP]])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..ppo import TokenLoss
 from ..realloc.layout import Box, flat_boxes
 from ..rollout import Ragged, Rollouts
-from . import Bucket, Parts
+from . import Bucket, Parts, Rate
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
 from .guard import refusal
@@ -140,7 +140,7 @@ class ZeroEngine:
         return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, in_step=self.stage == 3)
 
     def train(
-        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: float
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
         self.engine.train()
         set_learning_rate(self.engine.optimizer, learning_rate)

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .. import ppo
 from ..dataflow import Role
-from ..engines import Completion, GenerationRequest, Sampling
+from ..engines import Completion, GenerationRequest, Rate, Sampling
 from ..finite import NonFiniteError, all_finite, check_rates, with_text
 from ..ppo import PPOSettings
 from ..rewards import FunctionReward, ModelReward, Scorer, decode, weighted_scores
@@ -134,9 +134,7 @@ def reward_forward(placement: Placement, rules: Rules, samples: Rollouts, rows: 
     return Rollouts(index=mine.tensor("index"), scores=scores, **each)
 
 
-def train(
-    placement: Placement, rules: Rules, samples: Rollouts, call: str, step: int, learning_rate: float
-) -> Rollouts:
+def train(placement: Placement, rules: Rules, samples: Rollouts, call: str, step: int, learning_rate: Rate) -> Rollouts:
     """All epochs and mini-batches of one role's training. Returns every sample's statistics of every optimizer step,
     `update` (which step) beside `index` (which sample); nothing of a step that was left out.
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from .. import ppo
 from ..data import PromptBatch
 from ..dataflow import CallKind, Role
-from ..engines import Sampling
+from ..engines import Rate, Sampling
 from ..finite import NonFiniteError, problem_of, with_text
 from ..rewards import RewardError
 from ..rollout import Rollouts
@@ -61,7 +61,7 @@ class Executor:
         self,
         batch: PromptBatch,
         step: int,
-        learning_rates: Mapping[Role, float],
+        learning_rates: Mapping[Role, Rate],
         *,
         known: Mapping[str, Rollouts] | None = None,
         only: Collection[str] | None = None,
@@ -143,7 +143,7 @@ class Executor:
         samples: Rollouts,
         batch: PromptBatch,
         step: int,
-        learning_rates: Mapping[Role, float],
+        learning_rates: Mapping[Role, Rate],
         sampling: Sampling | None,
     ) -> Rollouts:
         call, placement, rules = self.plan.graph.call(name), self.placement, self.rules

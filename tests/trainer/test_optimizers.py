@@ -1,0 +1,159 @@
+"""The user's optimizer and its rates: every class, each group as its scheduler has it, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
+
+from trl_realloc.config import ConfigError
+from trl_realloc.dataflow import Role
+from trl_realloc.engines.replicated import set_learning_rate
+from trl_realloc.optimizer import LearningRates, check_optimizer, make_optimizer, part_of
+
+
+OPTIM = torch.optim
+KINDS = [
+    *(OPTIM.Adadelta, OPTIM.Adafactor, OPTIM.Adagrad, OPTIM.Adam, OPTIM.AdamW, OPTIM.Adamax, OPTIM.ASGD, OPTIM.Muon),
+    *(OPTIM.NAdam, OPTIM.RAdam, OPTIM.RMSprop, OPTIM.Rprop, OPTIM.SGD),
+    Adafactor,
+]
+
+
+def linears() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+
+def stepped(modules: nn.ModuleList, optimizers: list[Any], steps: int = 3) -> list[torch.Tensor]:
+    """The weights after some steps on the same loss."""
+    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        sum(module(inputs).square().sum() for module in modules).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [module.weight.detach().clone() for module in modules]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__.split('.')[0]}-{kind.__name__}")
+def test_the_parts_of_an_optimizer_step_as_the_whole_of_it(kind: Any) -> None:
+    whole = linears()
+    cut = copy.deepcopy(whole)
+    options: dict[str, Any] = {"scale_parameter": False, "relative_step": False} if kind is Adafactor else {}
+
+    def made(modules: nn.ModuleList) -> Any:
+        groups = [{"params": [module.weight], "lr": rate} for module, rate in zip(modules, (0.1, 0.02), strict=True)]
+        return kind(groups, lr=0.1, **options)
+
+    expected = stepped(whole, [made(whole)])
+    given = made(cut)
+    LambdaLR(given, lambda step: 1.0)  # it wraps the given optimizer's `step`
+    parts = [part_of(given, module) for module in cut]
+    assert all(type(part) is kind for part in parts)
+    for one, other in zip(expected, stepped(cut, parts), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_part_goes_on_from_the_state_that_the_users_optimizer_has() -> None:
+    whole = linears()
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.1)
+    stepped(whole, [optimizer])
+    cut = copy.deepcopy(whole)
+    given = torch.optim.Adam(cut.parameters(), lr=0.1)
+    given.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    parts = [part_of(given, module) for module in cut]
+    expected = stepped(whole, [optimizer], steps=1)
+    assert all(torch.equal(a, b) for a, b in zip(expected, stepped(cut, parts, steps=1), strict=True))
+
+
+def groups_of(model: Any, value: Any) -> list[dict[str, Any]]:
+    """The policy's head apart from the rest of it, and the critic: a rate each."""
+    head = [model.lm_head.weight]
+    rest = [p for p in model.parameters() if p is not head[0]]
+    return [{"params": rest, "lr": 0.4}, {"params": head, "lr": 0.2}, {"params": list(value.parameters()), "lr": 0.1}]
+
+
+@pytest.mark.parametrize("kind", ["warmup", "lambdas", "plain"])
+def test_every_group_follows_its_own_rate(tmp_path: Path, kind: str) -> None:
+    """Warmup begins with every group at 0; of one lambda for each group every one is followed."""
+    args, model, value = tiny.arguments(tmp_path, lr_scheduler_type="linear"), tiny.policy(), tiny.classifier()
+    given = torch.optim.AdamW(groups_of(model, value))
+    scheduler: Any = None
+    expected = [[0.4, 0.2, 0.1], [0.4, 0.2, 0.1]]
+    if kind == "warmup":
+        scheduler = get_linear_schedule_with_warmup(given, 4, 1000)
+        expected = [[0.0, 0.0, 0.0], [0.1, 0.05, 0.025]]
+    elif kind == "lambdas":
+        scheduler = LambdaLR(given, [lambda step: 1.0, lambda step: 0.5**step, lambda step: 0.0])
+        expected = [[0.4, 0.2, 0.0], [0.4, 0.1, 0.0]]
+    check_optimizer(args, given, scheduler, (model, value))
+    rates = LearningRates.of(args, given, scheduler)
+    parts = {Role.ACTOR: part_of(given, model), Role.CRITIC: part_of(given, value)}
+    for step in range(2):
+        for role, part in parts.items():
+            set_learning_rate(part, rates.role(role))
+        told = [group["lr"] for part in parts.values() for group in part.param_groups]
+        assert told == pytest.approx(expected[step])
+        rates.scheduled.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def test_a_scheduler_that_changes_betas_changes_them_in_the_roles(tmp_path: Path) -> None:
+    args, model, value = tiny.arguments(tmp_path), tiny.policy(), tiny.classifier()
+    given = torch.optim.AdamW([*model.parameters(), *value.parameters()], lr=0.1)
+    scheduler = OneCycleLR(given, max_lr=0.1, total_steps=4)
+    part = part_of(given, model)
+    given.step()
+    scheduler.step()
+    set_learning_rate(part, LearningRates.of(args, given, scheduler).role(Role.ACTOR))
+    assert part.param_groups[0]["betas"] == given.param_groups[0]["betas"] != (0.9, 0.999)
+
+
+def test_an_adamw_of_torch_trains_without_a_scheduler(tmp_path: Path) -> None:
+    """Its defaults are not its constructor's arguments. The schedule is the config's, for each group from its rate."""
+    model, value = tiny.policy(), tiny.classifier()
+    given = torch.optim.AdamW(groups_of(model, value))
+    made = tiny.trainer(
+        tmp_path,
+        given={"model": model, "value_model": value, "optimizers": (given, None)},
+        lr_scheduler_type="linear",
+        max_steps=2,
+    )
+    made.train()
+    assert [group["lr"] for group in made.placement.actor.optimizer.param_groups] == [0.2, 0.1]
+    assert [group["lr"] for group in made.placement.critic.optimizer.param_groups] == [0.05]
+    assert made.placement.actor.optimizer.state and not given.state
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"])
+def test_the_optimizers_that_the_arguments_name_are_made(tmp_path: Path, name: str) -> None:
+    check_optimizer(args := tiny.arguments(tmp_path, optim=name), None, None, (tiny.policy(), tiny.classifier()))
+    assert make_optimizer(args, linears())
+
+
+def refused(tmp_path: Path, given: Any, scheduler: Any = None, **changes: Any) -> str:
+    models = (tiny.policy(), tiny.classifier())
+    own = given([p for model in models for p in model.parameters()]) if given else None
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(tiny.arguments(tmp_path, **changes), own, scheduler, models)
+    return str(caught.value)
+
+
+def test_what_cannot_train_the_roles_is_refused_by_name(tmp_path: Path) -> None:
+    assert "LBFGS" in refused(tmp_path, lambda p: torch.optim.LBFGS(p))
+    assert "SparseAdam" in refused(tmp_path, lambda p: torch.optim.SparseAdam(p))
+    assert "holds no trainable parameter of value_model" in refused(tmp_path, lambda p: torch.optim.SGD(p[:3], lr=1.0))
+    assert "value_learning_rate" in refused(tmp_path, torch.optim.AdamW, value_learning_rate=1e-3)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert "another optimizer" in refused(tmp_path, torch.optim.AdamW, LambdaLR(other, lambda step: 1.0))
+    assert "without the optimizer" in refused(tmp_path, None, LambdaLR(other, lambda step: 1.0))
+    assert "lomo" in refused(tmp_path, None, optim="lomo")
