@@ -99,6 +99,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rollout",
         "ppo",
     },
+    "engines/zero_setup": {"engines/group"},
     "engines/zero": {
         "engines",
         "engines/forward",
@@ -106,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engines/guard",
         "engines/replicated",
         "engines/weights",
+        "engines/zero_setup",
         "plan",
         "rollout",
         "ppo",
@@ -294,7 +296,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Outside packages that only these files may import, whatever the others do.
 ONLY_HERE: dict[str, set[str]] = {
-    "deepspeed": {"engines/zero"},
+    "deepspeed": {"engines/zero", "engines/zero_setup"},
     "vllm": {"engines/vllm", "engines/vllm_host", "engines/vllm_worker"},
     "trl.experimental.ppo": {"compat"},
     "matplotlib": {"timeline", "report"},

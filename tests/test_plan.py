@@ -44,7 +44,7 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
         if "pp" in ABILITIES[engine].degrees:
             pp = draw(st.sampled_from([pp for pp in range(1, mesh.size // tp + 1) if mesh.size // tp % pp == 0]))
         trained = graph.train_call(call.role) is not None
-        stage = draw(st.sampled_from([s for s in ABILITIES[engine].zero_stages if trained or s in (0, 3)]))
+        stage = draw(st.sampled_from([s for s in ABILITIES[engine].zero_stages if call.trains or s in (0, 3)]))
         most = None if call.kind is CallKind.GENERATE else draw(tokens)
         strategy = ParallelStrategy(mesh.size // tp // pp, tp, pp, stage, most)
         away = not trained and stage < 3 and draw(st.booleans())
@@ -220,6 +220,8 @@ def test_a_vllm_engine_over_two_nodes_is_refused_with_the_largest_degree_that_fi
         (edited(reward__forward={"mesh": "x"}), "reward.forward: a mesh is written as 0-3"),
         (edited(reward__forward={"zero_stage": 2}), "use 0, or 3 to shard its parameters"),
         (edited(reference__forward={"zero_stage": 1}), "reference.forward: zero_stage 1 shards optimizer state"),
+        (edited(critic__forward={"zero_stage": 1}), "which a call that does not train has none of; use 0, or 3"),
+        (edited(critic__forward={"mesh": "0-3", "dp": 4, "zero_stage": 2}), "critic.forward: zero_stage 2 shards"),
         (edited(reward__forward={"zero_stage": 4}), "zero_stage is 0, 1, 2 or 3, not 4"),
         (edited(reward__forward={"micro_batch_tokens": 0}), "micro_batch_tokens is a number of tokens from 1, not 0"),
         (
@@ -417,6 +419,21 @@ def test_a_trained_roles_copy_in_a_layout_of_its_own_may_be_dropped_between_its_
     plan = ExecutionPlan.from_dict(written)
     assert plan["critic.forward"].drop and plan["actor.generate"].drop
     assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("engine", ["zero", "megatron"])
+def test_scoring_uses_the_parameters_that_training_keeps_whatever_the_stage_shards_beside_them(
+    engine: str, stage: int
+) -> None:
+    if engine == "megatron" and stage > 1:
+        return
+    split = ParallelStrategy(2, 2) if engine == "megatron" else ParallelStrategy(4)
+    plan = flatten(Cluster(1, 4), generation_engine="transformers").to_dict()
+    plan["calls"]["critic.train"] = Assignment(DeviceMesh(0, 4), replace(split, zero_stage=stage), engine).to_dict()
+    plan["calls"]["critic.forward"] = Assignment(DeviceMesh(0, 4), split, engine).to_dict()
+    moved = {edge.target for edge in ExecutionPlan.from_dict(plan).reallocations}
+    assert ("critic.forward" in moved) == (stage == 3)
 
 
 @pytest.mark.parametrize(

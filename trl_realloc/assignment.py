@@ -84,8 +84,13 @@ class ParallelStrategy:
         return self.dp * self.tp * self.pp
 
     @property
+    def parameter_layout(self) -> tuple[int, int, int, bool]:
+        """(dp, tp, pp, sharded): which device holds which part of a parameter. Stages 0 to 2 all keep it whole."""
+        return self.dp, self.tp, self.pp, self.zero_stage == 3
+
+    @property
     def layout(self) -> tuple[int, int, int, int]:
-        """(dp, tp, pp, zero_stage): what decides which device holds which part of a parameter."""
+        """(dp, tp, pp, zero_stage): what decides which device holds which part of a parameter and of what trains it."""
         return self.dp, self.tp, self.pp, self.zero_stage
 
     def __str__(self) -> str:
@@ -175,7 +180,8 @@ def in_place(home: Assignment, other: Assignment) -> bool:
     Generation in the very mesh that ZeRO-3 shards over is in place too: there every device needs every parameter, and
     gathering them along the mesh moves the fewest bytes.
     """
-    if home.engine == other.engine and home.mesh == other.mesh and home.strategy.layout == other.strategy.layout:
+    alike = home.engine == other.engine and home.mesh == other.mesh
+    if alike and home.strategy.parameter_layout == other.strategy.parameter_layout:
         return True
     if whole_everywhere(home) and other.mesh.inside(home.mesh):
         return other.engine == "vllm" or whole_everywhere(other)
@@ -200,10 +206,10 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
         yield f"engine {engine} cannot split by {name} ({name}: {getattr(strategy, name)}); set {name}: 1."
     if strategy.zero_stage not in ability.zero_stages:
         yield f"engine {engine} has no zero_stage {strategy.zero_stage}; leave it out."
-    elif strategy.zero_stage in (1, 2) and not trained:
+    elif strategy.zero_stage in (1, 2) and not call.trains:
         yield (
-            f"zero_stage {strategy.zero_stage} shards optimizer state and gradients, which a frozen role has none of; "
-            f"use 0, or 3 to shard its parameters."
+            f"zero_stage {strategy.zero_stage} shards optimizer state and gradients, which a call that does not train "
+            f"has none of; use 0, or 3 to shard its parameters."
         )
     if engine == "vllm" and mesh.size > cluster.devices_per_node and cluster.devices_per_node % strategy.tp:
         # an engine is one process with its workers, on one host

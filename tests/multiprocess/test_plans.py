@@ -31,7 +31,7 @@ def plan(
         first, _, last = mesh.partition("-")
         size = int(last or first) - int(first) + 1
         frozen = name in ("reference.forward", "reward.forward")
-        zero = 0 if name == "actor.generate" or (frozen and stage != 3) or size == 1 else stage
+        zero = 0 if name == "actor.generate" or (not name.endswith("train") and stage != 3) or size == 1 else stage
         engine = "transformers" if name == "actor.generate" else "zero"
         calls[name] = {"mesh": mesh, "engine": engine, "dp": size, "zero_stage": zero}
         if offload and frozen:

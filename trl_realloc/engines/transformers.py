@@ -64,6 +64,7 @@ class TransformersEngine:
         self.version = version
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
+        """Collective where `whole_model` is: then a rank without requests calls this too."""
         by_length = sorted(requests, key=lambda request: len(request.prompt_ids))  # like lengths: little left padding
         with self.whole_model() as model, torch.no_grad():
             for start in range(0, len(by_length), self.batch_size):
@@ -91,6 +92,8 @@ class TransformersEngine:
                     eos_token_id=sampling.stop_token_id,
                 ),
                 logits_processor=[draw],
+                # launched with ZeRO-3, Transformers would keep all ranks of the job in step by an all-reduce per token
+                synced_gpus=False,
             )
         finally:
             base.generation_config = own

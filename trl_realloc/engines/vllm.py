@@ -188,6 +188,8 @@ class VLLMEngine:
             EngineError: a request cannot be served (which one, and why), or there are no weights to serve it with.
             EngineDied: the engine's process ended, or was silent for `step_timeout_s`.
         """
+        if not requests:
+            return iter(())
         if self.version < 0:
             raise EngineError(f"{self.name}: no complete weights; load() has not been called, or did not end well.")
         self._refuse(requests, sampling)

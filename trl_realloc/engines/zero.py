@@ -1,4 +1,4 @@
-"""Training and scoring with DeepSpeed ZeRO on the ranks of one mesh: stages 1 to 3. The only import of deepspeed.
+"""Training and scoring with DeepSpeed ZeRO on the ranks of one mesh: stages 1 to 3.
 
 Several of these engines live in one job, each on its own mesh, which Accelerate cannot give (its DeepSpeed path spans
 the world): `deepspeed.initialize` is called here with the mesh's groups.
@@ -7,15 +7,11 @@ the world): `deepspeed.initialize` is called here with the mesh's groups.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ppo import TokenLoss
@@ -27,65 +23,7 @@ from .group import MeshGroup
 from .guard import refusal
 from .replicated import set_learning_rate, whole_parts
 from .weights import BUCKET_BYTES, buckets
-
-
-@dataclass(frozen=True)
-class _Topology:
-    """What DeepSpeed calls an mpu: a data-parallel group over the mesh, each rank its own model-parallel group."""
-
-    group: MeshGroup
-    alone: Any
-
-    def get_data_parallel_group(self) -> Any:
-        return self.group.group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.group.index
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.group.size
-
-    def get_model_parallel_group(self) -> Any:
-        return self.alone
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-
-def deepspeed_config(stage: int, given: Mapping[str, Any] | None, max_grad_norm: float) -> dict[str, Any]:
-    """The user's DeepSpeed config (that of `accelerate launch`) as this engine runs it: its ZeRO options, offload,
-    precision and clipping are kept; batch sizes, optimizer and scheduler are the trainer's."""
-    config = _without_auto(copy.deepcopy(dict(given or {})))
-    for key in ("train_batch_size", "optimizer", "scheduler"):
-        config.pop(key, None)
-    config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
-    config["train_micro_batch_size_per_gpu"] = config["gradient_accumulation_steps"] = 1
-    config.setdefault("gradient_clipping", max(max_grad_norm, 0.0))
-    config.setdefault("steps_per_print", 1 << 60)
-    # by the norm it sees that gradients are not finite, and leaves the step out
-    config["zero_optimization"].pop("compute_grad_norm", None)
-    config.get("bf16", {}).pop("check_grad_overflow", None)
-    config["zero_allow_untested_optimizer"] = True
-    config["zero_force_ds_cpu_optimizer"] = False
-    return config
-
-
-def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's own default wherever a config for Transformers says "auto"."""
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if value != "auto"
-    }
+from .zero_setup import Topology, deepspeed_config, initializing
 
 
 class ZeroEngine:
@@ -112,27 +50,21 @@ class ZeroEngine:
     ) -> None:
         import deepspeed
 
-        # DeepSpeed 0.19.8 calls two collectives under names that torch 2.13 has renamed, and torch says so each time
-        warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated")
-        _build_shared_memory_op(group, device)
-        if stage == 3:
-            _check_no_other_mesh()
         self.head, self.group, self.device, self.stage = head, group, device, stage
-        settings = deepspeed_config(stage, config, max_grad_norm)
+        self.frozen = make_optimizer is None
+        settings = deepspeed_config(stage, config, max_grad_norm, trains=not self.frozen)
         own_precision = any(settings.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
         self.compute_dtype = None if own_precision else compute_dtype
-        self.frozen = make_optimizer is None
         if self.frozen:
             head.requires_grad_(False).eval()
-            # small parameters would be kept whole beside their partitions, and a reallocation fills the partitions
-            settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        self.engine, *_ = deepspeed.initialize(
-            model=head,
-            optimizer=make_optimizer(head.model) if make_optimizer else None,
-            config=settings,
-            mpu=_Topology(group, alone),
-            dist_init_required=False,
-        )
+        with initializing(group, device):
+            self.engine, *_ = deepspeed.initialize(
+                model=head,
+                optimizer=make_optimizer(head.model) if make_optimizer else None,
+                config=settings,
+                mpu=Topology(group, alone),
+                dist_init_required=False,
+            )
         self.version = 0
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
@@ -191,10 +123,36 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        """The model with all its parameters, for generating in place. Collective over the mesh."""
+        """The model with all its parameters, for generating in place. Entering is collective over the mesh; a forward
+        inside is not, so ranks may make different numbers of them, or none."""
         self.engine.eval()
-        with self._gather(list(self.head.model.parameters())), self._autocast():
+        with self._gather(list(self.head.model.parameters())), self._without_hooks(), self._autocast():
             yield self.head.model
+
+    @contextlib.contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """The modules without DeepSpeed's hooks. After a module's forward in stage 3 they partition its parameters, the
+        gathered ones too, and gather them for the next forward with the whole mesh: ranks that decode for different
+        numbers of steps would wait for each other for ever. They are set aside rather than made anew, which would lose
+        the recorded order of modules by which DeepSpeed prefetches."""
+        if self.stage < 3:
+            yield
+            return
+        zero = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)
+        ids = {handle.id for handle in (zero.fwd_pre_hook, *zero.forward_hooks, *zero.backward_hooks)}
+        kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for module in self.head.modules():
+            for table in (module._forward_pre_hooks, module._forward_hooks):
+                if not ids.isdisjoint(table):
+                    kept.append((table, dict(table)))
+                    for hook in ids.intersection(table):
+                        del table[hook]
+        try:
+            yield
+        finally:
+            for table, hooks in kept:
+                table.clear()
+                table.update(hooks)
 
     def state_dict(self) -> dict[str, Any]:
         """As `ReplicatedEngine.state_dict`. Collective; every rank has the whole."""
@@ -258,7 +216,7 @@ class ZeroEngine:
                 here = utils.safe_get_local_optimizer_state(parameter, key).numel()
                 utils.safe_set_local_optimizer_state(parameter, part[:here], key)
         if key is None:
-            with self._gather([parameter], modifier_rank=self.group.ranks[0]):
+            with self._gather([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
 
     def close(self) -> None:
@@ -277,7 +235,8 @@ class ZeroEngine:
     def _gather(
         self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None
     ) -> contextlib.AbstractContextManager[Any]:
-        """Whole parameters inside; what rank `modifier_rank` changed there is every rank's after."""
+        """Whole parameters inside; what rank `modifier_rank`, counted within the mesh, changed there is every rank's
+        after."""
         if self.stage < 3:
             return contextlib.nullcontext()
         import deepspeed
@@ -301,31 +260,3 @@ class ZeroEngine:
         flat = self._flat_states()
         cells = {key: cell for state in flat for key, cell in state.items()}
         return {key: cell for key, cell in cells.items() if torch.is_tensor(cell) and cell.dim() == 0}
-
-
-def _build_shared_memory_op(group: MeshGroup, device: torch.device) -> None:
-    """On the CPU DeepSpeed compiles a small op at its first use (some 20 s, once per machine). The mesh's first rank
-    does it alone: of six first runs in which two ranks compiled at once, one died with SIGABRT."""
-    if device.type != "cpu":
-        return
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-    if group.is_leader:
-        with contextlib.suppress(RuntimeError, OSError):  # without a compiler DeepSpeed falls back to gloo by itself
-            ShareMemCommBuilder().load(verbose=False)
-    group.barrier()
-
-
-def _check_no_other_mesh() -> None:
-    """DeepSpeed 0.19.8 compares the order in which ranks ran a sharded model's modules, once, by broadcasts from rank 0
-    over the whole job: on a mesh that is a part of the job they wait for ranks that never come. Ranks of a mesh run
-    the same calls on the same model, so the comparison is left out."""
-    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
-
-    coordinator.assert_ints_same_as_other_ranks = lambda ints: None
-
-
-def ensure_process_group() -> None:
-    """DeepSpeed needs a process group even for one process; without a launcher this makes one of this process."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -101,8 +101,8 @@ def _data_parallel(
     other: DeviceMesh | None = None,
 ) -> ExecutionPlan:
     """Every call data-parallel on its role's mesh; where `meshes` does not say on `training` or `other`, by default all
-    devices. Frozen roles and copies have no optimizer state or gradients to shard, so theirs is stage 3 with the
-    trained roles', and else 0."""
+    devices. Calls that do not train have no optimizer state or gradients to shard: theirs is stage 3 with the trained
+    roles', and else 0."""
     graph: DataflowGraph = ppo_graph()
     assignments = {}
     for call in graph.calls:
@@ -110,7 +110,6 @@ def _data_parallel(
         if call.kind is CallKind.GENERATE:
             assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size), generation_engine)
         else:
-            home = call.trains or (graph.train_call(call.role) is not None and other is None)
-            stage = zero_stage if home or zero_stage == 3 else 0
+            stage = zero_stage if call.trains or zero_stage == 3 else 0
             assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size, zero_stage=stage), "zero")
     return ExecutionPlan(cluster, assignments, graph, name)

@@ -75,7 +75,8 @@ def generate(
         GenerationRequest(at, tuple(rows[at].tolist()), sample_seed(rules.seed, step, at))
         for at in range(replica, len(prompts), assignment.strategy.dp)
     ]
-    done = list(_watched(generator.generate(requests, sampling), poll)) if requests else []
+    # with no request too: where the parameters are sharded, generating in place is a collective of the mesh
+    done = list(_watched(generator.generate(requests, sampling), poll))
     return completed(done, rules.eos_token_id)
 
 

@@ -25,7 +25,8 @@ from ..engines.replicated import ReplicatedEngine
 from ..engines.tensor import local
 from ..engines.transformers import TransformersEngine
 from ..engines.weights import checkpoint_names
-from ..engines.zero import ZeroEngine, ensure_process_group
+from ..engines.zero import ZeroEngine
+from ..engines.zero_setup import ensure_process_group
 from ..plan import ExecutionPlan
 from ..rewards import RewardModelSource
 from .generation import start_vllm
@@ -72,7 +73,7 @@ class Placement:
     def __init__(self, plan: ExecutionPlan, rank: int, roles: Roles, options: EngineOptions) -> None:
         self.plan, self.rank, self.roles, self.options = plan, rank, roles, options
         if plan.cluster.size == 1 and any(a.strategy.zero_stage for a in plan.assignments.values()):
-            ensure_process_group()
+            ensure_process_group(options.device)
         self._groups, self.control = make_groups(plan, rank)
         self._splits = make_split_groups(plan, rank)
         self._edges = make_edges(plan, rank)
