@@ -25,14 +25,17 @@ BASE = {"errors", "notices"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
+    "schema": set(),
+    "settings": set(),
     "notices": set(),
     # 1 vocabulary
     "cluster": set(),
     "dataflow": set(),
     "modelspec": set(),
     "assignment": {"cluster", "dataflow"},
-    "plan": {"assignment", "cluster", "dataflow"},
-    "timeline": set(),
+    "plan": {"assignment", "cluster", "dataflow", "files"},
+    "timeline": {"cluster", "files", "schema"},
     "rollout": set(),
     "ppo": {"rollout"},
     "finite": {"rollout"},
@@ -45,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": set(),
     "planner/workload": set(),
     "planner/hardware": {"cluster", "modelspec"},
-    "planner/profile": {"modelspec", "planner/hardware"},
+    "planner/profile": {"cluster", "files", "modelspec", "planner/hardware", "schema"},
     "planner/cost": {
         "assignment",
         "cluster",
@@ -56,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "planner/workload",
     },
     "planner/simulate": {"cluster", "plan", "planner/hardware", "timeline"},
-    "planner/presets": {"cluster", "dataflow", "plan"},
+    "planner/presets": {"cluster", "dataflow", "files", "plan"},
     "planner/space": {"assignment", "cluster", "dataflow", "modelspec", "planner/cost"},
     "planner/problem": {
         "assignment",
@@ -80,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "planner/space",
     },
     "planner/show": {"planner/choose", "planner/problem"},
-    "planner/task": {"cluster", "dataflow", "modelspec", "planner/workload"},
+    "planner/task": {"cluster", "dataflow", "files", "modelspec", "planner/workload", "settings"},
     # 3 do
     "realloc/transfer": {"realloc/layout", "realloc/schedule"},
     "engines": {"plan", "rollout", "ppo", "modelspec", "realloc/layout"},
@@ -194,9 +197,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # 5 the user's side
     "compat": set(),
     "plugin": {"compat", "plan"},
-    "config": {"compat", "plan", "planner/presets", "plugin", "ppo"},
+    "config": {"compat", "plan", "planner/presets", "plugin", "ppo", "settings"},
     "checkpoint": {"models", "rollout", "runtime/placement"},
-    "report": {"plan", "planner/problem", "planner/simulate", "timeline"},
+    "report": {"files", "plan", "planner/problem", "planner/simulate", "schema", "timeline"},
     "callbacks": set(),
     "metrics": {"runtime/executor", "timeline"},
     "optimizer": {"config", "dataflow", "engines"},
@@ -250,7 +253,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime/options",
         "subject",
     },
-    "profiling/job": {"config", "dataflow", "planner/task", "planning", "profiling/cache", "subject"},
+    "profiling/job": {"config", "dataflow", "planner/task", "planning", "profiling/cache", "recipe", "subject"},
     "replanning": {"job", "planner/choose", "planner/profile", "planning", "runtime/groups"},
     "moving": {
         "cluster",
@@ -262,7 +265,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime/reallocation",
     },
     "completions": {"rollout"},
-    "recipe": {"checkpoint", "config", "data", "models", "planner/task", "rewards", "runtime/alarm"},
+    "recipe": {"checkpoint", "config", "data", "files", "models", "rewards", "runtime/alarm", "settings"},
     "assembly": {
         "assignment",
         "cluster",
@@ -289,7 +292,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "subject",
     },
     "trainer": {"*"},
-    "cli": {"", "assignment", "cluster", "dataflow", "plan", "realloc/memory", "report", "timeline", "planner/*"},
+    "cli": {
+        "",
+        "assignment",
+        "cluster",
+        "dataflow",
+        "files",
+        "plan",
+        "realloc/memory",
+        "report",
+        "timeline",
+        "planner/*",
+    },
     # The package's own names, imported on first use.
     "": {"*"},
 }
@@ -308,6 +322,9 @@ ONLY_HERE: dict[str, set[str]] = {
 PURE = {
     "",
     "errors",
+    "files",
+    "schema",
+    "settings",
     "cluster",
     "dataflow",
     "modelspec",
@@ -382,9 +399,20 @@ def test_a_file_imports_only_what_its_row_says(name: str) -> None:
 
 
 def test_a_file_that_imports_another_is_seen_to_do_so() -> None:
-    assert rooms_imported(FILES["planner/presets"]) == {"cluster", "dataflow", "errors", "plan"}
+    assert rooms_imported(FILES["planner/presets"]) == {"cluster", "dataflow", "errors", "files", "plan"}
     planner = {f"planner/{name}" for name in ("choose", "cost", "hardware", "presets", "profile", "show", "task")}
-    others = {"", "assignment", "cluster", "errors", "plan", "realloc/memory", "report", "timeline"}
+    others = {
+        "",
+        "assignment",
+        "cluster",
+        "dataflow",
+        "errors",
+        "files",
+        "plan",
+        "realloc/memory",
+        "report",
+        "timeline",
+    }
     assert rooms_imported(FILES["cli"]) == others | planner
     assert not allowed("cluster", "plan")
 

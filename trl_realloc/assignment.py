@@ -12,7 +12,7 @@ from typing import Any
 
 from .cluster import Cluster, DeviceMesh, check_mesh
 from .dataflow import Call, CallKind
-from .errors import PlanError, Problems, suggest
+from .errors import PlanError, Problems, shown, suggest, unknown_keys
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class ParallelStrategy:
 
     def __post_init__(self) -> None:
         problems = Problems(
-            f"{name} is a whole number from 1, not {value!r}."
+            f"{name} is a whole number from 1, not {shown(value)}."
             for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp))
             if not _whole(value) or value < 1
         )
         if not _whole(self.zero_stage) or not 0 <= self.zero_stage <= 3:
-            problems.append(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage!r}.")
+            problems.append(f"zero_stage is 0, 1, 2 or 3, not {shown(self.zero_stage)}.")
         if self.micro_batch_tokens is not None and (not _whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1):
             problems.append(
-                f"micro_batch_tokens is a number of tokens from 1, not {self.micro_batch_tokens!r}; "
+                f"micro_batch_tokens is a number of tokens from 1, not {shown(self.micro_batch_tokens)}; "
                 f"leave it out for the trainer's own."
             )
         problems.refuse()
@@ -119,14 +119,14 @@ class Assignment:
     def __post_init__(self) -> None:
         problems = Problems()
         if not isinstance(self.mesh, DeviceMesh):
-            problems.append(f"mesh is a DeviceMesh, not {self.mesh!r}; DeviceMesh.parse reads 0-3, 2 or a list.")
+            problems.append(f"mesh is a DeviceMesh, not {shown(self.mesh)}; DeviceMesh.parse reads 0-3, 2 or a list.")
         if not isinstance(self.strategy, ParallelStrategy):
-            problems.append(f"strategy is a ParallelStrategy, not {self.strategy!r}.")
+            problems.append(f"strategy is a ParallelStrategy, not {shown(self.strategy)}.")
         if self.engine not in ENGINES:
-            problems.append(f"there is no engine {self.engine!r}; {suggest(self.engine, ENGINES)}")
+            problems.append(f"there is no engine {shown(self.engine)}; {suggest(self.engine, ENGINES)}")
         for name, value in (("offload", self.offload), ("drop", self.drop)):
             if not isinstance(value, bool):
-                problems.append(f"{name} is true or false, not {value!r}.")
+                problems.append(f"{name} is true or false, not {shown(value)}.")
         problems.refuse()
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,10 +143,10 @@ class Assignment:
     def from_dict(value: object) -> Assignment:
         """The inverse of `to_dict`. Raises `PlanError` with all that is wrong, unknown and missing keys included."""
         if not isinstance(value, Mapping):
-            raise PlanError(f"an assignment reads like {{mesh: 0-1, engine: zero, dp: 2}}, not {value!r}.")
+            raise PlanError(f"an assignment reads like {{mesh: 0-1, engine: zero, dp: 2}}, not {shown(value)}.")
         strategy_keys = [part.name for part in fields(ParallelStrategy)]
         keys = ["mesh", "engine", *strategy_keys, *RESTS]
-        problems = Problems(f"there is no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys)
+        problems = Problems(unknown_keys(value, keys, "there is no key"))
         problems += [f"{key} is missing." for key in ("mesh", "engine") if key not in value]
         # Where a part cannot be read, another stands in for it, so that the rest is looked at all the same.
         mesh, strategy = DeviceMesh(0, 1), ParallelStrategy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,10 @@ from rich.text import Text
 
 from . import __version__
 from .assignment import CACHED_TOKENS
-from .cluster import Cluster
-from .errors import PlanError, suggest
+from .cluster import MOST_DEVICES, Cluster
+from .dataflow import ppo_graph
+from .errors import PlanError, Problems, shown, suggest
+from .files import exists, read_yaml_mapping, shortened
 from .plan import ExecutionPlan
 from .planner.choose import Chosen, choose
 from .planner.cost import Pricing
@@ -25,15 +28,19 @@ from .planner.hardware import Analytic, parse_cluster
 from .planner.presets import PRESETS, load_plan
 from .planner.profile import Measured, Profile
 from .planner.show import beaten_table, draw_estimate, estimate_table, explained
-from .planner.task import Task, is_recipe, read_task
+from .planner.task import Task, is_plan, read_task
 from .realloc.memory import MOMENTS
-from .report import load_metrics, print_summary, report_run
+from .report import REPORTED, load_metrics, print_summary, report_run
 from .timeline import Timeline
+
+
+LONGEST_SEARCH = 86_400  # seconds
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
     """The plan as a table for people, a row for each call in the order in which they run."""
-    title = Text(f"{plan.name or 'plan'}: {plan.cluster}")  # a name is no markup
+    name = plan.name if plan.name.isprintable() else shown(plan.name)  # escape sequences are not for the terminal
+    title = Text(f"{name or 'plan'}: {plan.cluster}")  # a name is no markup
     table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
     for name, assignment in plan.assignments.items():
         rests = "offload" if assignment.offload else "drop" if assignment.drop else ""
@@ -43,6 +50,7 @@ def plan_table(plan: ExecutionPlan) -> Table:
 
 _devices = click.option("--devices", type=int, metavar="N", help="Devices of the whole job (its processes).")
 _nodes = click.option("--nodes", type=int, default=1, show_default=True, metavar="M", help="Nodes they are on.")
+_prompt_tokens = click.option("--prompt-tokens", type=float, metavar="T", help="Mean length of a recipe's prompts.")
 _engine = click.option(
     "--engine",
     type=click.Choice(["vllm", "transformers"]),
@@ -69,12 +77,12 @@ def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: in
     """Print PLAN, a preset's name or a YAML file. With --devices, check that it fits a job of that size."""
     if plan in PRESETS:
         cluster = _cluster(plan, devices, nodes)
-        shown = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
+        found = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
     else:
-        shown = load_plan(plan)
+        found = load_plan(plan)
         if devices is not None:
-            shown.check_world(devices)
-    Console().print(plan_table(shown))
+            found.check_world(_cluster(plan, devices, nodes).size)
+    Console().print(plan_table(found))
 
 
 @commands.command()
@@ -86,7 +94,7 @@ def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: in
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @click.option("--cluster", metavar="KIND:NxM", help="Plan a recipe for N nodes of M known devices, like h100:16x8.")
 @click.option("--profile", "measured", type=click.Path(path_type=Path), help="Plan a recipe for a measured machine.")
-@click.option("--prompt-tokens", type=float, help="Mean length of a prompt, for a recipe.")
+@_prompt_tokens
 @click.option("--explain", "calls", multiple=True, metavar="CALL", help="Say what bounds a call, in numbers.")
 @click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="S", help="Of the search.")
 def plan(
@@ -107,15 +115,17 @@ def plan(
     A recipe is planned for --cluster, for the machine of --profile, or for this one, which is measured the first time.
     The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json.
     """
-    if is_recipe(what):
+    if what not in PRESETS:
+        if not exists(what):
+            raise PlanError(f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
+        if is_plan(Path(what)):
+            raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
         output = output or Path("plan.yaml")
-        if not output.parent.is_dir():  # said before anything is measured
-            raise PlanError(f"the plan cannot be written to {output} (there is no folder {output.parent}).")
+        _check_output(output, "the plan")
+        _check_request(cluster, measured, devices, nodes, time_limit, calls)
         chosen = _choose(read_task(what, prompt_tokens), cluster, measured, devices, nodes, time_limit)
         _show_choice(chosen, calls, output)
         return
-    if what not in PRESETS:
-        raise PlanError(f"{what!r} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
     written = PRESETS[what](_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
     if output is None:
         click.echo(written.to_yaml(), nl=False)
@@ -123,6 +133,42 @@ def plan(
     _save(written, output)
     Console().print(plan_table(written))
     click.echo(f"written to {output}; run it with plan: {output}")
+
+
+def _check_output(output: Path, what: str) -> None:
+    """Refuse a file that cannot be written before anything is measured for it."""
+    if not exists(output.parent):
+        raise PlanError(f"{what} cannot be written to {shortened(output)} (there is no folder {output.parent}).")
+    if not os.access(output if exists(output) else output.parent, os.W_OK):
+        raise PlanError(f"{what} cannot be written to {output} (no permission to write there).")
+
+
+def _check_request(
+    cluster: str | None,
+    measured: Path | None,
+    devices: int | None,
+    nodes: int,
+    time_limit: float,
+    calls: Sequence[str],
+) -> None:
+    """Refuse options that do not go together, or that no search could follow."""
+    problems = Problems()
+    if cluster is not None and measured is not None:
+        problems.append(
+            "--cluster plans for devices by their specification and --profile for a measured machine; keep one."
+        )
+    if cluster is not None and devices is not None:
+        problems.append("--cluster says how many devices there are; leave --devices out.")
+    if not 0 < time_limit <= LONGEST_SEARCH:
+        problems.append(
+            f"--time-limit is a number of seconds above 0 and up to {LONGEST_SEARCH:,}, not {time_limit:g}."
+        )
+    if nodes < 1 or (devices is not None and devices < 1):
+        problems.append(f"--devices and --nodes are 1 or more, not {devices} and {nodes}.")
+    for call in calls:
+        with problems.of("--explain"):
+            ppo_graph().call(call)
+    problems.refuse()
 
 
 def _choose(
@@ -134,9 +180,13 @@ def _choose(
         pricing = Pricing(machine, workload, Analytic(device), memory=device.memory, vllm_share=share)
         specs = task.specs(bytes_per_element=2)
     else:
-        path = measured or _measure(task, devices or _processes(task.recipe))
-        profile = Profile.load(path)
-        machine = Cluster(nodes, profile.devices // nodes)
+        if measured is None:
+            _check_processes(devices)
+        task.specs()  # a model that cannot be planned for is not measured either
+        profile = Profile.load(measured) if measured else _measure(task, devices or _processes(task.recipe))
+        if devices is not None and devices != profile.devices:
+            raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
+        machine = _cluster(task.recipe.name, profile.devices, nodes)
         pricing = Pricing(
             machine, task.workload(machine), Measured(profile), moments=MOMENTS, default_cap=CACHED_TOKENS
         )
@@ -158,7 +208,10 @@ def _show_choice(chosen: Chosen, calls: Sequence[str], output: Path) -> None:
     for call in calls:
         console.print(explained(chosen.best, call))
     _save(chosen.best.plan, output)
-    drawn = " and ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))
+    try:
+        drawn = " and ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))
+    except OSError as error:
+        raise PlanError(f"the plan's picture cannot be written beside {output} ({error.strerror}).") from None
     click.echo(f"written to {output}, {drawn}; run it with plan: {output}")
 
 
@@ -173,24 +226,50 @@ def _save(written: ExecutionPlan, output: Path) -> None:
 @click.argument("what", nargs=-1, required=True, metavar="RECIPE | ACTOR [CRITIC]")
 @_devices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("profile.json"))
-@click.option("--prompt-tokens", type=float, help="Mean length of a prompt.")
+@_prompt_tokens
 def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tokens: float | None) -> None:
     """Measure what this machine needs for a recipe's models, or for those in the folders ACTOR and CRITIC, with as many
     processes as the run will have; generation under tensor degrees too, which a run's own measuring leaves out."""
-    with tempfile.TemporaryDirectory() as folder:
+    if len(what) > 2:
+        raise PlanError(f"profile takes a recipe, or the folders of actor and critic, not {len(what)} arguments.")
+    _check_processes(devices)
+    _check_output(output, "the profile")
+    with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
         recipe = Path(what[0])
-        if not is_recipe(recipe):
+        if not recipe.is_file():
             models = {"sft_model_path": str(recipe.resolve()), "reward_model_path": str(Path(what[-1]).resolve())}
             recipe = Path(folder) / "models.yaml"
             recipe.write_text(yaml.safe_dump(models), encoding="utf-8")
-        measured = _measure(read_task(recipe, prompt_tokens), devices or _processes(recipe), "thorough")
-    output.write_bytes(measured.read_bytes())
-    click.echo(f"{len(Profile.load(output).observations)} observations in {output}")
+        task = read_task(recipe, prompt_tokens)
+        task.specs()
+        measured = _measure(task, devices or _processes(recipe), "thorough")
+    try:
+        measured.save(output)
+    except OSError as error:
+        raise PlanError(f"the profile cannot be written to {output} ({error.strerror}).") from None
+    click.echo(f"{len(measured.observations)} observations in {output}")
 
 
-def _measure(task: Task, devices: int, *how: str) -> Path:
-    """Run the short job that measures; its profile's path."""
-    output = Path(tempfile.mkdtemp(prefix="trl_realloc_")) / "profile.json"
+def _check_processes(devices: int | None) -> None:
+    if devices is not None and not 1 <= devices <= _most_processes():
+        raise PlanError(
+            f"--devices {devices}: so many processes would be started on this machine, which has {os.cpu_count()} "
+            f"processors; give a number from 1 to {_most_processes()}."
+        )
+
+
+def _most_processes() -> int:
+    """Of one machine; a few for each processor, for tests on small machines."""
+    return 8 * (os.cpu_count() or 1)
+
+
+def _measure(task: Task, devices: int, *how: str) -> Profile:
+    """Run the short job that measures; its profile."""
+    with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
+        return _measured(task, devices, Path(folder) / "profile.json", how)
+
+
+def _measured(task: Task, devices: int, output: Path, how: Sequence[str]) -> Profile:
     job = ["-m", "trl_realloc.profiling.job", str(task.recipe), str(output), str(task.prompt_tokens), *how]
     launch = [sys.executable]
     if devices > 1:
@@ -198,18 +277,25 @@ def _measure(task: Task, devices: int, *how: str) -> Path:
         launch += [str(devices), "--mixed_precision", "no", "--dynamo_backend", "no"]
     done = subprocess.run([*launch, *job], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode or not output.is_file():
-        said = "\n".join(done.stderr.strip().splitlines()[-12:])
+        lines = done.stderr.strip().splitlines()
+        refused = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        said = "\n".join(list(dict.fromkeys(refused)) or lines[-12:])
         raise PlanError(f"measuring {task.recipe} on {devices} processes failed: {said}")
-    return output
+    return Profile.load(output)
 
 
 def _processes(recipe: Path) -> int:
     """As many as the accelerate config beside the recipe says, else one."""
     config = recipe.parent / "accelerate.yaml"
-    try:
-        return int(yaml.safe_load(config.read_text(encoding="utf-8"))["num_processes"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+    if not exists(config):
         return 1
+    processes = read_yaml_mapping(config, "the accelerate config", "num_processes: 2").get("num_processes", 1)
+    if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= _most_processes():
+        raise PlanError(
+            f"{config}: num_processes is a whole number from 1 to {_most_processes()} here, not {shown(processes)}; "
+            f"or say --devices N."
+        )
+    return processes
 
 
 @commands.command()
@@ -218,9 +304,11 @@ def report(run_dir: Path) -> None:
     """Write the report of the run in RUN_DIR again: reward, time by call, a picture of two updates, a trace."""
     try:
         written = report_run(run_dir)
+        print_summary(load_metrics(run_dir / "metrics.jsonl", REPORTED))
+    except PlanError:
+        raise
     except ValueError as error:
         raise PlanError(str(error)) from None
-    print_summary(load_metrics(run_dir / "metrics.jsonl"))
     click.echo(f"written to {written}")
 
 
@@ -230,8 +318,8 @@ def compare(runs: tuple[Path, Path]) -> None:
     """Compare what the calls of two RUNS took, such as of one recipe under two plans: folders with a timeline.json."""
     try:
         first, second = (Timeline.load(run / "timeline.json") for run in runs)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{error}; save one with trainer.timeline.save(path).") from None
+    except PlanError as error:
+        raise PlanError(f"{error.problems[0][:-1]}; save one with trainer.timeline.save(path).") from None
     table = Table("call", *(str(run) for run in runs), "ratio", title="seconds per update", title_justify="left")
     for call, one, other, _ in first.compare(second):
         ratio = f"{other / one:.2f}x" if one and other else ""
@@ -247,6 +335,8 @@ def _cluster(plan: str, devices: int | None, nodes: int) -> Cluster:
     """The job's cluster by the command's options. Raises `PlanError` where they do not make one."""
     if devices is None:
         raise PlanError(f"the size of the job is missing: say --devices N, for instance {plan} --devices 8.")
+    if devices > MOST_DEVICES:
+        raise PlanError(f"--devices {devices}: a plan can be for {MOST_DEVICES:,} devices at most.")
     if nodes < 1 or devices < 1 or devices % nodes:
         raise PlanError(
             f"--devices {devices} on --nodes {nodes}: both are 1 or more, and each node has equally many devices."
@@ -264,6 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except PlanError as error:
         print("\n".join(f"trl-realloc: {problem}" for problem in error.problems), file=sys.stderr)
+        return 2
+    except OSError as error:  # a disk that is full, a folder that may not be read
+        print(f"trl-realloc: {shortened(error.filename or 'input or output')}: {error.strerror}.", file=sys.stderr)
         return 2
     except click.Abort:
         return 130

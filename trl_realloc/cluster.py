@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import PlanError, Problems
+from .errors import PlanError, Problems, shown
 
 
 __all__ = ["Cluster", "DeviceMesh", "PlanError", "check_mesh", "halves", "is_legal", "legal_meshes", "nearest_mesh"]
+
+
+MOST_DEVICES = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
@@ -29,7 +32,7 @@ class DeviceMesh:
         if not (_whole(self.first) and _whole(self.size) and self.first >= 0 and self.size >= 1):
             raise PlanError(
                 f"a device mesh starts at device 0 or later and has 1 device or more, "
-                f"not first={self.first!r}, size={self.size!r}."
+                f"not first={shown(self.first)}, size={shown(self.size)}."
             )
 
     @property
@@ -74,10 +77,10 @@ class DeviceMesh:
             devices = list(value)
             if devices and all(map(_whole, devices)) and devices == [devices[0] + i for i in range(len(devices))]:
                 return DeviceMesh(devices[0], len(devices))
-            raise PlanError(f"a mesh's devices are consecutive and ascending, like [0, 1, 2, 3], not {devices}.")
+            raise PlanError(f"a mesh's devices are consecutive and ascending, like [0, 1, 2, 3], not {shown(devices)}.")
         first, dash, last = (part.strip() for part in str(value).partition("-"))
         if isinstance(value, bool) or not _digits(first) or (dash and not _digits(last)):
-            raise PlanError(f"a mesh is written as 0-3, 2 or [0, 1, 2, 3], not {value!r}.")
+            raise PlanError(f"a mesh is written as 0-3, 2 or [0, 1, 2, 3], not {shown(value)}.")
         if dash and int(last) < int(first):
             raise PlanError(f"the mesh {value} ends before it starts; write it as {last}-{first}.")
         return DeviceMesh(int(first), int(last) - int(first) + 1 if dash else 1)
@@ -100,13 +103,22 @@ class Cluster:
 
     def __post_init__(self) -> None:
         problems = Problems(
-            f"a cluster's {name} is a whole number from 1, not {value!r}."
+            f"a cluster's {name} is a whole number from 1, not {shown(value)}."
             for name, value in (("nodes", self.nodes), ("devices_per_node", self.devices_per_node))
             if not _whole(value) or value < 1
         )
         memory = self.memory_gb
-        if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0):
-            problems.append(f"a cluster's memory_gb is a number of gigabytes above 0, not {memory!r}; or leave it out.")
+        if memory is not None and (
+            isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory < float("inf")
+        ):
+            problems.append(
+                f"a cluster's memory_gb is a number of gigabytes above 0, not {shown(memory)}; or leave it out."
+            )
+        if not problems and self.size > MOST_DEVICES:
+            problems.append(
+                f"a cluster of {shown(self.nodes)} nodes of {shown(self.devices_per_node)} devices has more than the "
+                f"{MOST_DEVICES:,} devices that a plan can be for."
+            )
         problems.refuse()
 
     @property
@@ -218,7 +230,7 @@ def _whole(value: object) -> bool:
 
 
 def _digits(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+    return text.isascii() and text.isdigit() and len(text) < 12  # Python refuses to read 4,300 digits and more
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,14 +5,19 @@ Checks what can be checked without data or models.
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from .compat import ConfigBase
+from .errors import shown
+from .plan import ExecutionPlan
 from .ppo import PPOSettings
+from .settings import read_settings
 
 
 class ConfigError(ValueError):
@@ -257,30 +262,31 @@ class PPOConfig(ConfigBase):
         no_accelerator = not torch.accelerator.is_available()
         if no_accelerator and self.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
-        super().__post_init__()
         self._check()
-
-    def _check(self) -> None:
-        if self.stop_token is not None and self.stop_token_id is not None:
-            raise ConfigError("stop_token and stop_token_id are both set; keep one of them.")
-        if self.stop_token not in (None, "eos"):
-            raise ConfigError(f"stop_token must be 'eos' or None (no stop token), not {self.stop_token!r}.")
-        if self.kl_estimator not in ("k1", "k3"):
-            raise ConfigError(f"kl_estimator must be 'k1' or 'k3', not {self.kl_estimator!r}.")
-        if self.missing_eos_penalty is not None and self.missing_eos_penalty < 0:
-            raise ConfigError(f"missing_eos_penalty is subtracted, so it is positive, not {self.missing_eos_penalty}.")
-        for name in ("response_length", "num_mini_batches", "num_ppo_epochs", "local_rollout_forward_batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}.")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature must not be negative, it is {self.temperature}.")
-        if str(self.metric_for_best_model).removeprefix("eval_") == "loss":
+        super().__post_init__()
+        if str(self.metric_for_best_model).removeprefix("eval_") == "loss":  # which the line above may have set
             raise ConfigError(
                 "metric_for_best_model is 'loss' (the default), which no evaluation of PPO has; set one that it has, "
                 "e.g. 'eval_objective/scores' (with greater_is_better=True)."
             )
-        if self.generation_engine not in (None, "vllm", "transformers"):
-            raise ConfigError(f"generation_engine must be 'vllm' or 'transformers', not {self.generation_engine!r}.")
+
+    def _check(self) -> None:
+        """Raises `ConfigError` with every setting that cannot be. Runs first, for what `TrainingArguments` computes
+        from a wrong value fails in other words."""
+        read, problems = read_settings({field.name: getattr(self, field.name, None) for field in fields(self)})
+        for name, value in read.items():
+            setattr(self, name, value)  # numbers of NumPy as Python's, 1e4 episodes as 10000
+        if self.stop_token is not None and self.stop_token_id is not None:
+            problems.append("stop_token and stop_token_id are both set; keep one of them.")
+        if not isinstance(self.plan, str | os.PathLike | Mapping | ExecutionPlan | None):
+            problems.append(
+                f"plan must be auto, a preset, a YAML file's path, a dict or an ExecutionPlan, not {shown(self.plan)}."
+            )
+        weights = self.reward_weights
+        if weights is not None and not (isinstance(weights, list | tuple) and all(map(_finite, weights))):
+            problems.append(f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}.")
+        if problems:
+            raise ConfigError("\n".join(problems))
 
     def set_batch_sizes(self, processes: int, dataset_size: int) -> None:
         """Fill in the computed fields, as TRL does.
@@ -317,3 +323,7 @@ class PPOConfig(ConfigBase):
         """The numbers that the arithmetic needs."""
         names: dict[str, Any] = {name: getattr(self, name) for name in PPOSettings.__dataclass_fields__}
         return PPOSettings(**names)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -12,7 +12,10 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .errors import PlanError, Problems, suggest
+from .errors import PlanError, Problems, shown, suggest, unknown_keys
+
+
+MOST_COLUMNS = 100  # of a call, in a graph that is read from a file
 
 
 class Role(StrEnum):
@@ -45,7 +48,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if not isinstance(self.passes, int) or isinstance(self.passes, bool) or self.passes < 1:
-            raise PlanError(f"{self.name}: passes is a whole number from 1, not {self.passes!r}.")
+            raise PlanError(f"{self.name}: passes is a whole number from 1, not {shown(self.passes)}.")
 
     @property
     def name(self) -> str:
@@ -102,14 +105,16 @@ class DataflowGraph:
         for call in self.calls:
             for column in call.outputs:
                 if column in makers:
-                    problems.append(f"the column {column!r} is made twice, by {makers[column]} and by {call.name}.")
+                    problems.append(
+                        f"the column {shown(column)} is made twice, by {makers[column]} and by {call.name}."
+                    )
                 makers[column] = call.name
         return problems
 
     def _unknown_inputs(self) -> list[str]:
         known = [*self.sources, *(column for call in self.calls for column in call.outputs)]
         return [
-            f"{call.name} reads the column {column!r}, which no call makes; {suggest(column, known)}"
+            f"{call.name} reads the column {shown(column)}, which no call makes; {suggest(column, known)}"
             for call in self.calls
             for column in call.inputs
             if column not in known
@@ -132,7 +137,7 @@ class DataflowGraph:
     def call(self, name: str) -> Call:
         """The call of that name. Raises `PlanError` with the nearest right one."""
         if name not in self._by_name:
-            raise PlanError(f"there is no call {name!r}; {suggest(name, self.order)}")
+            raise PlanError(f"there is no call {shown(name)}; {suggest(name, self.order)}")
         return self._by_name[name]
 
     def producer(self, column: str) -> str | None:
@@ -141,7 +146,7 @@ class DataflowGraph:
             return None
         makers = {made: call.name for call in self.calls for made in call.outputs}
         if column not in makers:
-            raise PlanError(f"no call makes the column {column!r}; {suggest(column, [*self.sources, *makers])}")
+            raise PlanError(f"no call makes the column {shown(column)}; {suggest(column, [*self.sources, *makers])}")
         return makers[column]
 
     @cached_property
@@ -204,14 +209,16 @@ class DataflowGraph:
 
 def _table(where: str, value: object, keys: Iterable[str]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise PlanError(f"{where}: {value!r} is no table of {', '.join(keys)}.")
-    Problems(f"{where}: there is no {key!r}; {suggest(key, keys)}" for key in value if key not in keys).refuse()
+        raise PlanError(f"{where}: {shown(value)} is no table of {', '.join(keys)}.")
+    Problems(unknown_keys(value, list(keys), f"{where}: there is no")).refuse()
     return value
 
 
 def _columns(where: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(column, str) for column in value):
-        raise PlanError(f"graph, {where}: the columns are a list like [prompts, responses], not {value!r}.")
+        raise PlanError(f"graph, {where}: the columns are a list like [prompts, responses], not {shown(value)}.")
+    if len(value) > MOST_COLUMNS:
+        raise PlanError(f"graph, {where}: {len(value):,} columns, and {MOST_COLUMNS} are the most.")
     return tuple(value)
 
 

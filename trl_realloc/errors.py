@@ -5,9 +5,14 @@ Owns no checks: each vocabulary file checks its own values. Imports nothing of o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import SequenceMatcher
+
+
+MOST_LISTED = 10  # problems of one kind that a refusal lists
+LONGEST_WORD = 100  # characters; a longer one is no misspelt word, and comparing it takes seconds
 
 
 class PlanError(ValueError):
@@ -42,11 +47,39 @@ class Problems(list[str]):
             raise PlanError(*self)
 
 
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = 120
+_shortened.maxlist = _shortened.maxtuple = _shortened.maxset = 6
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, cut to some hundred characters, for a message about what a person wrote."""
+    try:
+        return _shortened.repr(value)
+    except ValueError:  # Python refuses to write a whole number of more than 4,300 digits
+        return f"a {type(value).__name__} that is too long to show"
+
+
+def unknown_keys(given: Iterable[object], known: Collection[str], what: str) -> list[str]:
+    """A sentence for each key of `given` that is not `known`, with the nearest that is; of many, the first ones.
+
+    Args:
+        what: the beginning of each sentence, like `a plan has no key`.
+    """
+    unknown = [key for key in given if key not in known]
+    sentences = [f"{what} {shown(key)}; {suggest(key, known)}" for key in unknown[:MOST_LISTED]]
+    if len(unknown) > MOST_LISTED:
+        sentences.append(f"{len(unknown) - MOST_LISTED:,} more keys are unknown.")
+    return sentences
+
+
 def nearest(word: object, right: Iterable[str], at_least: float = 0.5) -> str | None:
     """The first of the words most like `word`, or `None` where none is alike by such a share of the letters."""
+    if not isinstance(word, str) or len(word) > LONGEST_WORD:
+        return None
 
     def likeness(candidate: str) -> float:
-        return SequenceMatcher(None, str(word).lower(), candidate.lower()).ratio()
+        return SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
 
     best = max(right, key=likeness, default=None)
     return best if best is not None and likeness(best) >= at_least else None

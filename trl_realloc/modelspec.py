@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from .errors import PlanError, Problems
+from .errors import PlanError, Problems, shown
 
 
 Head = Literal["lm", "score"]
@@ -79,15 +79,16 @@ class ModelSpec:
             head: `lm` for a causal language model, `score` for a sequence classifier with one output.
 
         Raises:
-            PlanError: a family that no table describes.
+            PlanError: a family that no table describes, or a number of the config that no model can have.
         """
         values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         family = str(values.get("model_type", ""))
         if family not in FAMILIES:
             raise PlanError(
-                f"the family {family!r} cannot be split by tensor or pipeline; use engine zero for it, or one of "
+                f"the family {shown(family)} cannot be split by tensor or pipeline; use engine zero for it, or one of "
                 f"{', '.join(sorted(FAMILIES))}."
             )
+        _check_sizes(values)
         heads = int(values["num_attention_heads"])
         hidden = int(values["hidden_size"])
         spec = ModelSpec(
@@ -187,6 +188,39 @@ class ModelSpec:
         matrices = [p for p in self.parameters if len(p.shape) == 2 and (p.layer != FIRST or self.tied)]
         attention = 4 * self.layers * self.heads * self.head_dim * squared_lengths
         return 2 * tokens * sum(p.elements for p in matrices) + attention
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises `PlanError` with a sentence for each size that is missing, no whole number, or out of its range."""
+    problems = Problems()
+    for name, most in _SIZES.items():
+        value = values.get(name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            given = "it is missing" if name not in values else f"it is {shown(value)}"
+            problems.append(f"the config's {name} must be a whole number from 1 to {most:,}; {given}.")
+    problems.refuse()
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    shared = values.get("num_key_value_heads") or heads
+    if heads % shared:
+        problems.append(f"the config's {heads} attention heads cannot share {shared} key/value heads evenly.")
+    if not values.get("head_dim") and hidden < heads:
+        problems.append(f"the config's hidden_size {hidden} is less than one channel for each of {heads} heads.")
+    problems.refuse()
+
+
+# The sizes that a config must have, each with a bound far above the largest known model's.
+_SIZES: Mapping[str, int] = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 100_000,
+    "num_key_value_heads": 100_000,
+    "head_dim": 1_000_000,
+    "hidden_size": 10_000_000,
+    "intermediate_size": 100_000_000,
+    "vocab_size": 100_000_000,
+}
+_OPTIONAL = frozenset({"num_key_value_heads", "head_dim"})
 
 
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:

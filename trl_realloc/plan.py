@@ -17,10 +17,15 @@ import yaml
 from .assignment import ENGINES, RESTS, Assignment, ParallelStrategy, able, assignment_problems, in_place
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge, ppo_graph
-from .errors import PlanError, Problems, nearest, suggest
+from .errors import PlanError, Problems, nearest, shown, suggest, unknown_keys
+from .files import parse_yaml, read_text
 
 
 __all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]
+
+
+MOST_CALLS = 100  # of an iteration; the longest known has seven
+LONGEST_NAME = 200  # characters
 
 
 class Assignments(Mapping[str, Assignment]):
@@ -106,12 +111,13 @@ class ExecutionPlan:
     def from_dict(value: object) -> ExecutionPlan:
         """The inverse of `to_dict`. Raises `PlanError` with all that is wrong at once, unknown keys included."""
         if not isinstance(value, Mapping):
-            raise PlanError(f"a plan has the keys cluster and calls; this is {value!r}.")
-        keys = ("name", "cluster", "graph", "calls")
-        problems = Problems(f"a plan has no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys)
+            raise PlanError(f"a plan has the keys cluster and calls; this is {shown(value)}.")
+        problems = Problems(unknown_keys(value, ("name", "cluster", "graph", "calls"), "a plan has no key"))
         name = value.get("name", "")
         if not isinstance(name, str):
-            problems.append(f"a plan's name is text, not {name!r}; put it in quotes or leave it out.")
+            problems.append(f"a plan's name is text, not {shown(name)}; put it in quotes or leave it out.")
+        elif len(name) > LONGEST_NAME:
+            problems.append(f"a plan's name has {LONGEST_NAME} characters at most, this one {len(name):,}.")
         cluster = graph = None
         with problems.of():
             cluster = _read_cluster(value.get("cluster"))
@@ -119,11 +125,16 @@ class ExecutionPlan:
             graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else ppo_graph()
         calls = value.get("calls")
         if not isinstance(calls, Mapping):
-            problems.append(f"calls has a line for each call, like actor.train: {{mesh: 0-1, …}}; it is {calls!r}.")
+            problems.append(
+                f"calls has a line for each call, like actor.train: {{mesh: 0-1, …}}; it is {shown(calls)}."
+            )
+            calls = {}
+        if len(calls) > MOST_CALLS:
+            problems.append(f"calls has {len(calls):,} lines, and an iteration has {MOST_CALLS} calls at most.")
             calls = {}
         assignments = {}
         for call, assignment in calls.items():
-            with problems.of(call):
+            with problems.of(shown(call) if not isinstance(call, str) else call[:120]):
                 assignments[call] = Assignment.from_dict(assignment)
         if problems and cluster and graph and calls:
             unread = [call for call in calls if call not in assignments]
@@ -146,13 +157,7 @@ class ExecutionPlan:
     @staticmethod
     def from_yaml(text: str) -> ExecutionPlan:
         """The plan that a file's text describes. Raises `PlanError`, for text that is no YAML too."""
-        try:
-            value = yaml.load(text, Loader=_Loader)
-        except PlanError:
-            raise
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python has no value for
-            raise PlanError(f"the plan is not YAML: {' '.join(str(error).split())}.") from None
-        return ExecutionPlan.from_dict(value)
+        return ExecutionPlan.from_dict(parse_yaml(text, "the plan"))
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
@@ -160,12 +165,11 @@ class ExecutionPlan:
     @staticmethod
     def load(path: str | Path) -> ExecutionPlan:
         """Raises `PlanError`, each of its sentences with the file's name, where the file is absent or wrong."""
+        text = read_text(path, "the plan")
         try:
-            return ExecutionPlan.from_yaml(Path(path).read_text(encoding="utf-8"))
+            return ExecutionPlan.from_yaml(text)
         except PlanError as error:
             raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path}: the plan cannot be read ({error}).") from None
 
 
 def _problems(
@@ -173,7 +177,7 @@ def _problems(
 ) -> list[str]:
     """A sentence for each thing that is wrong. `unread` calls are there, but could not be read: not missing."""
     unknown = [name for name in [*assignments, *unread] if name not in graph.order]
-    problems = [f"there is no call {name!r}; {suggest(name, graph.order)}" for name in unknown]
+    problems = [f"there is no call {shown(name)}; {suggest(name, graph.order)}" for name in unknown]
     present = {*assignments, *unread, *(nearest(name, graph.order) for name in unknown)}
     problems += [
         f"{name} is missing; say which mesh and engine it runs on." for name in graph.order if name not in present
@@ -197,8 +201,8 @@ def _problems(
 def _read_cluster(value: object) -> Cluster:
     keys = [part.name for part in fields(Cluster)]
     if not isinstance(value, Mapping):
-        raise PlanError(f"cluster reads like {{nodes: 1, devices_per_node: 2}}, not {value!r}.")
-    problems = Problems(f"cluster has no key {key!r}; {suggest(key, keys)}" for key in value if key not in keys)
+        raise PlanError(f"cluster reads like {{nodes: 1, devices_per_node: 2}}, not {shown(value)}.")
+    problems = Problems(unknown_keys(value, keys, "cluster has no key"))
     problems += [f"cluster: {key} is missing." for key in ("nodes", "devices_per_node") if key not in value]
     problems.refuse()
     return Cluster(**value)
@@ -222,17 +226,3 @@ def _flow(value: object) -> str:
 def _named(name: str) -> str:
     # Unprintable characters are written as escapes: PyYAML 6.0.3 folds a bare U+0085 into a space.
     return str(yaml.safe_dump({"name": name}, allow_unicode=name.isprintable())) if name else ""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key written twice, of which plain YAML keeps the last without a word."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        written: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in written:
-                    raise PlanError(f"{key.value!r} is written twice (line {key.start_mark.line + 1}); keep one.")
-                written.add(key.value)
-        return node

@@ -13,24 +13,66 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from pydantic import FiniteFloat
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import TypedDict
 
-from .errors import PlanError
+from .errors import PlanError, shown
+from .files import MOST_RECORD_BYTES, exists, parse_json, read_json, read_text
 from .plan import ExecutionPlan
 from .planner.problem import Found
 from .planner.simulate import iteration_seconds
+from .schema import checked
 from .timeline import Timeline
 
 
 SCORES = "objective/scores"
+REPORTED = ("time/step", "tokens/s")  # what a report needs of every update, beside its score
 CLEARLY = 3.0  # standard errors of the difference
 
 
-def load_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file that are of updates, by step."""
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    return sorted((row for row in rows if SCORES in row), key=lambda row: row["step"])
+def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The rows of a metrics file that are of updates, by step.
+
+    Args:
+        needed: names beside the step and the score that every update must have.
+
+    Raises:
+        PlanError: a line that is no JSON object, or an update without such a number.
+    """
+    rows = []
+    for at, line in enumerate(read_text(path, "the metrics", MOST_RECORD_BYTES).splitlines()):
+        where = f"{path}, line {at + 1}"
+        row = parse_json(line, where)
+        if not isinstance(row, dict):
+            raise PlanError(f"{where}: a line of metrics is a JSON object, not {shown(row)}.")
+        if SCORES in row:
+            _check_update(row, ("step", SCORES, *needed), where)
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def _check_update(row: Mapping[str, Any], needed: Sequence[str], where: str) -> None:
+    """Raises `PlanError` for the first number that is needed and missing, or that is no number."""
+    for name in needed:
+        if name not in row:
+            raise PlanError(f"{where}: there is no {name!r}; were these metrics written by MetricsWriter?")
+    for name, value in row.items():
+        if name in ("step", "episode", SCORES, "tokens/s") or name.startswith(("time/", "realloc/")):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
+            if not number or (name == "time/step" and value <= 0):
+                raise PlanError(f"{where}: {name!r} is {shown(value)}, and must be a finite number.")
+
+
+_Completion = TypedDict("_Completion", {"query": str, "model response": str, "score": FiniteFloat})
+
+
+class _Completions(TypedDict):
+    """Of the same prompts, as `completions.json` has them."""
+
+    before: list[_Completion]
+    after: list[_Completion]
 
 
 @dataclass(frozen=True)
@@ -190,7 +232,7 @@ def write_report(
             "| prompt | before | score | after | score |",
             "| --- | --- | --- | --- | --- |",
         ]
-        for old, new in zip(before, after, strict=True):
+        for old, new in zip(before, after, strict=False):
             cells = [old["query"], old["model response"], f"{old['score']:.2f}", new["model response"]]
             lines.append("| " + " | ".join(_cell(cell) for cell in cells) + f" | {new['score']:.2f} |")
     path = folder / "report.md"
@@ -218,18 +260,20 @@ def report_run(folder: str | Path) -> Path:
     what was measured. Returns the report's path.
 
     Raises:
-        ValueError: there are no metrics, or too few updates.
+        ValueError: there are no metrics, or too few updates; or a file of the run that cannot be read.
     """
     folder = Path(folder)
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
+    if not exists(metrics):
         raise ValueError(f"{folder} holds no metrics.jsonl; train with callbacks=[MetricsWriter({str(metrics)!r})].")
     plan, said = folder / "plan.yaml", folder / "completions.json"
-    completions = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else {"before": (), "after": ()}
-    text = plan.read_text(encoding="utf-8") if plan.is_file() else ""
+    completions = _Completions(before=[], after=[])
+    if exists(said):
+        completions = checked(_Completions, read_json(said, "the completions", MOST_RECORD_BYTES), str(said))
+    text = read_text(plan, "the plan") if exists(plan) else ""
     spans = folder / "timeline.json"
     picture, simulated, expected = "", None, list[str]()
-    if spans.is_file():
+    if exists(spans):
         timeline = Timeline.load(spans)
         simulated = simulated_seconds(text, timeline)
         expected = _beside_estimate(folder, timeline)
@@ -239,7 +283,7 @@ def report_run(folder: str | Path) -> Path:
         picture = "timeline.png"
     return write_report(
         folder,
-        load_metrics(metrics),
+        load_metrics(metrics, REPORTED),
         text,
         completions["before"][:8],
         completions["after"][:8],
@@ -291,7 +335,7 @@ def estimate_table(estimate: Timeline, measured: Timeline) -> Table:
 def _beside_estimate(folder: Path, measured: Timeline) -> list[str]:
     """The estimate that a run was begun with, if it left one: a table and a picture."""
     file = folder / "estimate.json"
-    if not file.is_file():
+    if not exists(file):
         return []
     estimate = Timeline.load(file)
     estimate.draw(folder / "estimate.png")

@@ -11,7 +11,19 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Lt
+from pydantic import ConfigDict, FiniteFloat, NonNegativeInt
+
+from .cluster import MOST_DEVICES
+from .errors import PlanError
+from .files import MOST_RECORD_BYTES, read_json_mapping
+from .schema import checked
+
+
+MOST_CALLS = 1000  # different ones of a run; a plan has some ten, parameters on their way included
+TALLEST = 100.0  # inches of a picture
 
 
 @dataclass(frozen=True, order=True)
@@ -30,13 +42,15 @@ class Span:
         ValueError: the span ends before it starts.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     call: str
-    device: int
-    start: float
-    end: float
-    step: int
-    tokens: int = 0
-    bytes: int = 0
+    device: Annotated[int, Ge(0), Lt(MOST_DEVICES)]
+    start: FiniteFloat
+    end: FiniteFloat
+    step: NonNegativeInt
+    tokens: NonNegativeInt = 0
+    bytes: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         if not self.end >= self.start:
@@ -135,12 +149,21 @@ class Timeline:
 
     @staticmethod
     def load(path: str | Path) -> Timeline:
-        """The inverse of `save`. Raises `ValueError` with the file's name where it holds no timeline."""
+        """The inverse of `save`. Raises `PlanError` with the file's name where it holds no timeline."""
         try:
-            saved = json.loads(Path(path).read_text(encoding="utf-8"))
-            return Timeline(Span(**dict(zip(saved["columns"], row, strict=True))) for row in saved["spans"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no saved timeline: {error}.") from None
+            saved = read_json_mapping(path, "the timeline", MOST_RECORD_BYTES)
+            columns = checked(list[str], saved.get("columns"), str(path), key="columns")
+            rows = checked(list[list[Any]], saved.get("spans"), str(path), key="spans")
+            short = next((at for at, row in enumerate(rows) if len(row) != len(columns)), None)
+            if short is not None:
+                raise PlanError(f"{path}: spans[{short}] has {len(rows[short])} values for {len(columns)} columns.")
+            named = [dict(zip(columns, row, strict=True)) for row in rows]
+            timeline = Timeline(checked(list[Span], named, str(path), key="spans"))
+        except PlanError as error:
+            raise PlanError(f"{path} is no saved timeline: {_first(error, path)}.") from None
+        if len(timeline.calls) > MOST_CALLS:
+            raise PlanError(f"{path} is no saved timeline: it has spans of {len(timeline.calls):,} different calls.")
+        return timeline
 
     def draw(self, path: str | Path) -> None:
         """A picture, in the format of the file's suffix: devices down, seconds across, a colour for each call.
@@ -157,7 +180,7 @@ class Timeline:
             raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
         zero = min(span.start for span in self.spans)
         row = {device: number for number, device in enumerate(self.devices)}
-        figure = Figure(figsize=(10, 1.2 + 0.35 * len(self.devices)), layout="constrained")
+        figure = Figure(figsize=(10, min(1.2 + 0.35 * len(self.devices), TALLEST)), layout="constrained")
         axes = figure.add_subplot()
         for number, call in enumerate(self.calls):
             spans = [span for span in self.spans if span.call == call]
@@ -175,6 +198,10 @@ class Timeline:
         axes.set_xlabel("seconds")
         figure.legend(loc="outside upper center", ncols=min(len(self.calls), 6), frameon=False, fontsize="small")
         figure.savefig(path, dpi=150)
+
+
+def _first(error: PlanError, path: str | Path) -> str:
+    return error.problems[0].removeprefix(f"{path}: ").removesuffix(".")
 
 
 _COLUMNS = [part.name for part in fields(Span)]

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a critic with two outputs": ({"value_model": tiny.classifier(num_labels=2)}, {}, "value_model has 2 outputs"),
     "two stop tokens": ({}, {"stop_token_id": 0}, "stop_token and stop_token_id are both set"),
     "an unknown estimator": ({}, {"kl_estimator": "k2"}, "kl_estimator must be 'k1' or 'k3', not 'k2'"),
-    "an unknown engine": ({}, {"generation_engine": "sglang"}, "'vllm' or 'transformers', not 'sglang'"),
+    "an unknown engine": ({}, {"generation_engine": "sglang"}, r"'vllm' or 'transformers' \(or None\), not 'sglang'"),
 }
 
 

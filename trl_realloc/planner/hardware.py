@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..cluster import Cluster
-from ..errors import PlanError, nearest
+from ..errors import PlanError, nearest, shown
 from ..modelspec import ModelSpec
+
+
+MOST_PLANNED = 8192  # devices; choosing for 4,096 takes a minute
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,21 @@ def parse_cluster(text: str) -> tuple[Cluster, Device]:
     Raises:
         PlanError: text of another form, or a device that no specification is here for.
     """
-    found = re.fullmatch(r"([a-z0-9-]+):(?:(\d+)x)?(\d+)", text.strip().lower())
+    found = re.fullmatch(r"([a-z0-9-]+):(?:([0-9]{1,9})x)?([0-9]{1,9})", text.strip().lower())
     if found is None:
-        raise PlanError(f"a cluster is written as h100:16x8 (16 nodes of 8 H100s) or h100:8, not {text!r}.")
+        raise PlanError(f"a cluster is written as h100:16x8 (16 nodes of 8 H100s) or h100:8, not {shown(text)}.")
     name, nodes, per_node = found.groups()
     if name not in DEVICES:
         near = nearest(name, DEVICES)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(DEVICES)}."
-        raise PlanError(f"there is no specification of {name!r}; {hint}")
+        raise PlanError(f"there is no specification of {shown(name)}; {hint}")
     device = DEVICES[name]
-    return Cluster(int(nodes or 1), int(per_node), device.memory / 1e9), device
+    cluster = Cluster(int(nodes or 1), int(per_node), device.memory / 1e9)
+    if cluster.size > MOST_PLANNED:
+        raise PlanError(
+            f"{text.strip()} is {cluster.size:,} devices, and the planner chooses for {MOST_PLANNED:,} at most."
+        )
+    return cluster, device
 
 
 class Rates(Protocol):

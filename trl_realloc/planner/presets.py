@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from ..cluster import Cluster, DeviceMesh, halves
 from ..dataflow import CallKind, DataflowGraph, Role, ppo_graph
-from ..errors import PlanError, nearest
+from ..errors import PlanError, nearest, shown
+from ..files import exists
 from ..plan import Assignment, ExecutionPlan, ParallelStrategy
 
 
@@ -71,8 +72,11 @@ def resolve_plan(
         resolved = load_plan(plan)
     elif isinstance(plan, Mapping):
         resolved = ExecutionPlan.from_dict(plan)
-    else:
+    elif isinstance(plan, ExecutionPlan):
         resolved = plan
+    else:
+        presets = ", ".join((AUTO, *PRESETS))
+        raise PlanError(f"a plan is {presets}, a YAML file's path, a dict or an ExecutionPlan, not {shown(plan)}.")
     resolved.check_world(cluster.size)
     return resolved
 
@@ -80,14 +84,14 @@ def resolve_plan(
 def load_plan(path: str | Path) -> ExecutionPlan:
     """The plan in a YAML file. Raises `PlanError`; where there is no such file, with the presets it may have meant."""
     file = Path(path)
-    if file.is_file():
+    if exists(file):
         return ExecutionPlan.load(file)
     presets = ", ".join(PRESETS)
     if file.suffix in (".yaml", ".yml") or len(file.parts) > 1:
-        raise PlanError(f"there is no plan file {str(path)!r}; give its path, or one of the presets {presets}.")
-    near = nearest(path, (*PRESETS, AUTO))
+        raise PlanError(f"there is no plan file {shown(str(path))}; give its path, or one of the presets {presets}.")
+    near = nearest(str(path), (*PRESETS, AUTO))
     hint = f"; did you mean {near!r}?" if near else "."
-    raise PlanError(f"{str(path)!r} is neither a file nor one of the presets {presets}{hint}")
+    raise PlanError(f"{shown(str(path))} is neither a file nor one of the presets {presets}{hint}")
 
 
 def _data_parallel(

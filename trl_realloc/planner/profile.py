@@ -12,14 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Le
+from pydantic import ConfigDict, PositiveInt
 
+from ..cluster import MOST_DEVICES
 from ..errors import PlanError
+from ..files import MOST_RECORD_BYTES, read_json_mapping
 from ..modelspec import ModelSpec
+from ..schema import checked
 from .hardware import Link, Sharing
 
+
+# What a profile's file may hold.
+_Count = Annotated[int, Ge(1), Le(MOST_DEVICES)]
+_Amount = Annotated[float, Ge(0), Le(1e24)]
+LEAST_SECONDS = 1e-12
 
 FEWEST = 2  # observations of a kind of work, below which nothing is fitted
 
@@ -48,23 +58,25 @@ class Observation:
         layers, elements: of the model, which may be shallower than the job's.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     work: str
     model: str
-    seconds: float
-    devices: int
-    tp: int = 1
-    pp: int = 1
-    tokens: float = 0.0
-    squared: float = 0.0
-    answered: float = 0.0
-    steps: float = 0.0
-    grown: float = 0.0
-    cached: float = 0.0
-    bytes: float = 0.0
-    micro: float = 0.0
+    seconds: Annotated[float, Ge(0), Le(1e9)]
+    devices: _Count
+    tp: _Count = 1
+    pp: _Count = 1
+    tokens: _Amount = 0.0
+    squared: _Amount = 0.0
+    answered: _Amount = 0.0
+    steps: _Amount = 0.0
+    grown: _Amount = 0.0
+    cached: _Amount = 0.0
+    bytes: _Amount = 0.0
+    micro: _Amount = 0.0
     far: bool = False
-    layers: int = 0
-    elements: float = 0.0
+    layers: Annotated[int, Ge(0), Le(100_000)] = 0
+    elements: _Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,9 +92,11 @@ class Profile:
         thorough: generation was measured under tensor degrees too.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     hardware: str
     about: Mapping[str, str]
-    devices: int
+    devices: _Count
     sharing: Sharing | None
     recompute: bool
     observations: tuple[Observation, ...]
@@ -101,15 +115,14 @@ class Profile:
     def load(path: str | Path) -> Profile:
         """The inverse of `save`. Raises `PlanError` where the file holds no profile."""
         try:
-            saved = json.loads(Path(path).read_text(encoding="utf-8"))
-            rows = tuple(Observation(**row) for row in saved.pop("observations"))
-            slower = saved.pop("sharing")
-            sharing = slower and Sharing(tuple((int(at), float(each)) for at, each in slower))
-            return Profile(**saved, sharing=sharing or None, observations=rows)
-        except OSError as error:
-            raise PlanError(f"the profile {path} cannot be read ({error.strerror}).") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"{path} is no profile ({error}); make one with trl-realloc profile.") from None
+            saved = read_json_mapping(path, "the profile", MOST_RECORD_BYTES)
+            slower = checked(_Slowdowns, saved.pop("sharing", None), str(path), key="sharing")
+            profile: Profile = checked(Profile, {**saved, "sharing": {"slower": slower} if slower else None}, str(path))
+            _check_observations(profile.observations, path)
+        except PlanError as error:
+            wrong = error.problems[0].removeprefix(f"{path}: ").removesuffix(".")
+            raise PlanError(f"{path} is no profile ({wrong}); make one with trl-realloc profile.") from None
+        return profile
 
     def check_hardware(self, hardware: str) -> None:
         """Raises:
@@ -120,6 +133,28 @@ class Profile:
                 f"the profile was made on {self.hardware!r}, but this job runs on {hardware!r}; make one here with "
                 f"trl-realloc profile, or leave it out and it is made by itself."
             )
+
+
+_Slowdowns = list[tuple[PositiveInt, Annotated[float, Ge(1), Le(1e6)]]] | None
+
+
+def _check_observations(rows: Sequence[Observation], path: str | Path) -> None:
+    """Raises `PlanError` for the first observation that nothing can be fitted to."""
+    for at, row in enumerate(rows):
+        kept = row.work == "activations"
+        wrong = None
+        if kept and not row.bytes:
+            wrong = "bytes is 0, but it says what was kept"
+        elif not kept and row.seconds < LEAST_SECONDS:
+            wrong = f"seconds is {row.seconds:g}, but work takes some time"
+        elif row.work in ("forward", "train", "activations") and not row.tokens:
+            wrong = "tokens is 0, but it says how much work it was"
+        elif row.pp > 1 and row.micro < 1:
+            wrong = f"micro is {row.micro:g}, but a pipeline is given one micro-batch or more"
+        elif row.devices % (row.tp * row.pp):
+            wrong = f"devices is {row.devices}, which tp {row.tp} x pp {row.pp} does not divide"
+        if wrong:
+            raise PlanError(f"{path}: observations[{at}].{wrong}.")
 
 
 def model_key(spec: ModelSpec) -> str:

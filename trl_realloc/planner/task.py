@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..cluster import Cluster
 from ..dataflow import Role, ppo_graph
-from ..errors import PlanError, Problems, nearest
-from ..modelspec import ModelSpec
+from ..errors import MOST_LISTED, PlanError, Problems, nearest, shown
+from ..files import exists, read_json_mapping, read_yaml_mapping, shortened
+from ..modelspec import Head, ModelSpec
+from ..settings import SETTINGS, number_of_text, read_settings
 from .workload import Workload
 
 
@@ -33,6 +32,7 @@ DEFAULTS: Mapping[str, Any] = {
 POLICY = ("sft_model_path", "model_name_or_path")
 LIKE = 0.8  # as alike is a misspelt key
 PROMPT_TOKENS = 64.0  # where nothing says how long prompts are
+MOST_TOKENS = 10_000_000  # of a prompt or a response, and samples of a batch, that are planned for
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,16 @@ class Task:
         return str(self.settings["generation_engine"] or "vllm")
 
     def specs(self, bytes_per_element: int = 4) -> dict[str, Sequence[ModelSpec]]:
-        """By call. Raises `PlanError` for a family that no table describes."""
+        """By call. Raises `PlanError` for a config that cannot be read, or a model that no table describes."""
         found: dict[str, Sequence[ModelSpec]] = {}
         for call in ppo_graph().calls:
-            config = json.loads((self.folders[call.role] / "config.json").read_text(encoding="utf-8"))
-            is_policy = call.role in (Role.ACTOR, Role.REFERENCE)
-            head = "lm" if is_policy else "score"
-            found[call.name] = (ModelSpec.from_config(config, head, bytes_per_element=bytes_per_element),)  # type: ignore[arg-type]
+            path = self.folders[call.role] / "config.json"
+            config = read_json_mapping(path, "the model's config")
+            head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
+            try:
+                found[call.name] = (ModelSpec.from_config(config, head, bytes_per_element=bytes_per_element),)
+            except PlanError as error:
+                raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
         return found
 
     def workload(self, cluster: Cluster) -> Workload:
@@ -86,65 +89,65 @@ def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:
     A model whose folder is not there yet is looked for beside the recipe, by the last part of its name.
 
     Raises:
-        PlanError: no such recipe, a misspelt key in it, one that names no models, or a model without a config.
+        PlanError: no such recipe, a misspelt key or a wrong number in it, one that names no models, or a model without
+            a config.
     """
     path = Path(recipe)
-    settings = read_settings(path)
-    check_keys(path)
+    if prompt_tokens is not None and not 1 <= prompt_tokens <= MOST_TOKENS:
+        raise PlanError(f"--prompt-tokens is a number from 1 to {MOST_TOKENS:,}, not {prompt_tokens:g}.")
+    settings = read_recipe(path)
     policy = next((settings[key] for key in POLICY if key in settings), None)
     reward = settings.get("reward_model_path")
     critic = settings.get("value_model_path", reward)
     if policy is None or critic is None:
         raise PlanError(f"{path} names no models; it needs sft_model_path and reward_model_path.")
+    paths = [(key, settings[key]) for key in (*POLICY, "reward_model_path", "value_model_path") if key in settings]
+    Problems(
+        f"{path}: {key} is a model's name or path, not {shown(value)}."
+        for key, value in paths
+        if not isinstance(value, str | None)
+    ).refuse()
     actor, scores = _folder(policy, path), _folder(reward or critic, path)
     folders = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.REWARD: scores, Role.CRITIC: _folder(critic, path)}
     known = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
     return Task(path, folders, known, prompt_tokens or PROMPT_TOKENS)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """A recipe's settings as they are written. Raises `PlanError` where there is no such file, or no mapping in it."""
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"the recipe {path} cannot be read ({error.strerror}).") from None
-    except yaml.YAMLError as error:
-        raise PlanError(f"{path}: the recipe is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(settings, dict):
-        raise PlanError(f"{path}: a recipe is a mapping of settings like `learning_rate: 3.0e-6`.")
-    return settings
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe's settings, of which those that `settings` has a row for are checked and plain numbers.
 
-
-def check_keys(recipe: str | Path) -> None:
-    """Refuse a recipe with a key that is no setting but nearly one. A key unlike any may be a script's own, and is left
-    to it; a run reads every key.
+    A key that is no setting but nearly one is refused. A key unlike any may be a script's own, and is left to it; a run
+    reads every key.
 
     Raises:
-        PlanError: each such key with the nearest setting.
+        PlanError: no such file, no mapping in it, or all that is wrong with its keys and values.
     """
+    given = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
     known = files(__package__).joinpath("settings.txt").read_text(encoding="utf-8").split()
     problems = Problems()
-    for key in read_settings(Path(recipe)):
-        near = None if key in known else nearest(key, known, at_least=LIKE)
+    for key in [key for key in given if key not in known][:MOST_LISTED]:
+        near = nearest(key, known, at_least=LIKE)
         if near:
-            problems.append(f"{recipe}: no setting {str(key)!r}; did you mean {near!r}?")
+            problems.append(f"{path}: no setting {shown(key)}; did you mean {near!r}?")
+    read, wrong = read_settings({key: number_of_text(value) for key, value in given.items() if key in SETTINGS})
+    problems += [f"{path}: {problem}" for problem in wrong]
+    for key, default in DEFAULTS.items():
+        if isinstance(default, int) and read.get(key, 1) > MOST_TOKENS:
+            problems.append(f"{path}: {key} {read[key]:,} is more than the {MOST_TOKENS:,} that are planned for.")
     problems.refuse()
+    return {**given, **read}
 
 
-def is_recipe(path: str | Path) -> bool:
-    """Whether a file looks like a recipe and not like a plan."""
-    try:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return False
-    return isinstance(settings, dict) and "calls" not in settings
+def is_plan(path: Path) -> bool:
+    """Whether a YAML file is an execution plan and no recipe. Raises `PlanError` where it cannot be read."""
+    return "calls" in read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
 
 
 def _folder(model: str, recipe: Path) -> Path:
     for folder in (Path(model), recipe.parent / model, recipe.parent / Path(model).name):
-        if (folder / "config.json").is_file():
+        if exists(folder / "config.json"):
             return folder
+    beside = shortened(recipe.parent / Path(model).name)
     raise PlanError(
-        f"{recipe}: there is no config.json in {model!r}, nor in {recipe.parent / Path(model).name}; give a model's "
-        f"folder on disk."
+        f"{recipe}: there is no config.json in {shown(model)}, nor in {beside}; give a model's folder on disk."
     )

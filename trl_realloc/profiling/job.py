@@ -16,15 +16,16 @@ from transformers import AutoConfig
 
 from ..config import PPOConfig
 from ..dataflow import Role
-from ..planner.task import read_settings, read_task
+from ..planner.task import read_recipe, read_task
 from ..planning import cluster_of, job_of
+from ..recipe import run
 from ..subject import Subject, specs_of
 from .cache import cached_profile
 
 
 def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     task = read_task(recipe, prompt_tokens)
-    given = read_settings(task.recipe)
+    given = read_recipe(task.recipe)
     known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
     own = {key: value for key, value in given.items() if key in known}
     with tempfile.TemporaryDirectory() as folder:
@@ -55,4 +56,4 @@ def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), thorough="thorough" in sys.argv[4:])
+    run(lambda: main(sys.argv[1], sys.argv[2], float(sys.argv[3]), thorough="thorough" in sys.argv[4:]))

@@ -1,0 +1,192 @@
+"""Files that a person gives or a run left, as plain values: text, YAML and JSON, read within limits of size and depth.
+
+Every error is a `PlanError` that names the file. What the values mean is checked by `schema` and by who reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import PlanError, shown
+
+
+MOST_BYTES = 1 << 20  # of a plan, a recipe or a model's config; PyYAML reads some 100 kB/s
+MOST_RECORD_BYTES = 1 << 30  # of metrics, timelines and profiles, which grow with the length of a run
+DEPTH = 50  # of nested lists and mappings in YAML
+MOST_VALUES = 20_000  # of a YAML file, each alias counted as all that it stands for
+MOST_CHARACTERS = 1 << 21  # of them together
+MOST_DIGITS = 18  # of a whole number
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is a file or folder; a name that no file can have names none."""
+    try:
+        os.stat(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a regular file.
+
+    Args:
+        what: that it is, for messages, like `the plan`.
+
+    Raises:
+        PlanError: no such file, no regular file (a pipe or a device would never end), one larger than `most_bytes`, or
+            one that is not UTF-8.
+    """
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+            raise PlanError(f"{path}: {what} cannot be read (it is {kind}); give a file's path.")
+        if found.st_size > most_bytes:
+            raise PlanError(
+                f"{path}: {what} cannot be read ({found.st_size:,} bytes, and {most_bytes:,} are the most); is this "
+                f"the right file?"
+            )
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"{shortened(path)}: {what} cannot be read ({error.strerror}).") from None
+    except PlanError:
+        raise
+    except ValueError:  # a zero byte in the name
+        raise PlanError(f"{shown(str(path))}: {what} cannot be read (no file has such a name).") from None
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise PlanError(f"{path}: {what} cannot be read (it is UTF-16); save it as UTF-8.")
+    if b"\0" in data:
+        raise PlanError(f"{path}: {what} cannot be read (it is a binary file).")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at = error.start
+        raise PlanError(
+            f"{path}: {what} cannot be read (byte {data[at]:#x} at position {at} is not UTF-8); save it as UTF-8."
+        ) from None
+
+
+def shortened(path: str | Path) -> str:
+    """A path for a message, of which a very long one shows the beginning."""
+    text = str(path)
+    return text if len(text) <= 400 else f"{text[:400]}…"
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """The value of a YAML text, of a size that its aliases cannot blow up.
+
+    Raises:
+        PlanError: no YAML, a key that is written twice, or a value beyond the limits above.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except PlanError:
+        raise
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split())
+        raise PlanError(f"{what} is not YAML: {said[:400]}.") from None
+    # A number or date that Python has no value for, such as 2020-13-45; or what a tag makes of a wrong value.
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        raise PlanError(f"{what} is not YAML: {str(error)[:400]}.") from None
+
+
+def read_yaml_mapping(path: str | Path, what: str, like: str) -> dict[Any, Any]:
+    """The mapping in a YAML file.
+
+    Args:
+        like: an example line of such a file.
+
+    Raises:
+        PlanError: see `read_text` and `parse_yaml`; or something else than a mapping.
+    """
+    text = read_text(path, what)
+    try:
+        value = parse_yaml(text, what)
+    except PlanError as error:
+        raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
+    if not isinstance(value, dict):
+        raise PlanError(f"{path}: {what} is a mapping of settings like `{like}`, not {shown(value)}.")
+    return value
+
+
+def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> Any:
+    """The value of a JSON file. Raises `PlanError`: see `read_text`; or no JSON."""
+    return parse_json(read_text(path, what, most_bytes), f"{path}: {what}")
+
+
+def read_json_mapping(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The object in a JSON file. Raises `PlanError`: see `read_json`; or something else than an object."""
+    value = read_json(path, what, most_bytes)
+    if not isinstance(value, dict):
+        raise PlanError(f"{path}: {what} is a JSON object, not {shown(value)}.")
+    return value
+
+
+def parse_json(text: str, what: str) -> Any:
+    """The value of a JSON text. Raises `PlanError` where it is none; `what` begins the message."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise PlanError(f"{what} is not JSON: it is nested too deeply.") from None
+    except ValueError as error:
+        reason = "it is empty" if not text.strip() else str(error)[:400]
+        raise PlanError(f"{what} is not JSON: {reason}.") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML within limits. It refuses a key written twice, of which plain YAML keeps the last without a word; and it
+    counts every alias as all that it stands for, for some kilobytes of aliases of aliases make gigabytes of text."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = self._values = self._characters = 0
+        self._weights: dict[int, tuple[int, int]] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        alias = self.check_event(yaml.AliasEvent)
+        line = self.peek_event().start_mark.line + 1
+        before = self._values, self._characters
+        self._depth += 1
+        if self._depth > DEPTH:
+            raise PlanError(f"lists and mappings are nested more than {DEPTH} deep (line {line}); write it flat.")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if alias:
+            if id(node) not in self._weights:
+                raise PlanError(f"an alias stands for a value that it is itself in (line {line}); write it out.")
+            values, characters = self._weights[id(node)]
+            self._values, self._characters = self._values + values, self._characters + characters
+        else:
+            self._values += 1
+            self._characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+            self._weights[id(node)] = self._values - before[0], self._characters - before[1]
+        if self._values > MOST_VALUES or self._characters > MOST_CHARACTERS:
+            raise PlanError(f"there are more than {MOST_VALUES:,} values, with what aliases stand for (line {line}).")
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        written: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in written:
+                    raise PlanError(f"{shown(key.value)} is written twice (line {key.start_mark.line + 1}); keep one.")
+                written.add(key.value)
+        return node
+
+    def construct_yaml_int(self, node: Any) -> int:
+        """Without numbers that Python refuses to print, and that no setting has."""
+        value: int = super().construct_yaml_int(node)
+        if abs(value) >= 10**MOST_DIGITS:
+            raise PlanError(f"a whole number of more than {MOST_DIGITS} digits (line {node.start_mark.line + 1}).")
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

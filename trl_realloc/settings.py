@@ -1,0 +1,155 @@
+"""The ranges of a run's settings, for `PPOConfig` and for recipes alike: one row for each setting that is a number or
+one of a few words.
+
+Pure. What depends on data, models or the number of processes is checked where that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Strict, TypeAdapter, ValidationError
+
+from .errors import shown
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one setting may be.
+
+    Args:
+        kind: as a type that pydantic checks.
+        wanted: in words, for messages.
+    """
+
+    kind: Any
+    wanted: str
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.kind)
+
+    def read(self, value: object) -> Any:
+        """The value, a number as Python's own. Raises `ValueError` where the setting cannot have it."""
+        return self._adapter.validate_python(value)
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _integral(value: object) -> object:
+    value = _plain(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # such as 1e4
+
+
+def _among(words: tuple[str, ...], value: str) -> str:
+    if value not in words:
+        raise ValueError("none of them")
+    return value
+
+
+def _setting(base: Any, checks: Iterable[Any], wanted: str, optional: bool) -> Setting:
+    kind: Any = Annotated[(base, *checks)]  # type: ignore[misc]
+    return Setting(kind | None, f"{wanted} (or None)") if optional else Setting(kind, wanted)
+
+
+def _whole(least: int, most: int | None = None, *, optional: bool = False) -> Setting:
+    wanted = f"a whole number from {least}" + ("" if most is None else f" to {most}")
+    limits = [Ge(least), Le(2**62 if most is None else most)]
+    return _setting(int, [Strict(), *limits, BeforeValidator(_integral)], wanted, optional)
+
+
+def _number(
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    optional: bool = False,
+) -> Setting:
+    low = f" from {least:g}" if least is not None else f" above {above:g}" if above is not None else ""
+    high = f" to {most:g}" if most is not None else f" and below {below:g}" if below is not None else ""
+    wanted = f"a finite number{low}{high}"
+    bounds = [kind(bound) for kind, bound in ((Ge, least), (Gt, above), (Le, most), (Lt, below)) if bound is not None]
+    return _setting(float, [Strict(), AllowInfNan(False), *bounds, BeforeValidator(_plain)], wanted, optional)
+
+
+def _one_of(*words: str, optional: bool = False) -> Setting:
+    return _setting(str, [Strict(), AfterValidator(partial(_among, words))], " or ".join(map(repr, words)), optional)
+
+
+SETTINGS: Mapping[str, Setting] = {
+    # The run
+    "learning_rate": _number(least=0),
+    "value_learning_rate": _number(least=0, optional=True),
+    "weight_decay": _number(least=0),
+    "adam_beta1": _number(least=0, below=1),
+    "adam_beta2": _number(least=0, below=1),
+    "adam_epsilon": _number(least=0),
+    "max_grad_norm": _number(least=0, optional=True),
+    "warmup_steps": _number(least=0),
+    "num_train_epochs": _number(above=0),
+    "max_steps": _whole(-1),
+    "total_episodes": _whole(1, optional=True),
+    "per_device_train_batch_size": _whole(1),
+    "per_device_eval_batch_size": _whole(1),
+    "gradient_accumulation_steps": _whole(1),
+    "logging_steps": _number(least=0),
+    "save_steps": _number(least=0),
+    "eval_steps": _number(least=0, optional=True),
+    "seed": _whole(0, 2**32 - 1),
+    "data_seed": _whole(0, 2**32 - 1, optional=True),
+    "ddp_timeout": _whole(1),
+    # PPO
+    "num_mini_batches": _whole(1),
+    "num_ppo_epochs": _whole(1),
+    "local_rollout_forward_batch_size": _whole(1),
+    "num_sample_generations": _whole(0),
+    "response_length": _whole(1),
+    "dataset_num_proc": _whole(1, optional=True),
+    "stop_token": _one_of("eos", optional=True),
+    "stop_token_id": _whole(0, optional=True),
+    "temperature": _number(least=0),
+    "missing_eos_penalty": _number(least=0, optional=True),
+    "kl_coef": _number(),
+    "kl_estimator": _one_of("k1", "k3"),
+    "cliprange": _number(least=0),
+    "cliprange_value": _number(least=0),
+    "vf_coef": _number(least=0),
+    "gamma": _number(least=0, most=1),
+    "lam": _number(least=0, most=1),
+    "generation_engine": _one_of("vllm", "transformers", optional=True),
+    "vllm_gpu_memory_utilization": _number(above=0, most=1),
+}
+
+
+def read_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Those of the values that have a row above, whole numbers as `int`; and a sentence for each that cannot be."""
+    read: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in values.items():
+        setting = SETTINGS.get(name)
+        if setting is None:
+            continue
+        try:
+            read[name] = setting.read(value)
+        except ValidationError:
+            problems.append(f"{name} must be {setting.wanted}, not {shown(value)}.")
+    return read, problems
+
+
+def number_of_text(value: Any) -> Any:
+    """The number in a text such as `3e-6`, which YAML reads as text and a parser of command lines as a number; any
+    other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
