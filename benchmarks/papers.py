@@ -4,7 +4,9 @@
 
 For each row of a settings file's table it estimates the Megatron heuristic (tp 8, pp over the nodes, every call on all
 devices), where its time goes, the plan that the search finds in the authors' space, and the rule of thumb that the
-authors distilled from their searches. Nothing is fitted to a row. Needs no GPU and no torch.
+authors distilled from their searches. The constants of the authors' system in a settings file are calibrated on the
+heuristic's published times, so the heuristic's deviation is in-sample; no constant differs between rows. Needs no GPU
+and no torch.
 """
 
 from __future__ import annotations

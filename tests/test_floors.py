@@ -425,7 +425,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 def test_the_rows_themselves_have_no_circle() -> None:
     graph = {name: {row for row in rows if "*" not in row} - {""} for name, rows in MAY_IMPORT.items() if name}
-    assert TopologicalSorter(graph).static_order()
+    assert set(TopologicalSorter(graph).static_order()) >= set(graph)  # raises CycleError where there is one
 
 
 @pytest.mark.parametrize("package", ONLY_HERE)
