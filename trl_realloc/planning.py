@@ -5,11 +5,9 @@ The same plan on every rank: rank 0 searches, all receive it. The choosing itsel
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -55,14 +53,6 @@ class Planned:
         """The planner's own choice."""
         plan = replace(chosen.best.plan, name=f"auto ({chosen.best.name})")
         return Planned(plan, chosen.best, chosen, profile)
-
-
-def cluster_of(world: Any) -> Cluster:
-    """The job's processes as nodes: as the launcher grouped them, if it says and they are even."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.num_processes))
-    if per_node < 1 or world.num_processes % per_node:
-        per_node = world.num_processes
-    return Cluster(nodes=world.num_processes // per_node, devices_per_node=per_node)
 
 
 def job_of(

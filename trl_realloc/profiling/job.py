@@ -16,8 +16,9 @@ from transformers import AutoConfig
 
 from ..config import PPOConfig
 from ..dataflow import Role
+from ..hosts import cluster_of, meet
 from ..planner.task import read_recipe, read_task
-from ..planning import cluster_of, job_of
+from ..planning import job_of
 from ..recipe import run
 from ..subject import Subject, specs_of
 from .cache import cached_profile
@@ -35,7 +36,7 @@ def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in task.folders.items()}
     for role in (Role.CRITIC, Role.REWARD):
         configs[role][0].num_labels = 1
-    cluster = cluster_of(world)
+    cluster = cluster_of(meet(world, args.device))
     pad = configs[Role.ACTOR][0].pad_token_id
     job = job_of(
         args,

@@ -56,10 +56,11 @@ def _dtype_name(config: Any, options: EngineOptions) -> str:
 
 def _devices(plan: ExecutionPlan, assignment: Assignment, rank: int, device: torch.device) -> dict[str, Any]:
     """The GPUs, or the cores, of the engine that this rank owns: its own and those of its tensor group."""
-    per_node = plan.cluster.devices_per_node
-    local = [(rank + i) % per_node for i in range(assignment.strategy.tp)]
-    if device.type == "cuda":
-        return {"cuda_devices": local}
+    per_node, tp = plan.cluster.devices_per_node, assignment.strategy.tp
+    if device.type == "cuda":  # as this process counts those that it sees, which may be its own alone
+        own = device.index or 0
+        return {"cuda_devices": list(range(own, own + tp))}
+    local = [(rank + i) % per_node for i in range(tp)]
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // per_node)
     return {"cpu_cores": [cores[(at * each + i) % len(cores)] for at in local for i in range(each)]}

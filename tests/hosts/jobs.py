@@ -1,0 +1,76 @@
+"""One job over several hosts: a launcher on each, and what they wrote."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from namespaces import Hosts
+
+
+ROOT = Path(__file__).parents[2]
+PORT = 29500  # of the first host; no other job is in these networks
+
+
+def accelerate_launch(hosts: int, host: int, per_host: int, address: str, config: Path | None = None) -> list[str]:
+    """`accelerate launch` on one of several hosts, up to the script's name."""
+    way = ["--config_file", str(config)] if config else ["--multi_gpu", "--mixed_precision", "no"]
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch", *way, "--dynamo_backend", "no"),
+        *("--num_machines", str(hosts), "--num_processes", str(hosts * per_host), "--machine_rank", str(host)),
+        *("--main_process_ip", address, "--main_process_port", str(PORT), "--rdzv_backend", "static"),
+    ]
+
+
+class HostsJob:
+    """A script under a launcher on every host; ends with the hosts at the latest.
+
+    Args:
+        script: the file and its arguments, the same on every host.
+        per_host: processes, a number for all hosts or one for each.
+        environment: beside this process's.
+        name: of its logs, which lie in `hosts.folder`.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        script: Sequence[str],
+        per_host: int = 1,
+        *,
+        environment: Mapping[str, str] | None = None,
+        config: Path | None = None,
+        name: str = "job",
+    ) -> None:
+        paths = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "multiprocess"), str(ROOT)]
+        given = {
+            "TRL_REALLOC_PLAN": "flatten",
+            "DS_ACCELERATOR": "cpu",
+            "TRL_REALLOC_CACHE": str(hosts.folder / "tmp" / "cache"),
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        self.logs = [hosts.folder / f"{name}-{host.number}.log" for host in hosts]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for host, path in zip(hosts, self.logs, strict=True):
+            launcher = accelerate_launch(len(hosts), host.number, per_host, hosts[0].address, config)
+            with path.open("w") as log:
+                own = {**os.environ, **given, **(environment or {})}
+                self.processes.append(host.popen([*launcher, *script], log, own))
+
+    def wait(self, seconds: float) -> list[int | None]:
+        """Exit codes by host; `None` where it still runs after that time."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                break
+        return [process.poll() for process in self.processes]
+
+    def text(self) -> str:
+        """What all hosts wrote."""
+        return "\n".join(path.read_text(errors="replace") for path in self.logs)
