@@ -174,6 +174,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ppo",
         "rewards",
         "rollout",
+        "runtime/exchange",
         "runtime/groups",
         "runtime/placement",
     },

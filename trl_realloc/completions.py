@@ -25,10 +25,12 @@ def show_completions(rows: Sequence[dict[str, Any]], report_to: Sequence[str], s
     """Five of them on the terminal, all of them to Weights & Biases where the run reports there."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(*rows[0].keys(), show_lines=True, title=f"completions after update {step}") if rows else Table()
     for row in rows[:5]:
-        table.add_row(row["query"], row["model response"], f"{row['score']:.3f}")
+        # as texts: in a plain string rich reads "[/INST]" as markup
+        table.add_row(Text(row["query"]), Text(row["model response"]), f"{row['score']:.3f}")
     Console().print(table)
     if "wandb" in report_to:
         import pandas as pd

@@ -6,12 +6,15 @@ What they return is checked here, before anything is trained on it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,15 +61,6 @@ class RewardModelSource:
     processing_class: Any = None
 
 
-class Scorer(Protocol):
-    """Scores samples: one number each, NaN where it does not apply. `texts` is made only if it is asked for."""
-
-    @property
-    def name(self) -> str: ...
-
-    def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor: ...
-
-
 def decode(samples: Rollouts, rows: Sequence[Mapping[str, Any]], processing_class: Any) -> Texts:
     """Samples as text: the dataset's own `prompt` where it has one, completions without special tokens; a completion
     to a conversation is a conversation of one message, as in GRPO."""
@@ -105,7 +99,8 @@ class FunctionReward:
                 f"dataset; it can be given {', '.join(given)}."
             )
 
-    def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor:
+    def ask(self, samples: Rollouts, texts: Callable[[], Texts]) -> Any:
+        """What the function returns, which may be awaitable. Raises `RewardError` with its name where it raises."""
         given = texts()
         arguments: dict[str, Any] = {
             **given.columns,
@@ -116,12 +111,28 @@ class FunctionReward:
         parameters = inspect.signature(self.function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             arguments = {name: value for name, value in arguments.items() if name in parameters}
-        scores = self.function(**arguments)
-        if inspect.isawaitable(scores):
-            scores = asyncio.run(_wait_for(scores))
-        return self._checked(scores, samples, given)
+        with self._named():
+            return self.function(**arguments)
 
-    def _checked(self, scores: Any, samples: Rollouts, texts: Texts) -> Tensor:
+    async def finish(self, answer: Any) -> Any:
+        """The answer itself, once it is there."""
+        with self._named():
+            return await answer if inspect.isawaitable(answer) else answer
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise RewardError(f"reward function {self.name!r} raised {type(error).__name__}: {error}") from error
+
+    def checked(self, scores: Any, samples: Rollouts, texts: Texts) -> Tensor:
+        """The function's answer as scores (n,) float32, NaN for `None`.
+
+        Raises:
+            RewardError: it is no list of numbers, or not one for each sample.
+            NonFiniteScore: a score cannot be trained on.
+        """
         try:
             scores = [None if score is None else float(score) for score in scores]
         except (TypeError, ValueError) as error:
@@ -157,8 +168,21 @@ def _check_finite(
     )
 
 
-async def _wait_for(awaitable: Any) -> Any:
-    return await awaitable
+def answers_of(functions: Sequence[FunctionReward], samples: Rollouts, texts: Callable[[], Texts]) -> list[Any]:
+    """Each function's answer. Those that are async run at the same time."""
+    answers = [function.ask(samples, texts) for function in functions]
+    if not any(inspect.isawaitable(answer) for answer in answers):
+        return answers
+
+    async def gathered() -> list[Any]:
+        return await asyncio.gather(*(f.finish(answer) for f, answer in zip(functions, answers, strict=True)))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(gathered())
+    with ThreadPoolExecutor(1) as pool:  # a notebook's loop runs in this thread
+        return pool.submit(asyncio.run, gathered()).result()
 
 
 class ModelReward:
@@ -195,8 +219,9 @@ class ModelReward:
 
 
 def weighted_scores(
-    scorers: Sequence[Scorer],
-    weights: Sequence[float],
+    models: Sequence[ModelReward],
+    functions: Sequence[FunctionReward],
+    weights: Mapping[str, float],
     samples: Rollouts,
     texts: Callable[[], Texts],
     *,
@@ -205,28 +230,40 @@ def weighted_scores(
     """The weighted sum (n,) float32 over the scorers that apply to a sample, and each scorer's own scores by name.
 
     Args:
+        models: run first, and with no sample too: a sharded model's forward is a collective of all the call's ranks.
+        weights: by name.
         refuse: a score that is not finite; otherwise it is in the result, infinite.
 
     Raises:
         RewardError: see `FunctionReward`, or no scorer applies to a sample.
     """
+    texts = functools.cache(texts)
     table: dict[str, Tensor] = {}  # names are made unique where they are given
     failure: NonFiniteScore | None = None
-    for scorer in scorers:
+
+    def note(name: str, score: Callable[[], Tensor]) -> None:
+        nonlocal failure
         try:
-            table[scorer.name] = scorer.score(samples, texts)
-        except NonFiniteScore as error:
-            # raised after the last scorer has run: a sharded model's forward is a collective of all the call's ranks
-            failure, table[scorer.name] = failure or error, error.scores
+            table[name] = score()
+        except NonFiniteScore as error:  # raised after the last model has run
+            failure, table[name] = failure or error, error.scores
+
+    for model in models:
+        note(model.name, partial(model.score, samples, texts))
+    if not len(samples) or not (models or functions):
+        return torch.zeros(len(samples)), {}
+    for function, answer in zip(functions, answers_of(functions, samples, texts), strict=True):
+        note(function.name, partial(function.checked, answer, samples, texts()))
     if failure is not None and refuse:
         raise failure
     stacked = torch.stack(list(table.values()))
     none = stacked.isnan().all(0).nonzero()
-    if len(samples) and len(none):
+    if len(none):
         raise RewardError(
             f"every reward function returned None for sample {int(samples.tensor('index')[int(none[0])])} of the batch."
         )
-    total = torch.nansum(stacked * torch.tensor(weights, dtype=torch.float32)[:, None], 0)
+    factors = torch.tensor([weights[name] for name in table], dtype=torch.float32)
+    total = torch.nansum(stacked * factors[:, None], 0)
     return total.masked_fill(stacked.isinf().any(0), math.inf), table  # infinite too where its weight is 0
 
 

@@ -287,9 +287,7 @@ class PPOTrainer(PPOTrainerBase):
                 break
             self._replan(iteration)
         self._log_metrics()
-        # together: a process that ends takes down connections that others may still be reading its last samples from
-        self.executor.exchange.flush()
-        self.accelerator.wait_for_everyone()
+        self._end_together()
         if args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             checkpoint.load_training_state(self.placement, Path(self.state.best_model_checkpoint))
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
@@ -300,6 +298,11 @@ class PPOTrainer(PPOTrainerBase):
             leave_record(self.plan, self.timeline, expected, Path(args.output_dir))
         loss = self.metrics.mean_loss(args.vf_coef)
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
+
+    def _end_together(self) -> None:
+        """A process that ends takes down connections from which others may still be reading its last samples."""
+        self.executor.exchange.flush()
+        self.accelerator.wait_for_everyone()
 
     def _working(self, done: int) -> contextlib.AbstractContextManager[None]:
         """Notices while an update runs: soon in the first, which warms everything up, each minute in a later one."""
@@ -416,6 +419,7 @@ class PPOTrainer(PPOTrainerBase):
                 for name, value in iteration.metrics.items():
                     sums[name] += value * len(batch)
                 count += len(batch)
+            self._end_together()
         metrics = {f"{metric_key_prefix}_{name}": total / count for name, total in sums.items()}
         metrics |= speed_metrics(metric_key_prefix, start, num_samples=count)
         self.log(metrics)
@@ -445,6 +449,7 @@ class PPOTrainer(PPOTrainerBase):
                 table += completion_rows(made, self.processing_class)
                 if sampling:
                     break
+            self._end_together()
         if self.accelerator.is_main_process:
             show_completions(table, self.args.report_to, self.state.global_step)
         return table

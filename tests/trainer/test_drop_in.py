@@ -22,6 +22,11 @@ from trl import TrlParser
 
 from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.compat import HAS_TRL_PPO
+from trl_realloc.completions import show_completions
+
+
+if HAS_TRL_PPO:
+    from trl.experimental.ppo.ppo_trainer import PolicyAndValueWrapper as TheirWrapper
 
 
 needs_trl_ppo = pytest.mark.skipif(not HAS_TRL_PPO, reason="this TRL has no PPO to compare with")
@@ -194,6 +199,28 @@ def test_completions_are_shown_for_the_evaluation_prompts(run) -> None:
     made, _, _ = run
     rows = made.generate_completions()
     assert len(rows) == 6 and set(rows[0]) == {"query", "model response", "score"}
+
+
+def test_texts_with_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    show_completions([{"query": "[INST] a [/INST]", "model response": "[bold]b[/b]", "score": 1.0}], [], 1)
+    shown = capsys.readouterr().out
+    assert "[INST] a [/INST]" in shown and "[bold]b[/b]" in shown
+
+
+def test_trainer_model_is_named_as_trls_and_does_what_a_policy_does(run, tmp_path: Path) -> None:
+    made, _, _ = run
+    model = made.model
+    theirs = TheirWrapper(tiny.policy(), tiny.classifier()) if HAS_TRL_PPO else model
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    assert list(model.state_dict()) == list(theirs.state_dict())
+    assert made.policy_model is model.policy is made.placement.actor.head.model
+    assert made.value_model is model.value_model is made.placement.critic.head.model
+    assert model.config is model.policy.config and "trl-realloc" in model.policy.model_tags
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, model.policy.get_parameter(n)) for n, p in saved.named_parameters())
+    outputs, values = model(input_ids=torch.tensor([[5, 6, 7]]))
+    assert outputs.logits.shape == (1, 3, tiny.VOCABULARY) and values.shape == (1, 3, 1)
 
 
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_realloc.rewards import RewardError
+from trl_realloc.rewards import FunctionReward, RewardError, Texts, weighted_scores
+from trl_realloc.rollout import Ragged, Rollouts
 from trl_realloc.runtime.alarm import JobFailed
 
 
@@ -48,6 +49,32 @@ def test_a_function_may_be_async(tmp_path: Path) -> None:
         return [2.5] * len(completions)
 
     assert scores(train(tmp_path, reward)) == 2.5
+
+
+def test_async_functions_run_at_the_same_time_and_in_a_notebook(tmp_path: Path) -> None:
+    """A notebook runs its cells inside a loop. Each function waits until the other has begun."""
+    begun = {name: asyncio.Event() for name in "ab"}
+
+    def waits(own: str, other: str) -> Any:
+        async def reward(completions: list[str], **columns: Any) -> list[float]:
+            begun[own].set()
+            await asyncio.wait_for(begun[other].wait(), 20)
+            return [1.5] * len(completions)
+
+        return reward
+
+    async def cell() -> float:
+        return scores(train(tmp_path, [waits("a", "b"), waits("b", "a")]))
+
+    assert asyncio.run(cell()) == 3.0
+
+
+def test_a_rank_without_samples_asks_no_function() -> None:
+    """As in an evaluation of fewer prompts than ranks."""
+    nothing = Rollouts(index=torch.zeros(0, dtype=torch.long), responses=Ragged.of([], torch.long))
+    function = FunctionReward(lambda completions: 1 / 0, "never")
+    total, table = weighted_scores([], [function], {"never": 1.0}, nothing, lambda: Texts([], [], {}))
+    assert len(total) == 0 and table == {}
 
 
 def test_several_rewards_are_weighted_and_one_may_not_apply(tmp_path: Path) -> None:
@@ -92,7 +119,7 @@ def test_a_model_with_a_tokenizer_of_its_own_reads_the_text(tmp_path: Path) -> N
         (lambda n: [1.0] * (n - 1), "returned 7 scores for 8 completions"),
         (lambda n: [None] * n, "returned None for sample 0"),
         (lambda n: "good", "must return a list of numbers"),
-        (lambda n: 1 / 0, "division by zero"),
+        (lambda n: 1 / 0, "reward function 'odd' raised ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_reward_that_cannot_be_trained_on_is_named_and_nothing_is_trained(

@@ -19,8 +19,9 @@ from ..dataflow import Role
 from ..engines import Completion, GenerationRequest, Rate, Sampling
 from ..finite import NonFiniteError, all_finite, check_rates, with_text
 from ..ppo import PPOSettings
-from ..rewards import FunctionReward, ModelReward, Scorer, decode, weighted_scores
+from ..rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ..rollout import Ragged, Rollouts, balance
+from .exchange import sources
 from .groups import from_every_rank
 from .placement import Placement
 
@@ -115,21 +116,21 @@ def reward_forward(placement: Placement, rules: Rules, samples: Rollouts, rows: 
     positions = share(placement, "reward.forward", samples.lengths.tolist())
     mine = samples.select(positions)
     budget = placement.budget("reward.forward")
-    scorers: list[Scorer] = [
+    models = [
         ModelReward(source.name, partial(engine.forward, micro_batch_tokens=budget), source.processing_class)
         for source, engine in placement.reward_models
     ]
-    if len(mine):  # the models, which may be sharded, run with no sample too
-        scorers += rules.functions
-    weights = [rules.reward_weights[scorer.name] for scorer in scorers]
+    # the ranks of a replica have the same samples, and its first is heard: a function, which may cost money, runs once
+    speaks = placement.rank in sources(placement.plan, "reward.forward")
     scores, table = weighted_scores(
-        scorers,
-        weights,
+        models,
+        rules.functions if speaks else (),
+        rules.reward_weights,
         mine,
         lambda: decode(mine, [rows[at] for at in positions], rules.processing_class),
         refuse=not rules.skip_nonfinite,
     )
-    if not len(mine):
+    if not len(mine) or not speaks:
         return Rollouts()
     each = {f"reward/{name}": own for name, own in table.items()} if len(table) > 1 else {}
     return Rollouts(index=mine.tensor("index"), scores=scores, **each)
@@ -166,7 +167,8 @@ def train(placement: Placement, rules: Rules, samples: Rollouts, call: str, step
         if statistics:
             order = torch.full((len(mine),), update)
             parts.append(Rollouts(index=mine.tensor("index"), update=order, **statistics))
-    check_weights(placement, call, f"after update {step + 1}, at learning rate {learning_rate:g}")
+    rates = [learning_rate] if isinstance(learning_rate, (int, float)) else [group["lr"] for group in learning_rate]
+    check_weights(placement, call, f"after update {step + 1}, at learning rate {', '.join(f'{r}' for r in rates)}")
     return Rollouts.cat(parts) if parts else Rollouts()
 
 
