@@ -190,24 +190,26 @@ def prepare(
     train = tokenize_prompts(train_dataset, processing_class, "train_dataset", args.dataset_num_proc)
     evals = _eval_prompts(args, eval_dataset, processing_class)
     context, vocabulary = _limits(config)
+    collate = collate_prompts(pad_token_id, data_collator)
+    lengths: dict[str, list[int]] = {}
     for what, rows in [("train_dataset", train), *evals.items()]:
-        check_prompts(rows, what, args.response_length, context, vocabulary)
+        lengths[what] = check_prompts(
+            rows, what, args.response_length, context, vocabulary, collate, all_columns=data_collator is not None
+        )
     args.set_batch_sizes(wanted.cluster.size, len(train))
     for function in rewards.functions:
         names = set(getattr(train, "column_names", None) or train[0]) - {"input_ids", "attention_mask", "prompt"}
         function.check_parameters(sorted(names))
-    longest = max(len(row) for rows in (train, *evals.values()) for row in rows["input_ids"])
-    context_length = (context or 1 << 20) if data_collator is not None else longest + args.response_length
+    context_length = max(max(own) for own in lengths.values()) + args.response_length
 
     make = partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer)
-    lengths = [len(row) for row in train["input_ids"]]
     job = job_of(
         args,
         wanted.cluster,
         rank,
         wanted.engine,
         Subject(configs, specs_of(configs), peft_config, processing_class),
-        prompt_tokens=sum(lengths) / len(lengths),
+        prompt_tokens=sum(lengths["train_dataset"]) / len(train),
         context_length=context_length,
         pad_token_id=pad_token_id,
     )
@@ -236,7 +238,7 @@ def prepare(
         rules=rules,
         train_dataset=train,
         eval_dataset=(evals if isinstance(eval_dataset, dict) else evals.get("eval_dataset")),
-        collate=collate_prompts(pad_token_id, data_collator),
+        collate=collate,
         rates=LearningRates.of(args, given_optimizer, scheduler),
         context_length=context_length,
         make_optimizer=make,

@@ -5,11 +5,13 @@ Everything that can be wrong with the data is found here, before a model is load
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
 
@@ -53,36 +55,75 @@ def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: i
             ids = processing_class(text=list(prompts))["input_ids"]
         return {"input_ids": ids}
 
-    return dataset.map(encode, batched=True, num_proc=num_proc, desc=f"Tokenizing {what}")  # type: ignore[no-any-return]
+    # one process of a host tokenizes, and the others read its cache; a dataset in memory has none
+    cached = bool(getattr(dataset, "cache_files", None))
+    with PartialState().local_main_process_first() if cached else contextlib.nullcontext():
+        return dataset.map(  # type: ignore[no-any-return]
+            encode, batched=True, num_proc=num_proc, desc=f"Tokenizing {what}"
+        )
 
 
-def check_prompts(dataset: Any, what: str, response_length: int, context_length: int | None, vocab_size: int) -> None:
-    """Refuse prompts that leave no room for the response, that are empty, or whose ids the model does not know.
+def check_prompts(
+    dataset: Any,
+    what: str,
+    response_length: int,
+    context_length: int | None,
+    vocab_size: int,
+    collate: Callable[[list[Any]], PromptBatch],
+    *,
+    all_columns: bool = False,
+) -> list[int]:
+    """Refuse prompts that leave no room for the response, that are empty, or whose ids the model does not know. Reads
+    the dataset once.
+
+    Args:
+        collate: as in training (`collate_prompts`): what it makes of the rows is looked at.
+        all_columns: it reads others than `input_ids` and `attention_mask`.
+
+    Returns:
+        Each prompt's tokens, without padding.
 
     Raises:
         DataError: naming the first rows concerned.
     """
-    rows = [row["input_ids"] for row in dataset]
-    empty = [at for at, row in enumerate(rows) if len(row) == 0]
+    lengths: list[int] = []
+    empty: list[int] = []
+    unknown: list[int] = []
+    for rows in _chunks(dataset, all_columns):
+        for ids in collate(rows).prompts.ragged("prompts").rows():
+            at = len(lengths)
+            lengths.append(len(ids))
+            if not len(ids):
+                empty.append(at)
+            elif int(ids.max()) >= vocab_size or int(ids.min()) < 0:
+                unknown.append(at)
     if empty:
         raise DataError(f"{what}: {_rows(empty)} no tokens; remove {_them(empty)} or give the tokenizer a bos token.")
-    unknown = [at for at, row in enumerate(rows) if int(max(row)) >= vocab_size or int(min(row)) < 0]
     if unknown:
         raise DataError(
             f"{what}: {_rows(unknown)} token ids outside the model's vocabulary of {vocab_size}; tokenize with the "
             f"model's own tokenizer."
         )
-    if context_length is None:
-        return
-    room = context_length - response_length
-    long = [at for at, row in enumerate(rows) if len(row) > room]
+    room = (context_length or 1 << 60) - response_length
+    long = [at for at, length in enumerate(lengths) if length > room]
     if long:
-        longest = max(len(rows[at]) for at in long)
         raise DataError(
             f"{what}: {_rows(long)} a prompt longer than the {max(room, 0)} tokens that the model's context of "
-            f"{context_length} leaves beside response_length {response_length} (the longest has {longest}); filter "
-            f"{_them(long)} out or lower response_length."
+            f"{context_length} leaves beside response_length {response_length} (the longest has {max(lengths)}); "
+            f"filter {_them(long)} out or lower response_length."
         )
+    return lengths
+
+
+def _chunks(dataset: Any, all_columns: bool, rows: int = 1000) -> Iterator[list[dict[str, Any]]]:
+    """The rows in turn, some at a time; other columns are not decoded unless they are asked for."""
+    if not hasattr(dataset, "select_columns"):
+        yield from ([dataset[at] for at in range(i, min(i + rows, len(dataset)))] for i in range(0, len(dataset), rows))
+        return
+    if not all_columns:
+        dataset = dataset.select_columns([n for n in ("input_ids", "attention_mask") if n in dataset.column_names])
+    for batch in dataset.iter(rows):
+        yield [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
 
 
 def _rows(at: Sequence[int]) -> str:
@@ -144,7 +185,7 @@ def collate_prompts(
 def _unpadded(ids: torch.Tensor, mask: Any, pad_token_id: int | None) -> torch.Tensor:
     if mask is not None:
         return ids[torch.as_tensor(mask).bool()]
-    if pad_token_id is None or int(ids[0]) != pad_token_id:
+    if not len(ids) or pad_token_id is None or int(ids[0]) != pad_token_id:
         return ids
     real = (ids != pad_token_id).nonzero()
     return ids[int(real[0]) :] if len(real) else ids

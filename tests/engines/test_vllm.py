@@ -204,9 +204,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(loaded: VLLMEngi
 def test_the_same_seeds_draw_the_same_tokens_as_generation_by_transformers(
     loaded: VLLMEngine, model: LlamaForCausalLM
 ) -> None:
-    reference = TransformersEngine(
-        lambda: contextlib.nullcontext(model), torch.device("cpu"), batch_size=8, pad_token_id=0
-    )
+    reference = TransformersEngine(lambda: contextlib.nullcontext(model), torch.device("cpu"), batch_size=8)
     sampling = Sampling(max_tokens=24, temperature=0.7, stop_token_id=3)
     for one, other in zip(
         samples(loaded, requests(24), sampling), samples(reference, requests(24), sampling), strict=True

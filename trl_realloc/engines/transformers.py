@@ -44,7 +44,6 @@ class TransformersEngine:
     whole_model: the context that yields the actor with all its parameters; a collective under ZeRO-3.
     device: where the actor computes.
     batch_size: most prompts of one `generate` (`local_rollout_forward_batch_size`).
-    pad_token_id: fills the rectangle; attention never sees it.
     """
 
     def __init__(
@@ -53,10 +52,9 @@ class TransformersEngine:
         device: torch.device,
         *,
         batch_size: int,
-        pad_token_id: int,
     ) -> None:
         self.whole_model, self.device = whole_model, device
-        self.batch_size, self.pad_token_id = batch_size, pad_token_id
+        self.batch_size = batch_size
         self.version = -1
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
@@ -72,7 +70,9 @@ class TransformersEngine:
 
     def _batch(self, model: Any, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
         width = max(len(request.prompt_ids) for request in requests)
-        ids = torch.full((len(requests), width), self.pad_token_id)
+        # Padded with any token of the model: attention never sees it. The tokenizer's own may be outside the model's
+        # vocabulary, where it was added without resizing the embeddings.
+        ids = torch.zeros((len(requests), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, request in enumerate(requests):
             ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
@@ -88,7 +88,7 @@ class TransformersEngine:
                 generation_config=GenerationConfig(
                     max_new_tokens=sampling.max_tokens,
                     do_sample=False,
-                    pad_token_id=self.pad_token_id,
+                    pad_token_id=0,
                     eos_token_id=sampling.stop_token_id,
                 ),
                 logits_processor=[draw],

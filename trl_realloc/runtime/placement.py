@@ -230,7 +230,6 @@ class Placement:
                 whole.whole_model,
                 self.options.device,
                 batch_size=self.options.forward_batch_size,
-                pad_token_id=self.options.pad_token_id,
             )
         for call, edge in self._edges.items():
             if self.rank in edge.ranks:

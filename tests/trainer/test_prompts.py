@@ -1,0 +1,56 @@
+"""Prompts as they are read, padded and collated, and the lengths that are planned for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from datasets import Dataset
+
+from trl_realloc.data import check_prompts, collate_prompts
+
+
+def test_a_collator_changes_the_context_length_only_by_what_it_makes_of_the_prompts(tmp_path: Path) -> None:
+    """One that cuts prompts off makes room for them: 200 tokens would not fit the model's 128."""
+    tokens = tiny.tokenizer()
+    data = Dataset.from_dict({"input_ids": [[5] * 200, [6] * 4] * 8})
+
+    def cut(rows: list[dict[str, Any]]) -> Any:
+        short = [{"input_ids": row["input_ids"][-7:]} for row in rows]
+        return tokens.pad(short, return_tensors="pt")
+
+    made = tiny.trainer(tmp_path, given={"train_dataset": data, "data_collator": cut}, max_steps=1)
+    assert made.setup.context_length == made.placement.options.context_length == 7 + 12
+    made.train()
+
+
+def test_prompts_are_read_once_and_no_other_column_with_them() -> None:
+    seen: list[dict[str, Any]] = []
+    collate = collate_prompts(0)
+
+    def counting(rows: list[Any]) -> Any:
+        seen.extend(rows)
+        return collate(rows)
+
+    rows = [[5] * (1 + at % 7) for at in range(2500)]
+    data = Dataset.from_dict({"input_ids": rows, "picture": ["large"] * 2500})
+    lengths = check_prompts(data, "train_dataset", 12, None, 100, counting)
+    assert lengths == [len(row) for row in rows]
+    assert len(seen) == 2500 and all(set(row) == {"input_ids"} for row in seen)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_pad_token_outside_the_models_vocabulary_never_reaches_it(tmp_path: Path, padded: bool) -> None:
+    """As where a script adds one to a tokenizer that has a token for each row of the embeddings."""
+    tokens = tiny.tokenizer(pad=None)
+    tokens.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokens.pad_token_id == tiny.VOCABULARY
+    data = tiny.prompts(16)
+    if padded:
+        ids = tokens(list(data["prompt"]), padding=True, return_token_type_ids=False)["input_ids"]
+        data = Dataset.from_dict({"input_ids": ids})
+    made = tiny.trainer(tmp_path, given={"processing_class": tokens, "train_dataset": data}, max_steps=1)
+    made.train()
+    assert tiny.updates(made)
