@@ -289,6 +289,11 @@ class PPOConfig(ConfigBase):
             problems.append(
                 f"plan must be auto, a preset, a YAML file's path, a dict or an ExecutionPlan, not {shown(self.plan)}."
             )
+        if self.save_only_model and self.load_best_model_at_end:
+            problems.append(
+                "load_best_model_at_end loads the best checkpoint's float32 weights from its optimizer's state, which "
+                "save_only_model leaves out; set one of them to false."
+            )
         weights = self.reward_weights
         if weights is not None and not (isinstance(weights, list | tuple) and all(map(_finite, weights))):
             problems.append(f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}.")

@@ -12,11 +12,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from trl import TrlParser
 
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, SaveError
 from .config import ConfigError
 from .data import DataError
 from .errors import PlanError, shown, unknown_keys
 from .files import read_yaml_mapping
+from .finite import NonFiniteError
 from .models import ModelError
 from .rewards import RewardError
 from .runtime.alarm import JobFailed
@@ -27,7 +28,18 @@ class RecipeError(ValueError):
     """A recipe that cannot be read. The message names the file, the key and the nearest right one."""
 
 
-SENTENCES = (RecipeError, CheckpointError, ConfigError, DataError, ModelError, RewardError, PlanError, JobFailed)
+SENTENCES = (
+    RecipeError,
+    CheckpointError,
+    SaveError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RewardError,
+    NonFiniteError,
+    PlanError,
+    JobFailed,
+)
 
 
 def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -119,5 +131,5 @@ def run(main: Callable[[], object]) -> None:
     try:
         main()
     except SENTENCES as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
         sys.exit(2)

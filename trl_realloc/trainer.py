@@ -19,12 +19,14 @@ from accelerate import PartialState
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint, speed_metrics
+from transformers.trainer_utils import TrainOutput, speed_metrics
 from transformers.utils import logging
 
-from . import assembly, checkpoint
+from . import assembly
 from .assembly import Setup
+from .checkpoint import CheckpointError
+from .checkpoint.mixin import CheckpointMixin
+from .checkpoint.resuming import STATE, Found
 from .compat import PPOTrainerBase
 from .completions import completion_rows, show_completions
 from .config import PPOConfig
@@ -60,7 +62,7 @@ class OnlineTrainerState(TrainerState):
     episode: int = 0
 
 
-class PPOTrainer(PPOTrainerBase):
+class PPOTrainer(CheckpointMixin, PPOTrainerBase):
     """Proximal Policy Optimization with every model function call where the execution plan puts it.
 
     Takes what TRL 1.12's `PPOTrainer` takes, in its order, and more kinds of it.
@@ -233,42 +235,47 @@ class PPOTrainer(PPOTrainerBase):
         """Train for `args.num_total_batches` updates.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last one in `args.output_dir`: policy,
-                critic, both optimizers, scheduler, random states and the place in the data go on from there.
+            resume_from_checkpoint: a checkpoint's folder, True for the newest whole one in `args.output_dir`, or "auto"
+                for the same where there is one and the beginning where there is none: policy, critic, both optimizers,
+                scheduler, random states and the place in the data go on from there.
 
         Raises:
-            CheckpointError: there is none, or it lacks what resuming needs.
+            CheckpointError: there is none, it is not whole, or it is of a run with which this one cannot go on.
             JobFailed: a call failed, here or on another rank; nothing was trained on that batch.
+            NonFiniteError: a number of a sample is not finite; nothing was trained on that batch.
+            SaveError: a checkpoint could not be written; the older ones are as they were.
         """
-        folder = self._checkpoint_folder(resume_from_checkpoint)
         self._memory_tracker.start()
         self.is_in_train = True
         with self._failing_together():
+            found = self._find_checkpoint(resume_from_checkpoint)
             begun = time.time()
             with working("loading models and starting engines"):
                 self._start()
             self._start_seconds = time.time() - begun
-            output = self._train(folder)
+            output = self._train(found)
         self.is_in_train = False
         return output
 
-    def _train(self, folder: Path | None) -> TrainOutput:
+    def _train(self, found: Found | None) -> TrainOutput:
         args = self.args
-        self._start_state(folder)
-        check_first_weights(self.placement, "they were given" if folder is None else f"loaded from {folder}")
+        self._start_state(found)
+        check_first_weights(self.placement, "they were given" if found is None else f"loaded from {found.folder}")
         start_time, start_step = time.time(), self.state.global_step
         self.metrics.begin(self.state.episode)
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
-        for batch, begins, ends in batches_of(self.get_train_dataloader(), start_step, self.state.max_steps):
+        for batch, begins, ends in batches_of(
+            self.get_train_dataloader(), start_step - self._data_begins, self.state.max_steps - self._data_begins
+        ):
             if begins:
                 self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
             begun = time.time()
             rates = {role: self.setup.rates.role(role) for role in (Role.ACTOR, Role.CRITIC)}
             self._rate = self.setup.rates.first
-            with self._working(self.state.global_step - start_step):
+            with self._working(self.state.global_step - start_step), self._saving_good_state():
                 iteration = self.executor.run(batch, self.state.global_step, rates)
             self.setup.rates.scheduled.step()  # it holds no gradient; the scheduler wants to have seen it step
             if not follows_metrics(self.lr_scheduler):
@@ -288,8 +295,7 @@ class PPOTrainer(PPOTrainerBase):
             self._replan(iteration)
         self._log_metrics()
         self._end_together()
-        if args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            checkpoint.load_training_state(self.placement, Path(self.state.best_model_checkpoint))
+        self._load_best_model()
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
@@ -333,17 +339,15 @@ class PPOTrainer(PPOTrainerBase):
             expected = f", an estimated {found.seconds:.3g} s per iteration" if found else ""
             logger.warning(f"update {self.state.global_step}: the plan is now {planned.plan.name}{expected}.")
 
-    def _start_state(self, folder: Path | None) -> None:
+    def _start_state(self, found: Found | None) -> None:
         args = self.args
-        exportable = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
-        self.state = OnlineTrainerState(stateful_callbacks=exportable)
-        if folder is not None:
-            self.state = OnlineTrainerState.load_from_json(str(folder / "trainer_state.json"))
+        self.state = OnlineTrainerState(stateful_callbacks=self._exportable())
+        self._data_begins = 0
+        if found is not None:
+            self.state = OnlineTrainerState.load_from_json(str(found.folder / STATE))
             self._load_callback_state()
-            checkpoint.load_training_state(self.placement, folder)
-            self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
-            self.setup.rates.restore(self.lr_scheduler.get_last_lr())
-            self._load_rng_state(str(folder))
+            self._load_checkpoint(found)
+            self._data_begins = self.state.global_step if args.ignore_data_skip else found.data_begins
         self.state.compute_steps(args, args.num_total_batches)
         self.state.init_training_references(
             self, args.num_total_batches, math.ceil(args.total_episodes / len(self.train_dataset)), None
@@ -381,6 +385,8 @@ class PPOTrainer(PPOTrainerBase):
         try:
             yield
         except BaseException as error:
+            if self.is_in_train and isinstance(error, Exception) and not isinstance(error, CheckpointError):
+                error.add_note(self._what_is_left())
             self.is_in_train = False
             if not isinstance(error, (JobFailed, KeyboardInterrupt, SystemExit)):
                 self.alarm.ring(f"rank {self.accelerator.process_index}: {error}")
@@ -453,50 +459,6 @@ class PPOTrainer(PPOTrainerBase):
         if self.accelerator.is_main_process:
             show_completions(table, self.args.report_to, self.state.global_step)
         return table
-
-    # --- saving -----------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The policy (or its adapter) with the tokenizer into `output_dir`, and the critic into its `value_model`.
-        Every rank calls this."""
-        folder = Path(output_dir or self.args.output_dir)
-        with self._failing_together():
-            self._start()
-            checkpoint.save_models(self.placement, folder, self._write_policy)
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _write_policy(self, model: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder, state_dict=state)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-        torch.save(self.args, folder / "training_args.bin")
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        name = self.args.hub_model_id or self.args.output_dir
-        self.create_model_card(model_name=Path(name).name)
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = Path(output_dir)
-        checkpoint.save_training_state(self.placement, folder)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
-            self.plan.save(folder / "plan.yaml")
-
-    def _checkpoint_folder(self, given: str | bool | None) -> Path | None:
-        given = self.args.resume_from_checkpoint if given is None else given
-        if given is None or given is False:
-            return None
-        found = get_last_checkpoint(self.args.output_dir) if given is True else given
-        if found is None:
-            raise checkpoint.CheckpointError(f"there is no checkpoint in {self.args.output_dir} to resume from.")
-        checkpoint.check_checkpoint(Path(found))
-        return Path(found)
 
     def close(self) -> None:
         """End the engines. Leaving the process does it too."""

@@ -28,7 +28,7 @@ from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
 from .tensor import box_of, is_cut, local, split_tensors, vocabulary_start
 from .vocabulary import SplitLogprobs
-from .weights import BUCKET_BYTES, checkpoint_names
+from .weights import BUCKET_BYTES, check_state, checkpoint_names
 
 
 class MegatronEngine:
@@ -256,9 +256,8 @@ class MegatronEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert self.masters is not None, "a frozen role has no state to load"
+        check_state(state, self._learned)
         for master in self.masters.all:
-            if master.name not in state["parameters"]:
-                continue
             index = tuple(slice(start, stop) for start, stop in box_of(master.parameter))
             cells = {
                 key: cell[index].to(self.device, copy=True) for key, cell in state["parameters"][master.name].items()

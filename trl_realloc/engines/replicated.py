@@ -22,7 +22,7 @@ from . import GROUP, Bucket, Parts, Rate
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
 from .guard import refusal
-from .weights import BUCKET_BYTES, buckets
+from .weights import BUCKET_BYTES, buckets, check_state
 
 
 class ReplicatedEngine:
@@ -139,11 +139,11 @@ class ReplicatedEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert self.optimizer is not None, "a frozen role has no state to load"
+        trained = [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]
+        check_state(state, [name for name, _ in trained])
         if self.scaler.is_enabled() and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
-        for name, parameter in self.head.model.named_parameters():
-            if name not in state["parameters"]:
-                continue
+        for name, parameter in trained:
             slots = {key: cell.to(parameter, copy=True) for key, cell in state["parameters"][name].items()}
             parameter.data.copy_(slots.pop("master"))
             slots |= {k: c.clone() if torch.is_tensor(c) else c for k, c in state["scalars"][name].items()}

@@ -7,7 +7,7 @@ gather a few of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import Bucket
+from . import Bucket, EngineError
 
 
 try:  # what `save_pretrained` names parameters by; not public, and absent before Transformers 5
@@ -140,3 +140,20 @@ def _saved_name(name: str, active_adapters: Sequence[str]) -> str | None:
 
 def _clean(name: str) -> str:
     return name.removeprefix("base_model.model.")
+
+
+def check_state(state: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse a `state_dict` of another model: what it lacks would be left as it was made.
+
+    Args:
+        names: of the parameters that the whole role trains.
+
+    Raises:
+        EngineError
+    """
+    odd = sorted(set(state["parameters"]) ^ set(names))
+    if odd:
+        raise EngineError(
+            f"the state to load has {len(state['parameters'])} parameters, the model trains {len(names)}; "
+            f"{', '.join(odd[:3])} {'is' if len(odd) == 1 else 'are'} in one of them only."
+        )

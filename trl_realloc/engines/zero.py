@@ -22,7 +22,7 @@ from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
 from .guard import refusal
 from .replicated import set_learning_rate, whole_parts
-from .weights import BUCKET_BYTES, buckets
+from .weights import BUCKET_BYTES, buckets, check_state
 from .zero_setup import Topology, deepspeed_config, initializing
 
 
@@ -168,6 +168,7 @@ class ZeroEngine:
         return {"version": self.version, "parameters": parameters, "scalars": scalars}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, [name for name, _ in self._trained()])
         kinds = {key for cells in state["parameters"].values() for key in cells} - {"master"}
         # one step count for a partition of many parameters: it is the same for all of them
         scalars: dict[str, Any] = next(iter(state["scalars"].values()), {})

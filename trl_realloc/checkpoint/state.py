@@ -6,42 +6,39 @@ States are kept by parameter name, not by partition: a checkpoint made under one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .models import persistent_buffers
-from .runtime.placement import Placement, TrainedEngine
+from ..finite import all_finite
+from ..models import persistent_buffers
+from ..runtime.placement import Placement, TrainedEngine
+from . import STATE_FILE, VALUE_FOLDER, CheckpointError
+from .problems import Problems
 
 
-VALUE_FOLDER = "value_model"  # beside the policy's files, in TRL's word for the critic
-STATE_FILE = "optimizer.pt"  # where Trainer keeps it; one in the policy's folder, one in the critic's
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be gone on from. The message names what is missing."""
-
-
-def save_models(placement: Placement, folder: Path, save_policy: Any) -> None:
+def save_models(placement: Placement, folder: Path, save_policy: Any, problems: Problems) -> None:
     """Policy and critic whole, whatever their layout. Collective; each role's first rank writes.
 
     Args:
         save_policy: `Trainer._save`-like, from a folder and a state dict; called on the policy's first rank.
+        problems: takes what goes wrong on this rank while it writes: the others are waiting for it in collectives.
     """
     if placement.actor is not None:
         state = _whole_state(placement.actor, placement.group("actor.train").is_leader)
         if state is not None:
-            with _writing_here(placement.actor.head.model):
+            with problems.writing(folder, _bytes(state)), _writing_here(placement.actor.head.model):
                 save_policy(placement.actor.head.model, state, folder)
     if placement.critic is not None:
         state = _whole_state(placement.critic, placement.group("critic.train").is_leader)
         if state is not None:
-            (folder / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
-            with _writing_here(placement.critic.head.model):
-                placement.critic.head.model.save_pretrained(folder / VALUE_FOLDER, state_dict=state)
+            values = folder / VALUE_FOLDER
+            with problems.writing(values, _bytes(state)), _writing_here(placement.critic.head.model):
+                values.mkdir(parents=True, exist_ok=True)
+                placement.critic.head.model.save_pretrained(values, state_dict=state)
 
 
 @contextlib.contextmanager
@@ -70,32 +67,36 @@ def _engines(placement: Placement) -> list[tuple[str, TrainedEngine | None, str]
     return [("actor.train", placement.actor, ""), ("critic.train", placement.critic, VALUE_FOLDER)]
 
 
-def save_training_state(placement: Placement, folder: Path) -> None:
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def save_training_state(placement: Placement, folder: Path, problems: Problems) -> None:
     """Both optimizers' states with the float32 weights. Collective; each role's first rank writes."""
     for call, engine, subfolder in _engines(placement):
         if engine is None:
             continue
         state = engine.state_dict()
         if placement.group(call).is_leader:
-            (folder / subfolder).mkdir(parents=True, exist_ok=True)
-            torch.save(state, folder / subfolder / STATE_FILE)
+            cells = {f"{name} {key}": cell for name, own in state["parameters"].items() for key, cell in own.items()}
+            path = folder / subfolder / STATE_FILE
+            with problems.writing(path, _bytes(cells)):
+                if not all_finite(cells.values()):
+                    raise OSError("the weights or the optimizer's state are not finite")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(state, path)
 
 
 def load_training_state(placement: Placement, folder: Path) -> None:
-    """The inverse of `save_training_state`, under this placement's plan."""
+    """The inverse of `save_training_state`, under this placement's plan.
+
+    Raises:
+        CheckpointError: a number of it is not finite.
+    """
     for _call, engine, subfolder in _engines(placement):
         if engine is not None:
-            engine.load_state_dict(torch.load(folder / subfolder / STATE_FILE, weights_only=True, map_location="cpu"))
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raises:
-    CheckpointError: before anything is loaded, where the folder lacks what resuming needs.
-    """
-    needed = ["trainer_state.json", "scheduler.pt", STATE_FILE, f"{VALUE_FOLDER}/{STATE_FILE}"]
-    missing = [name for name in needed if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"cannot resume from {folder}: it has no {', '.join(missing)}. Checkpoints of TRL's PPOTrainer lack the "
-            f"critic, and those saved with save_only_model the optimizers; start from the model instead."
-        )
+            path = folder / subfolder / STATE_FILE
+            state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+            if not all_finite(cell for own in state["parameters"].values() for cell in own.values()):
+                raise CheckpointError(f"cannot resume from {folder}: {path.relative_to(folder)} holds NaN or infinity.")
+            engine.load_state_dict(state)
