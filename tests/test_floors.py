@@ -220,6 +220,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "callbacks": set(),
     "metrics": {"runtime/executor", "timeline"},
     "optimizer": {"config", "dataflow", "engines"},
+    "sharding": {"assignment", "config", "optimizer", "plan"},
     "policy_and_value": set(),
     "subject": {"dataflow", "models", "modelspec"},
     "job": {
@@ -317,6 +318,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime/calls",
         "runtime/options",
         "runtime/placement",
+        "sharding",
         "subject",
     },
     "trainer": {"*"},

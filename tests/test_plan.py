@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trl_realloc.assignment import ABILITIES
 from trl_realloc.cluster import Cluster, DeviceMesh, is_legal, legal_meshes
 from trl_realloc.dataflow import CallKind, DataflowGraph, ppo_graph
-from trl_realloc.plan import ENGINES, Assignment, ExecutionPlan, ParallelStrategy, PlanError
+from trl_realloc.plan import ENGINES, LONGEST_NAME, Assignment, ExecutionPlan, ParallelStrategy, PlanError
 from trl_realloc.planner.presets import flatten, separate
 
 
@@ -23,7 +23,7 @@ RECIPES = Path(__file__).parent.parent / "recipes" / "plans"
 clusters = st.builds(Cluster, st.integers(1, 4), st.integers(1, 9))
 tokens = st.none() | st.integers(1, 1 << 20)
 # Any text but lone surrogates, which no file can hold.
-names = st.text(st.characters(exclude_categories=["Cs"]))
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=LONGEST_NAME)
 
 
 @st.composite

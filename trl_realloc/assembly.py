@@ -49,6 +49,7 @@ from .rewards import Rewards, read_rewards
 from .runtime.calls import Rules
 from .runtime.options import EngineOptions
 from .runtime.placement import Roles, copies_actor
+from .sharding import check_sharding
 from .subject import Subject, spec_of, specs_of
 
 
@@ -186,6 +187,7 @@ def prepare(
             check_trains(given, what)
     if wanted.plan is not None:
         check_plan(args, wanted.plan, configs, adapted)
+        check_sharding(args, given_optimizer, wanted.plan)
 
     train = tokenize_prompts(train_dataset, processing_class, "train_dataset", args.dataset_num_proc)
     evals = _eval_prompts(args, eval_dataset, processing_class)
@@ -217,6 +219,7 @@ def prepare(
     plan = planned.plan
     if wanted.plan is None:
         check_plan(args, plan, configs, adapted)
+        check_sharding(args, given_optimizer, plan)
     check_gpus(wanted.processes, plan)
     announce(wanted.processes, plan, rank)
     policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, peft_config)
@@ -364,7 +367,7 @@ def _roles(
     elif adapted:
         if args.ref_adapter_name is not None:
             raise ConfigError("ref_adapter_name needs reference.forward in actor.train's layout, e.g. plan: flatten.")
-        base = frozen_copy(policy.get_base_model() if has_adapters(policy) else policy)
+        base = frozen_copy(policy)
         reference = lambda: without_dropout(base)  # noqa: E731
     else:
         reference = lambda: without_dropout(frozen_copy(policy))  # noqa: E731

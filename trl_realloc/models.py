@@ -186,5 +186,7 @@ def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.M
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as it is now, for a reference that stays."""
-    return copy.deepcopy(model).requires_grad_(False).eval()
+    """The model as it is now, for a reference that stays; without adapters, which are what is trained."""
+    made: Any = copy.deepcopy(model)
+    frozen: PreTrainedModel = (made.unload() if has_adapters(made) else made).requires_grad_(False).eval()
+    return frozen

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ def part_of(given: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Opti
     ]
     if not groups:
         raise ConfigError(_holds_none(f"the {type(module).__name__} to be trained"))
-    state: defaultdict[Any, Any] = defaultdict(dict)
+    state: dict[Any, Any] = {}
     for parameter in (p for group in groups for p in group["params"]):
         if slots := given.state.get(parameter):
             # made where the model was then: the engine may have moved it to a GPU since
@@ -116,14 +116,21 @@ def part_of(given: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Opti
                 name: cell.to(parameter.device) if torch.is_tensor(cell) and cell.dim() else cell
                 for name, cell in slots.items()
             }
+    return with_groups(given, groups, state)
+
+
+def with_groups(
+    given: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer of the class and the settings of the given one over other parameter groups."""
     # Not by the constructor: its arguments are not the defaults (torch.optim.AdamW's, for one), and what it sets beside
     # the groups must stay. A scheduler wraps the given one's `step`, which must not be this one's.
     kind = type(given)
-    part: torch.optim.Optimizer = kind.__new__(kind)
+    made: torch.optim.Optimizer = kind.__new__(kind)
     attributes = {name: value for name, value in vars(given).items() if not callable(getattr(kind, name, None))}
-    part.__dict__.update({k: v.copy() if isinstance(v, (dict, list)) else v for k, v in attributes.items()})
-    part.__setstate__({"state": state, "param_groups": groups})
-    return part
+    made.__dict__.update({k: v.copy() if isinstance(v, (dict, list)) else v for k, v in attributes.items()})
+    made.__setstate__({"state": defaultdict(dict, state), "param_groups": list(groups)})
+    return made
 
 
 def follows_metrics(scheduler: Any) -> bool:

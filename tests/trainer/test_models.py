@@ -9,6 +9,8 @@ import tiny
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 
+from trl_realloc.models import frozen_copy
+
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=32)
 
@@ -31,6 +33,20 @@ def test_a_given_reference_is_the_one_the_kl_is_measured_against(tmp_path: Path)
     own = tiny.trainer(tmp_path, learning_rate=0.0, max_steps=1)
     own.train()
     assert abs(tiny.updates(own)[0]["objective/kl"]) < 1e-4
+
+
+def test_the_reference_of_a_trained_adapter_is_the_policy_without_it() -> None:
+    """Where the reference is in a layout of its own it is a copy: the adapter must not be in it."""
+    model = tiny.policy()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model(ids).logits
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    assert not torch.allclose(adapted(ids).logits, expected, atol=1e-3)
+    copied = frozen_copy(adapted)
+    assert torch.allclose(copied(ids).logits, expected, atol=1e-6)
+    assert not any(p.requires_grad for p in copied.parameters()) and "lora" not in str(copied)
+    assert any(p.requires_grad for p in adapted.parameters()), "the policy trains on"
 
 
 def test_with_lora_only_the_adapter_trains_and_the_base_is_the_reference(tmp_path: Path) -> None:

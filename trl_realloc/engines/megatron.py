@@ -242,8 +242,9 @@ class MegatronEngine:
             assert master.weight is not None
             slots = self.masters.slots(master)
             full = {key: cell for key, cell in slots.items() if torch.is_tensor(cell) and cell.dim()}
-            box = box_of(master.parameter)
             for key, cell in {**full, "master": master.weight.data}.items():
+                # of another shape are an optimizer's factors, which it has of whole parameters alone
+                box = box_of(master.parameter) if cell.shape == master.weight.shape else None
                 cells.setdefault(key, {})[master.name] = (box, cell.float())
             scalars[master.name] = copy.deepcopy({key: cell for key, cell in slots.items() if key not in full})
         kinds = sorted({key for told in self._gathered(sorted(cells)) for key in told})
@@ -259,8 +260,10 @@ class MegatronEngine:
         check_state(state, self._learned)
         for master in self.masters.all:
             index = tuple(slice(start, stop) for start, stop in box_of(master.parameter))
+            shape = master.parameter.shape
             cells = {
-                key: cell[index].to(self.device, copy=True) for key, cell in state["parameters"][master.name].items()
+                key: (cell[index] if cell.shape == shape else cell).to(self.device, copy=True)
+                for key, cell in state["parameters"][master.name].items()
             }
             weight = cells.pop("master")
             scalars = state["scalars"][master.name]
@@ -295,6 +298,9 @@ class MegatronEngine:
         whole: dict[str, Tensor] = {}
         for part in told:
             for name, (box, tensor) in part.items():
+                if box is None:
+                    whole[name] = tensor
+                    continue
                 place = whole.setdefault(name, torch.empty(self._shapes[name], dtype=tensor.dtype))
                 place[tuple(slice(start, stop) for start, stop in box)] = tensor
         return whole

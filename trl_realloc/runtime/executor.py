@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class Executor:
             self.exchange.know(name, samples)
         names = [n for n in self.plan.order if n not in (known or {}) and (only is None or n in only)]
         mine = [name for name in names if self.placement.takes_part(name)]
-        for name, following in zip(mine, [*mine[1:], None], strict=True):
+        for name, following in zip_longest(mine, mine[1:]):
             inputs = self._inputs(name, batch.prompts)
             if self._unfit and self.plan.graph.call(name).trains:
                 continue

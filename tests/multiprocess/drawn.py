@@ -1,0 +1,119 @@
+"""Random cases for contract 1: a legal execution plan, tiny models of a family, and PPO's settings, from one seed.
+
+Pure: what runs a case and compares it with one process is `random_plans`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig
+
+from trl_realloc.assembly import check_layouts
+from trl_realloc.cluster import Cluster, DeviceMesh, legal_meshes
+from trl_realloc.dataflow import CallKind, Role, ppo_graph
+from trl_realloc.modelspec import FAMILIES
+from trl_realloc.plan import ExecutionPlan, PlanError
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+
+def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[str, Any]:
+    """The case of a seed, as JSON. The same seed gives the same case on every rank and in every run.
+
+    Args:
+        processes: how many a case may have, each as often as it stands here.
+    """
+    draw = random.Random(seed)
+    devices = draw.choice(processes)
+    model = _model(draw)
+    for _ in range(1000):
+        plan = _plan(draw, devices)
+        try:
+            made = ExecutionPlan.from_dict(plan)
+            config = config_of(model, num_labels=1)
+            check_layouts(made, {role: [config] for role in Role}, [Role.ACTOR] if model["lora"] else [])
+        except PlanError:
+            continue
+        return {
+            "seed": seed,
+            "devices": devices,
+            "plan": plan,
+            "model": model,
+            "samples": draw.choice([8, 12, 16]),
+            "mini_batches": draw.choice([1, 2, 3, 5]),
+            "config": {
+                "num_ppo_epochs": draw.choice([1, 2]),
+                "max_grad_norm": draw.choice([0.0, 0.05, 1.0]),
+                "weight_decay": draw.choice([0.0, 0.1]),
+                "whiten_rewards": draw.random() < 0.5,
+                "missing_eos_penalty": draw.choice([None, 1.0]),
+                "gradient_checkpointing": draw.random() < 0.3,
+                "kl_estimator": draw.choice(["k1", "k3"]),
+            },
+        }
+    raise AssertionError(f"no legal plan in 1000 draws from seed {seed}")
+
+
+def config_of(model: Mapping[str, Any], **more: Any) -> Any:
+    return AutoConfig.for_model(model["family"], **{**SIZES, **model["config"], **more})
+
+
+def _model(draw: random.Random) -> dict[str, Any]:
+    family = draw.choice(sorted(FAMILIES))
+    config: dict[str, Any] = {
+        "vocab_size": draw.choice([100, 101, 131]),
+        "num_hidden_layers": draw.choice([2, 3, 4, 5]),
+        "num_key_value_heads": 4 if family == "gpt_neox" else draw.choice([2, 4]),
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+    if family == "mistral":
+        config["sliding_window"] = draw.choice([None, 5])
+    if family == "llama":
+        config["attention_bias"] = config["mlp_bias"] = draw.random() < 0.3
+    targets = ["query_key_value", "dense_4h_to_h"] if family == "gpt_neox" else ["q_proj", "down_proj"]
+    lora = draw.choice([None, None, None, targets, [*targets, "embed_out" if family == "gpt_neox" else "lm_head"]])
+    if lora and config["tie_word_embeddings"]:
+        lora = targets
+    return {"family": family, "config": config, "lora": lora}
+
+
+def _plan(draw: random.Random, devices: int) -> dict[str, Any]:
+    cluster = Cluster(1, devices)
+    meshes = [*sorted(set(legal_meshes(cluster))), *[cluster.mesh] * 3]
+    calls = {call.name: _call(draw, call.kind, draw.choice(meshes)) for call in ppo_graph().calls}
+    if draw.random() < 0.4:  # what is in place is drawn too seldom
+        calls["critic.forward"] = {k: v for k, v in calls["critic.train"].items() if k != "micro_batch_tokens"}
+    return {"cluster": {"nodes": 1, "devices_per_node": devices}, "calls": calls}
+
+
+def _call(draw: random.Random, kind: CallKind, mesh: DeviceMesh) -> dict[str, Any]:
+    made: dict[str, Any] = {"mesh": str(mesh), "engine": "transformers", "dp": mesh.size}
+    if kind is CallKind.GENERATE:
+        return {**made, "drop": draw.random() < 0.2}
+    if draw.random() < 0.4:
+        made |= {"engine": "zero", "zero_stage": draw.choice([0, 1, 2, 3] if kind is CallKind.TRAIN else [0, 0, 3])}
+    else:
+        tp, pp = draw.choice(
+            [(t, p) for t in (1, 2, 4) for p in (1, 2, 3, 4) if mesh.size % (t * p) == 0 and t * p <= mesh.size]
+        )
+        made |= {"engine": "megatron", "dp": mesh.size // (tp * pp), "tp": tp, "pp": pp}
+        if kind is CallKind.TRAIN:
+            made["zero_stage"] = draw.choice([0, 1])
+    if kind is not CallKind.TRAIN:
+        made[draw.choice(["offload", "drop"])] = draw.random() < 0.3
+    if draw.random() < 0.5:
+        made["micro_batch_tokens"] = draw.choice([8, 20, 40, 100])
+    return made
