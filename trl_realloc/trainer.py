@@ -27,6 +27,7 @@ from .assembly import Setup
 from .checkpoint import CheckpointError
 from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.resuming import STATE, Found
+from .checkpoint.saving import make_output_dir
 from .compat import PPOTrainerBase
 from .completions import completion_rows, show_completions
 from .config import PPOConfig
@@ -127,6 +128,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
         peft_config: Any = None,
         reward_processing_classes: Any = None,
     ) -> None:
+        make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
         self.plugin = ReallocationPlugin(args.plan, args.generation_engine)

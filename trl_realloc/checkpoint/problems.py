@@ -32,11 +32,9 @@ class Problems:
         left.
 
         Args:
-            needed: bytes that are to be written; nothing is where the disk has less room.
+            needed: bytes that are to be written; say so in the block too, by `need_room`.
         """
         with self.trying(path, needed):
-            if needed > shutil.disk_usage(_existing(path)).free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield
             self._written.append(path)
 
@@ -70,6 +68,12 @@ class Problems:
         self._found.clear()
         if found:
             raise SaveError(f"{what} could not be saved: {'; '.join(found)}.{kept}")
+
+
+def need_room(path: Path, needed: int) -> None:
+    """Raises `OSError` where the disk of a path that is to be written has less room than `needed` bytes."""
+    if needed > shutil.disk_usage(_existing(path)).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _existing(path: Path) -> Path:

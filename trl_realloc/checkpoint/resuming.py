@@ -7,8 +7,8 @@ On hosts with a disk each every host is handed the files that it lacks. Owns not
 from __future__ import annotations
 
 import json
-import os
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ STATES = {"policy": STATE_FILE, "critic": f"{VALUE_FOLDER}/{STATE_FILE}"}
 NEEDED = (STATE, SCHEDULER, *STATES.values())
 SCANNED = 1 << 30  # largest file without a checksum that is read whole to find NaN before the engines start
 CHUNK = 64 << 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart whose hostnames are the same
 
 Wanted = str | bool | None
 
@@ -117,22 +118,24 @@ def find_checkpoint(given: Wanted, output_dir: Path, here: Here, *, rank: int, c
     raise CheckpointError(f"cannot resume from {'; '.join(passed)}.{_others(folders[0])}")
 
 
-def newest_whole(output_dir: Path) -> Path | None:
+def newest_whole(output_dir: Path, *, checksums: bool = False, apart_from: Path | None = None) -> Path | None:
     """As this process sees it by the sizes of files; one without a manifest counts where its files are there."""
     for folder in checkpoints_in(output_dir):
+        if folder == apart_from:
+            continue
         try:
             manifest = read_manifest(folder)
         except ValueError:
             continue
-        wrong = damage(folder, manifest, checksums=False) if manifest else {}
+        wrong = damage(folder, manifest, checksums=checksums) if manifest else {}
         if not wrong and not _missing(folder):
             return folder
     return None
 
 
 def _others(folder: Path) -> str:
-    whole = newest_whole(folder.parent) if folder.parent.is_dir() else None
-    return f" {whole} is whole: resume from it." if whole is not None and whole != folder else ""
+    whole = newest_whole(folder.parent, checksums=True, apart_from=folder)
+    return f" {whole} is whole: resume from it." if whole is not None else ""
 
 
 def _way_out(looked: _Looked) -> str:
@@ -161,7 +164,8 @@ class _Looked:
 def _look(folder: Path, here: Here, rank: int, control: Any) -> _Looked:
     """Collective; the same on all ranks."""
     looked = _Looked()
-    reads = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one process of each host
+    places = from_every_rank(_place(folder), control)
+    reads = places.index(places[rank]) == rank  # one process of each host
     own = _read(folder) if reads else _Report()
     reports = from_every_rank(own, control)
     looked.manifest = next((report.manifest for report in reports if report.manifest), None)
@@ -174,6 +178,16 @@ def _look(folder: Path, here: Here, rank: int, control: Any) -> _Looked:
     judged = from_every_rank((looked.damage, looked.unfit, looked.only_data), control)[0]
     looked.damage, looked.unfit, looked.only_data = judged
     return looked
+
+
+def _place(folder: Path) -> tuple[Any, ...]:
+    """The same for two ranks of one host that see the same folder, or both see none there."""
+    machine = (socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else "")
+    try:
+        found = folder.stat()
+        return (*machine, found.st_dev, found.st_ino)
+    except OSError:
+        return (*machine, str(folder.absolute()))
 
 
 # --- files, on every host -------------------------------------------------------------------------------------------

@@ -32,6 +32,16 @@ def new_run(control: Any) -> str:
     return name
 
 
+def make_output_dir(output_dir: Path) -> None:
+    """Raises:
+    SaveError: it cannot be made.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SaveError(f"output_dir {output_dir} cannot be made: {error.strerror}.") from None
+
+
 def check_writable(output_dir: Path, problems: Problems) -> None:
     """All ranks together, before anything expensive starts.
 
@@ -142,6 +152,9 @@ def _clean(staged: Path) -> None:
     """Remove what saves that were interrupted have left."""
     for path in [staged, *staged.parent.glob(f"checkpoint-*{UNFINISHED}")]:
         if path == staged or NAME.fullmatch(path.name.removesuffix(UNFINISHED)):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in staged.parent.glob(f"checkpoint-*{REPLACED}"):
+        if path.with_suffix("").exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ from ..finite import all_finite
 from ..models import persistent_buffers
 from ..runtime.placement import Placement, TrainedEngine
 from . import STATE_FILE, VALUE_FOLDER, CheckpointError
-from .problems import Problems
+from .problems import Problems, need_room
 
 
 def save_models(placement: Placement, folder: Path, save_policy: Any, problems: Problems) -> None:
@@ -31,12 +31,14 @@ def save_models(placement: Placement, folder: Path, save_policy: Any, problems: 
         state = _whole_state(placement.actor, placement.group("actor.train").is_leader)
         if state is not None:
             with problems.writing(folder, _bytes(state)), _writing_here(placement.actor.head.model):
+                need_room(folder, _bytes(state))
                 save_policy(placement.actor.head.model, state, folder)
     if placement.critic is not None:
         state = _whole_state(placement.critic, placement.group("critic.train").is_leader)
         if state is not None:
             values = folder / VALUE_FOLDER
             with problems.writing(values, _bytes(state)), _writing_here(placement.critic.head.model):
+                need_room(values, _bytes(state))
                 values.mkdir(parents=True, exist_ok=True)
                 placement.critic.head.model.save_pretrained(values, state_dict=state)
 
@@ -83,6 +85,7 @@ def save_training_state(placement: Placement, folder: Path, problems: Problems) 
             with problems.writing(path, _bytes(cells)):
                 if not all_finite(cells.values()):
                     raise OSError("the weights or the optimizer's state are not finite")
+                need_room(path, _bytes(cells))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(state, path)
 

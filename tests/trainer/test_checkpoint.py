@@ -1,0 +1,350 @@
+"""A checkpoint is whole or is none, and what is not whole or is another run's is refused before any engine starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from trl_realloc import PPOConfig, PPOTrainer
+from trl_realloc.checkpoint import CheckpointError, SaveError
+from trl_realloc.checkpoint.manifest import MANIFEST, checkpoints_in
+from trl_realloc.checkpoint.problems import Problems
+from trl_realloc.checkpoint.resuming import newest_whole, read_wanted
+from trl_realloc.checkpoint.saving import save_checkpoint, surplus
+from trl_realloc.config import ConfigError
+from trl_realloc.finite import NonFiniteError
+
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "response_length": 4, "num_ppo_epochs": 1}
+CRITIC = "value_model/optimizer.pt"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two updates, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny.trainer(folder, **SAVING).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory: pytest.TempPathFactory) -> PPOTrainer:
+    """A trainer of the same run, not started."""
+    return tiny.trainer(tmp_path_factory.mktemp("again"), **SAVING)
+
+
+@pytest.fixture
+def run(saved: Path, again: PPOTrainer, tmp_path: Path) -> Path:
+    """A copy of the saved run that `again` resumes in."""
+    shutil.copytree(saved, tmp_path / "run")
+    again.args.output_dir = str(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def of_noise(path: Path) -> None:
+    path.write_bytes(os.urandom(path.stat().st_size))
+
+
+def one_byte_changed(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def with_nan(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    next(iter(state["parameters"].values()))["exp_avg"][0] = float("nan")
+    torch.save(state, path)
+
+
+def without_a_parameter(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    state["parameters"].popitem()
+    torch.save(state, path)
+
+
+def swapped(path: Path) -> None:
+    other = path.parent / CRITIC
+    policy, critic = path.read_bytes(), other.read_bytes()
+    path.write_bytes(critic)
+    other.write_bytes(policy)
+
+
+DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
+    *[
+        (name, how)
+        for name in ("optimizer.pt", CRITIC)
+        for how in (truncated, of_noise, emptied, with_nan, Path.unlink)
+    ],
+    *[
+        (name, how)
+        for name in ("trainer_state.json", "scheduler.pt")
+        for how in (truncated, of_noise, emptied, Path.unlink)
+    ],
+    ("rng_state.pth", truncated),
+    ("rng_state.pth", of_noise),
+]
+UNLIKE = [("optimizer.pt", without_a_parameter), (CRITIC, without_a_parameter), ("optimizer.pt", swapped)]
+ONLY_BY_CHECKSUM = [("optimizer.pt", one_byte_changed), ("model.safetensors", one_byte_changed), (MANIFEST, truncated)]
+
+
+@pytest.mark.parametrize("release", ["with a manifest", "of an earlier release"])
+def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_for_an_older_one(
+    run: Path, again: PPOTrainer, release: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is wrong with it: the file is named, no engine starts, and nobody is told to throw work away."""
+    newest, older = run / "checkpoint-2", run / "checkpoint-1"
+    has_manifest = release == "with a manifest"
+    if not has_manifest:
+        for folder in (newest, older):
+            (folder / MANIFEST).unlink()
+    keep = run / "kept"
+    shutil.copytree(newest, keep)
+    for name, damaged in DAMAGE + (UNLIKE + ONLY_BY_CHECKSUM if has_manifest else []):
+        what = f"{name} {damaged.__name__}"
+        damaged(newest / name)
+        with pytest.raises(CheckpointError, match=name) as refused:
+            again._find_checkpoint(str(newest))
+        assert f"{older} is whole: resume from it" in str(refused.value), what
+        assert "start from" not in str(refused.value)
+        caplog.clear()
+        found = again._find_checkpoint(True)
+        assert found is not None and found.folder == older, what
+        assert "passed over" in caplog.text and name in caplog.text, what
+        shutil.rmtree(newest)
+        shutil.copytree(keep, newest)
+        os.utime(older / "trainer_state.json", (1, 1))
+    assert again._find_checkpoint("auto").folder == newest  # type: ignore[union-attr]
+    assert not again.placement.started
+
+
+@pytest.mark.parametrize(("name", "unlike"), UNLIKE)
+def test_a_checkpoint_of_an_earlier_release_with_parameters_of_another_model_is_refused(
+    run: Path, again: PPOTrainer, name: str, unlike: Callable[[Path], None]
+) -> None:
+    (run / "checkpoint-2" / MANIFEST).unlink()
+    unlike(run / "checkpoint-2" / name)
+    with pytest.raises(CheckpointError, match=r"its (policy|critic) has \d+ trained parameters, this run's \d+"):
+        again._find_checkpoint(str(run / "checkpoint-2"))
+
+
+def test_without_a_whole_checkpoint_resuming_is_refused_and_auto_begins_only_where_there_is_none(
+    run: Path, again: PPOTrainer
+) -> None:
+    for step in (1, 2):
+        truncated(run / f"checkpoint-{step}" / "optimizer.pt")
+    for given in (True, "auto", "true"):
+        with pytest.raises(CheckpointError, match=r"is whole: .*checkpoint-2 \(optimizer.pt .*checkpoint-1 \("):
+            again._find_checkpoint(given)
+    again.args.output_dir = str(run / "fresh")
+    assert again._find_checkpoint("auto") is None
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        again._find_checkpoint(True)
+
+
+def test_resume_from_checkpoint_is_read_from_recipes_and_command_lines() -> None:
+    assert [read_wanted(word) for word in ("auto", "True", "true", "False", None, False, True)] == [
+        "auto", True, True, None, None, None, True,
+    ]  # fmt: skip
+    assert read_wanted("runs/checkpoint-3") == "runs/checkpoint-3"
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "adapters": ({"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, {}, "one of them trains LoRA adapters"),
+    "policy": ({"model": tiny.policy(num_hidden_layers=3)}, {}, "its policy has 21 trained parameters, this run's 30"),
+    "width": ({"model": tiny.policy(intermediate_size=48)}, {}, r"has the shape \(64, 32\), this run's \(48, 32\)"),
+    "critic": ({"value_model": tiny.classifier(num_hidden_layers=1)}, {}, "its critic has 21 trained parameters"),
+    "optimizer": ({}, {"optim": "sgd"}, "its optimizer is AdamW, this run's is SGD"),
+    "batch": ({}, {"per_device_train_batch_size": 4}, "its updates have 8 episodes, this run's 4.*ignore_data_skip"),
+    "rows": ({"train_dataset": tiny.prompts(32)}, {}, "its data set has 64 prompts, this run's 32.*ignore_data_skip"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_checkpoint_of_another_run_is_refused_before_anything_starts(saved: Path, tmp_path: Path, what: str) -> None:
+    given, changes, said = OTHERS[what]
+    other = tiny.trainer(tmp_path, given=given, **{**SAVING, **changes})
+    with pytest.raises(CheckpointError, match=said):
+        other.train(resume_from_checkpoint=str(saved / "checkpoint-2"))
+    assert not other.placement.started
+
+
+def test_other_data_are_allowed_where_they_are_said_to_begin_anew(saved: Path, tmp_path: Path) -> None:
+    """From the first row on; and the checkpoints of that run are resumed at their place in these data."""
+    changes = {**SAVING, "max_steps": 5, "ignore_data_skip": True}
+    given = {"train_dataset": tiny.prompts(16)}
+    first = tiny.trainer(tmp_path, given=given, **changes)
+    first.train(resume_from_checkpoint=str(saved / "checkpoint-2"))
+    second = tiny.trainer(tmp_path, given=given, **{**changes, "ignore_data_skip": False})
+    shutil.rmtree(tmp_path / "checkpoint-5")
+    second.train(resume_from_checkpoint="auto")
+    assert (first._data_begins, second._data_begins) == (2, 2)
+    assert tiny.updates(first) == tiny.updates(second)
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In place of a signal: nothing that comes after it is done."""
+
+
+def writes(text: str) -> Callable[[Path, Problems], None]:
+    def write(folder: Path, problems: Problems) -> None:
+        for name in ("trainer_state.json", "scheduler.pt", "optimizer.pt", CRITIC):
+            with problems.writing(folder / name):
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_text(text)
+
+    return write
+
+
+def save(
+    folder: Path, step: int, text: str = "", limit: int | None = 1, run: str = "mine", best: Path | None = None
+) -> None:
+    final = folder / f"checkpoint-{step}"
+    save_checkpoint(final, run, writes(text or str(step)), {}, rank=0, control=None, limit=limit, best=best)
+
+
+def test_a_job_that_is_killed_while_it_saves_leaves_a_whole_checkpoint_whenever_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each call that changes the disk, both for a new checkpoint and for one of a name that is there already."""
+    for step in (2, 1):
+        for moment in range(200):
+            folder = tmp_path / f"{step}-{moment}"
+            save(folder, 1, "old")
+            left = iter(range(moment))
+            with monkeypatch.context() as patched:
+                for name in ("rename", "fsync", "unlink", "rmdir", "mkdir"):
+                    patched.setattr(os, name, _dying(getattr(os, name), left))
+                try:
+                    save(folder, step, "new")
+                except Killed:
+                    finished = False
+                else:
+                    finished = True
+            whole = newest_whole(folder)
+            assert whole is not None and {p.read_text() for p in whole.glob("*.pt")} <= {"old", "new"}, moment
+            save(folder, 3, "after")
+            assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-3"]
+            assert not list(folder.glob("*.tmp")), "what the killed job left is removed"
+            if finished:
+                break
+        assert finished and moment > 15
+
+
+def _dying(call: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]:
+    def one_less(*arguments: Any, **named: Any) -> Any:
+        if next(left, None) is None:
+            raise Killed
+        return call(*arguments, **named)
+
+    return one_less
+
+
+def test_of_old_checkpoints_only_the_runs_own_are_deleted(tmp_path: Path) -> None:
+    save(tmp_path, 99, run="another's")
+    (tmp_path / "checkpoint-98").mkdir()  # of nobody knows whom
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, limit=2, best=tmp_path / "checkpoint-1")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoint-99", "checkpoint-98", "checkpoint-1", "checkpoint-4"}
+    assert checkpoints_in(tmp_path)[0].name == "checkpoint-4", "the newest is what was written last"
+    assert surplus(tmp_path / "checkpoint-4", "mine", 1, None) == [tmp_path / "checkpoint-1"]
+
+
+def test_a_disk_without_room_ends_the_run_in_a_sentence_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    """A real disk of two megabytes, then a read-only one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip("this user cannot mount a small disk")
+    try:
+        made = tiny.trainer(disk, **{**SAVING, "save_total_limit": 1, "max_steps": 4})
+        with pytest.raises(SaveError, match=r"checkpoint-2 .*rank 0 cannot write .* MB are needed, .* MB are free"):
+            made.train()
+        assert [path.name for path in disk.glob("checkpoint-*")] == ["checkpoint-1"]
+        assert newest_whole(disk) == disk / "checkpoint-1"
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(SaveError, match="output_dir .*new cannot be made: Read-only file system"):
+            tiny.trainer(disk / "new", **SAVING)
+        other = tiny.trainer(disk, **SAVING)
+        with pytest.raises(SaveError, match="checkpoints could not be saved: .*Read-only file system"):
+            other.train()
+        assert not other.placement.started
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+class Breaks:
+    """A reward that is infinite from the third update on."""
+
+    __name__ = "breaks"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        self.calls += 1
+        return [float("inf") if self.calls > 2 else float(len(text)) for text in completions]
+
+
+def test_a_run_that_ends_at_a_bad_score_saves_the_state_before_it_and_says_where_it_is(tmp_path: Path) -> None:
+    changes = {**SAVING, "save_steps": 100, "max_steps": 4}
+    made = tiny.trainer(tmp_path, given={"reward_model": Breaks()}, **changes)
+    with pytest.raises((NonFiniteError, RuntimeError), match="returned inf for sample 0") as failed:
+        made.train()
+    assert f"newest whole checkpoint is {tmp_path / 'checkpoint-2'}" in failed.value.__notes__[0]
+    mended = tiny.trainer(tmp_path, **changes)  # with another reward
+    mended.train(resume_from_checkpoint="auto")
+    assert len(tiny.updates(mended)) == mended.state.global_step == 4
+
+
+class Stops(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the judge is gone")
+
+
+def test_a_failure_says_that_nothing_has_been_saved_where_that_is_so(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, callbacks=[Stops()], **{**SAVING, "save_strategy": "no"})
+    with pytest.raises(ConnectionError) as failed:
+        made.train()
+    assert failed.value.__notes__ == ["Nothing of this run has been saved, because save_strategy is 'no'."]
+
+
+def test_the_best_model_cannot_be_loaded_at_the_end_where_only_models_are_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="load_best_model_at_end.*save_only_model"):
+        PPOConfig(
+            output_dir=str(tmp_path), save_only_model=True, load_best_model_at_end=True, bf16=False, use_cpu=True,
+            save_strategy="steps", eval_strategy="steps", eval_steps=1, save_steps=1,
+        )  # fmt: skip
+
+
+def test_a_manifest_lists_every_file_with_its_size(saved: Path) -> None:
+    folder = saved / "checkpoint-2"
+    listed = json.loads((folder / MANIFEST).read_text())["files"]
+    there = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    assert {name: size for name, (size, _) in listed.items()} == {n: s for n, s in there.items() if n != MANIFEST}
