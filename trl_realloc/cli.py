@@ -26,7 +26,7 @@ from .planner.choose import Chosen, choose
 from .planner.cost import Pricing
 from .planner.hardware import Analytic, parse_cluster
 from .planner.presets import PRESETS, load_plan
-from .planner.profile import Measured, Profile
+from .planner.profile import Measured, Profile, model_key
 from .planner.show import beaten_table, draw_estimate, estimate_table, explained
 from .planner.task import Task, is_plan, read_task
 from .realloc.memory import MOMENTS
@@ -187,11 +187,28 @@ def _choose(
         if devices is not None and devices != profile.devices:
             raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
         machine = _cluster(task.recipe.name, profile.devices, nodes)
+        _check_measured(profile, task, measured)
         pricing = Pricing(
             machine, task.workload(machine), Measured(profile), moments=MOMENTS, default_cap=CACHED_TOKENS
         )
         specs = task.specs()
     return choose(specs, pricing, generation_engine=task.engine, time_limit_s=time_limit)
+
+
+def _check_measured(profile: Profile, task: Task, path: Path | None) -> None:
+    """Refuse a profile of other models than the recipe's."""
+    rates = Measured(profile)
+    unknown = {
+        model_key(spec)
+        for call, specs in task.specs().items()
+        for spec in specs
+        if not rates.measured(spec, 1, 1, generates=call.endswith(".generate"))
+    }
+    if unknown:
+        raise PlanError(
+            f"{path or 'the profile'} has no measurements of {' or of '.join(sorted(unknown))}; make one with "
+            f"trl-realloc profile {task.recipe}."
+        )
 
 
 def _show_choice(chosen: Chosen, calls: Sequence[str], output: Path) -> None:
