@@ -292,9 +292,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime/reallocation",
     },
     "completions": {"rollout"},
+    "checks": {"config", "dataflow", "models", "rewards"},
     "recipe": {"checkpoint", "config", "data", "files", "finite", "models", "rewards", "runtime/alarm", "settings"},
     "assembly": {
         "assignment",
+        "checks",
         "cluster",
         "config",
         "data",

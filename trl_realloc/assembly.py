@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import checks
 from .assignment import Assignment, in_place
 from .cluster import Cluster
 from .config import ConfigError, PPOConfig
 from .data import check_prompts, collate_prompts, tokenize_prompts
 from .dataflow import Role, ppo_graph
 from .engines import Sampling
-from .engines.vllm import is_vllm_available
+from .engines.vllm import MIN_TEMPERATURE, is_vllm_available
 from .errors import PlanError, Problems
 from .hosts import Process, check_gpus, cluster_of, meet
 from .job import Job
 from .launch import announce, check_device
 from .models import (
-    ModelError,
     adapters_off,
     check_classifier,
     check_trains,
@@ -156,31 +156,28 @@ def prepare(
     Raises:
         ConfigError, DataError, ModelError, RewardError, ValueError: a sentence on what was wrong and what to do.
     """
-    if train_dataset is None:
-        raise ValueError("`train_dataset` is required: the prompts to respond to.")
-    if ref_model is model and not isinstance(model, str):
-        raise ValueError(
-            "`model` and `ref_model` are the same object, so the reference would be trained too; pass a copy, or None "
-            "for one to be made."
-        )
+    checks.check_parts(processing_class, reward_processing_classes, data_collator, optimizers)
+    model, ref_model, value_model = map(checks.by_name, (model, ref_model, value_model))
+    reward_models = [checks.by_name(reward) for reward in as_list(reward_model)]
+    checks.check_models(model, ref_model, value_model, reward_models)
+    checks.check_adapters(args, model, peft_config)
     pad_token_id, eos_token_id = _special_tokens(processing_class)
     stop_token_id = eos_token_id if args.stop_token == "eos" else args.stop_token_id
     if args.stop_token == "eos" and eos_token_id is None:
         raise ConfigError("stop_token is 'eos', but the tokenizer has no eos token; set stop_token_id.")
     given_optimizer, scheduler = optimizers
     config = read_config(model, "model")
-    if value_model is None:
-        raise ModelError("value_model is missing; give a sequence classifier with one output, or its name or path.")
     check_classifier(value_model, "value_model")
     check_optimizer(args, given_optimizer, scheduler, (model, value_model))
-    rewards = _rewards(args, reward_model, reward_processing_classes)
-    scorers = [reward for reward in as_list(reward_model) if isinstance(reward, str) or hasattr(reward, "config")]
+    rewards = _rewards(args, reward_models, reward_processing_classes)
+    scorers = [reward for reward in reward_models if isinstance(reward, str) or hasattr(reward, "config")]
     configs = {
         Role.ACTOR: [config],
         Role.REFERENCE: [config if ref_model is None else read_config(ref_model, "ref_model")],
         Role.CRITIC: [read_config(value_model, "value_model")],
         Role.REWARD: [read_config(reward, "reward_model") for reward in scorers],
     }
+    checks.check_roles(configs, model, ref_model, value_model, scorers, rewards, processing_class, stop_token_id)
     adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
     for given, what in ((model, "model"), (value_model, "value_model")):
         if isinstance(given, nn.Module) and not (given is model and peft_config is not None):
@@ -266,6 +263,11 @@ def check_plan(
     split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
     if args.fp16 and split:
         raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
+    if plan["actor.generate"].engine == "vllm" and args.temperature + 1e-7 < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
+            f"it, or set generation_engine='transformers'."
+        )
     check_layouts(plan, configs, adapted)
 
 

@@ -6,15 +6,18 @@ Everything that can be wrong with the data is found here, before a model is load
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from accelerate import PartialState
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.utils.data import DataLoader, Sampler
 
+from .errors import shown
 from .rollout import Ragged, Rollouts
 
 
@@ -34,11 +37,10 @@ def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: i
     Raises:
         DataError: no rows, or neither column.
     """
-    if len(dataset) == 0:
-        raise DataError(f"{what} is empty; PPO needs prompts to respond to.")
-    columns = list(getattr(dataset, "column_names", None) or dataset[0])
+    dataset = as_dataset(dataset, what)
+    columns = dataset.column_names
     if "input_ids" in columns:
-        return dataset  # type: ignore[no-any-return]
+        return dataset
     if "prompt" not in columns:
         raise DataError(
             f"{what} has neither a `prompt` column (text or a conversation) nor `input_ids` (token ids); it has "
@@ -61,6 +63,85 @@ def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: i
         return dataset.map(  # type: ignore[no-any-return]
             encode, batched=True, num_proc=num_proc, desc=f"Tokenizing {what}"
         )
+
+
+def as_dataset(given: Any, what: str) -> Dataset:
+    """A dataset of prompts as a `Dataset`: as it is, or of a list of rows, or of any sequence of rows.
+
+    Raises:
+        DataError: a stream, several splits, or what holds no rows.
+    """
+    if not isinstance(given, Dataset):
+        given = _converted(given, what)
+    if len(given) == 0:
+        raise DataError(f"{what} is empty; PPO needs prompts to respond to.")
+    for column in ("input_ids",) if "input_ids" in given.column_names else ("prompt",):
+        if column in given.column_names:
+            _check_column(given, column, what)
+    return given
+
+
+def _converted(given: Any, what: str) -> Dataset:
+    if given is None:
+        raise DataError(f"`{what}` is required: the prompts to respond to.")
+    if isinstance(given, DatasetDict | IterableDatasetDict):
+        splits = ", ".join(map(repr, given))
+        raise DataError(f"{what} has the splits {splits}; pass one of them, like dataset[{next(iter(given), '')!r}].")
+    if isinstance(given, IterableDataset | torch.utils.data.IterableDataset):
+        raise DataError(
+            f"{what} is a stream ({type(given).__name__}), whose number of rows is not known; take as many as the run "
+            f"needs, like Dataset.from_list(list(dataset.take(10_000)))."
+        )
+    if isinstance(given, Mapping):
+        raise DataError(f"{what} is a mapping; make a dataset of its columns with Dataset.from_dict(…).")
+    if isinstance(given, str | bytes | os.PathLike):
+        raise DataError(
+            f"{what} must be a Dataset, not the name {shown(given)}; load it with datasets.load_dataset(…)."
+        )
+    try:
+        rows = [given[at] for at in range(len(given))]
+    except (TypeError, KeyError, IndexError):
+        raise DataError(f"{what} must be a datasets.Dataset or a list of rows, not {shown(given)}.") from None
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise DataError(f"{what}: its rows must be dicts like {{'prompt': …}}, not like {shown(rows[0])}.")
+    try:
+        return Dataset.from_list([dict(row) for row in rows])
+    except (TypeError, ValueError) as error:  # pyarrow's are of these kinds
+        raise DataError(f"{what}: its rows are not all alike ({str(error).splitlines()[0]}).") from None
+
+
+def _check_column(dataset: Dataset, column: str, what: str) -> None:
+    """Raises `DataError` where the prompts are neither text nor conversations, or `input_ids` no token ids."""
+    kind = dataset.features[column]
+    item = getattr(kind, "feature", kind[0] if isinstance(kind, list) and kind else None)
+    if column == "input_ids":
+        right, wanted = _is_value(item, "int"), "lists of token ids"
+    else:
+        conversation = isinstance(item, Mapping) and {"role", "content"} <= set(item)
+        right, wanted = _is_value(kind, "string") or conversation, "text, or conversations (lists of role and content)"
+    if not right:
+        raise DataError(f"{what}: the column {column!r} must hold {wanted}, and holds {_named(kind)}.")
+    cells = dataset.data.column(column)
+    absent = cells.null_count or (column == "input_ids" and pc.list_flatten(cells).null_count)
+    if absent or (item is not None and pc.min(pc.list_value_length(cells)).as_py() == 0 and column == "prompt"):
+        rows = [at for at, cell in enumerate(dataset.with_format(None)[column]) if _lacks(cell)]
+        if rows:
+            raise DataError(
+                f"{what}: {_rows(rows)} no {column!r}, an empty one, or one with None in it; filter {_them(rows)} out."
+            )
+
+
+def _lacks(cell: Any) -> bool:
+    return cell is None or (not isinstance(cell, str) and (len(cell) == 0 or any(part is None for part in cell)))
+
+
+def _is_value(kind: Any, of: str) -> bool:
+    name = str(getattr(kind, "dtype", ""))
+    return name.removeprefix("u").startswith(of) or (of == "string" and name in ("large_string", "string_view"))
+
+
+def _named(kind: Any) -> str:
+    return str(getattr(kind, "dtype", None) or kind)[:120]
 
 
 def check_prompts(

@@ -30,10 +30,19 @@ def read_config(model: PreTrainedModel | str, argument: str) -> Any:
     if not isinstance(model, str):
         return model.config
     try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged config makes its class raise
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{argument}: {model!r} needs code of its own (trust_remote_code), which the engines cannot load; use "
+                f"a model whose family Transformers itself has."
+            ) from None
         looks_local = os.sep in model and (model.startswith((".", os.sep, "~")) or model.count(os.sep) > 1)
-        what = "there is no such folder" if looks_local and not os.path.isdir(model) else str(error).splitlines()[0]
+        what = (
+            "there is no such folder"
+            if looks_local and not os.path.isdir(model)
+            else (str(error) or type(error).__name__).splitlines()[0]
+        )
         raise ModelError(f"{argument}: cannot read a model from {model!r}: {what}") from None
 
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +88,19 @@ class FunctionReward:
     def check_parameters(self, columns: Sequence[str]) -> None:
         """Refuse a function that asks for what there is not. Raises `RewardError`."""
         given = ["prompts", "completions", "completion_ids", *columns]
-        parameters = inspect.signature(self.function).parameters.values()
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):  # a built-in function
+            raise RewardError(
+                f"reward function {self.name!r} does not say its parameters; wrap it in one that takes (completions, "
+                f"**columns)."
+            ) from None
+        unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        if unnamed:
+            raise RewardError(
+                f"reward function {self.name!r} takes {', '.join(unnamed)} by position only, but is called with named "
+                f"arguments (prompts=…, completions=…, columns); remove the / from its parameters."
+            )
         needed = [
             p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         ]
@@ -134,7 +146,9 @@ class FunctionReward:
             NonFiniteScore: a score cannot be trained on.
         """
         try:
-            scores = [None if score is None else float(score) for score in scores]
+            if isinstance(scores, str | bytes | Mapping | Set):
+                raise TypeError(f"it returned a {type(scores).__name__}")
+            scores = [None if score is None else _number(score) for score in scores]
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"reward function {self.name!r} must return a list of numbers, one for each completion ({error})."
@@ -147,6 +161,12 @@ class FunctionReward:
         given = torch.tensor([0.0 if score is None else score for score in scores], dtype=torch.float32)
         _check_finite(f"reward function {self.name!r} returned", given, scores, samples, lambda: texts)
         return given.masked_fill(torch.tensor([score is None for score in scores], dtype=torch.bool), math.nan)
+
+
+def _number(score: Any) -> float:
+    if isinstance(score, str | bytes):  # which float() reads
+        raise TypeError(f"{score!r} is text")
+    return float(score)
 
 
 def _check_finite(

@@ -28,6 +28,7 @@ from .checkpoint import CheckpointError
 from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.resuming import STATE, Found
 from .checkpoint.saving import make_output_dir
+from .checks import check_config
 from .compat import PPOTrainerBase
 from .completions import completion_rows, show_completions
 from .config import PPOConfig
@@ -128,6 +129,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
         peft_config: Any = None,
         reward_processing_classes: Any = None,
     ) -> None:
+        check_config(args)
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()

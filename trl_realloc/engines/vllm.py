@@ -29,7 +29,7 @@ from .slots import Slots, asks_for_cuda_ipc
 
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
+MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
 
 
 def is_vllm_available() -> bool:
@@ -203,8 +203,8 @@ class VLLMEngine:
     def _refuse(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         if sampling.max_tokens < 1:
             raise EngineError(f"{self.name}: max_tokens is {sampling.max_tokens}; it must be at least 1.")
-        if not sampling.temperature >= _MIN_TEMPERATURE:
-            raise EngineError(f"{self.name}: temperature {sampling.temperature} is below vLLM's {_MIN_TEMPERATURE}.")
+        if not sampling.temperature >= MIN_TEMPERATURE:
+            raise EngineError(f"{self.name}: temperature {sampling.temperature} is below vLLM's {MIN_TEMPERATURE}.")
         for request in requests:
             length = len(request.prompt_ids)
             if length == 0:
