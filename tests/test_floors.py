@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner/hardware": {"cluster", "modelspec"},
     "planner/profile": {"cluster", "files", "modelspec", "planner/hardware", "schema"},
     "planner/cost": {
+        "realloc/memory",
         "assignment",
         "cluster",
         "dataflow",
@@ -92,11 +93,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines/weights": {"engines"},
     "engines/guard": {"engines/group", "finite", "rollout"},
     "engines/forward": {"engines/group", "engines/guard", "rollout", "ppo"},
+    "engines/replicas": {"engines", "engines/group"},
     "engines/replicated": {
         "engines",
         "engines/forward",
         "engines/group",
         "engines/guard",
+        "engines/masters",
         "engines/weights",
         "finite",
         "rollout",
@@ -153,8 +156,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime/reallocation": {"cluster", "modelspec", "engines", "realloc/*"},
     "runtime/options": {"assignment", "realloc/transfer"},
     "runtime/generation": {"assignment", "engines", "engines/vllm", "plan", "runtime/options"},
+    "runtime/replica_check": {"engines", "engines/group", "engines/replicas"},
     "runtime/placement": {
         "cluster",
+        "dataflow",
         "plan",
         "modelspec",
         "rewards",
@@ -177,6 +182,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime/exchange",
         "runtime/groups",
         "runtime/placement",
+        "runtime/replica_check",
     },
     "runtime/executor": {
         "cluster",
@@ -206,7 +212,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint/manifest": set(),
     "checkpoint/identity": set(),
     "checkpoint/problems": {"checkpoint", "checkpoint/manifest", "runtime/groups"},
-    "checkpoint/state": {"checkpoint", "checkpoint/problems", "finite", "models", "runtime/placement"},
+    "checkpoint/state": {
+        "checkpoint",
+        "checkpoint/problems",
+        "finite",
+        "models",
+        "runtime/placement",
+        "runtime/replica_check",
+    },
     "checkpoint/saving": {"checkpoint", "checkpoint/manifest", "checkpoint/problems", "runtime/groups"},
     "checkpoint/resuming": {
         "checkpoint",
