@@ -20,6 +20,7 @@ from .data import check_prompts, collate_prompts, tokenize_prompts
 from .dataflow import Role, ppo_graph
 from .engines import Sampling
 from .engines.vllm import MIN_TEMPERATURE, is_vllm_available
+from .engines.zero_init import gathered
 from .errors import PlanError, Problems
 from .hosts import Process, check_gpus, cluster_of, meet
 from .job import Job
@@ -160,6 +161,8 @@ def prepare(
     checks.check_parts(processing_class, reward_processing_classes, data_collator, optimizers)
     model, ref_model, value_model = map(checks.by_name, (model, ref_model, value_model))
     reward_models = [checks.by_name(reward) for reward in as_list(reward_model)]
+    for given in (model, ref_model, value_model, *reward_models):
+        gathered(given)
     checks.check_models(model, ref_model, value_model, reward_models)
     checks.check_adapters(args, model, peft_config)
     pad_token_id, eos_token_id = _special_tokens(processing_class)

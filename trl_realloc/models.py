@@ -16,6 +16,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from .engines.zero_init import created_whole
+
 
 class ModelError(ValueError):
     """A model that cannot play its role. The message names the argument and what to do."""
@@ -71,7 +73,8 @@ def load_policy(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
     """A causal language model; by name in float32 where it is trained (mixed precision is autocast), else as saved."""
     if not isinstance(model, str):
         return model
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if trained else "auto")
+    with created_whole():
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if trained else "auto")
 
 
 def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
@@ -79,7 +82,8 @@ def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedMo
     if not isinstance(model, str):
         return model
     dtype = torch.float32 if trained else "auto"
-    return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype)
+    with created_whole():
+        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype)
 
 
 def check_classifier(model: PreTrainedModel | str, argument: str) -> None:
@@ -109,7 +113,7 @@ def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
     if not is_policy:
         config = copy.copy(config)
         config.num_labels = 1
-    with torch.device("meta"):
+    with torch.device("meta"), created_whole():
         kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
         return kind.from_config(config)
 
@@ -118,7 +122,7 @@ def blank(config: Any, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> Pr
     """A model with memory for its parameters, of these types by name (of others the first), and nothing in it; its
     buffers as when made new."""
     kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), created_whole():
         model = kind.from_config(config)
     usual = next(iter(dtypes.values()))
     for name, parameter in list(model.named_parameters()):
