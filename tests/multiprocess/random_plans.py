@@ -170,7 +170,7 @@ def differences(split: Path, whole: Path, seed: int) -> list[str]:
     return found
 
 
-def check(seeds: Sequence[int], folder: Path, limit_s: float, launch: Any) -> dict[int, list[str]]:
+def check(seeds: Sequence[int], limit_s: float, launch: Any) -> dict[int, list[str]]:
     """The failures of the cases, by seed.
 
     Args:
@@ -233,7 +233,7 @@ def main() -> int:
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     for start in range(0, len(seeds), 3 * PER_LAUNCH):
         part = seeds[start : start + 3 * PER_LAUNCH]
-        here = check(part, folder, arguments.limit, launch)
+        here = check(part, arguments.limit, launch)
         for seed, found in here.items():
             print(f"\nseed {seed}: {json.dumps(case_of(seed))}", *found, sep="\n  ", flush=True)
         failures |= here

@@ -1,0 +1,22 @@
+"""Contract 1 on a few random plans; `python tests/multiprocess/random_plans.py` runs hundreds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count, islice
+from typing import Any
+
+import pytest
+from drawn import case_of
+from random_plans import check
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(600)]
+
+
+def test_random_plans_learn_what_one_process_learns(start: Callable[..., Any]) -> None:
+    seeds = list(islice((seed for seed in count() if case_of(seed)["devices"] == 4), 6))
+    failures = check(seeds, 250, start)
+    said = [f"seed {seed}: {json.dumps(case_of(seed))}\n  " + "\n  ".join(failures[seed]) for seed in failures]
+    assert not failures, "\n".join(said)
