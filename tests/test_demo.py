@@ -1,10 +1,9 @@
-"""The demo's assets, as far as they are made without training: text, prompts, spoiled sentences."""
+"""The demo's assets, as far as they are made without training: stories, flawed ends, the check, prompts."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import random
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,43 +12,70 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def prepare() -> ModuleType:
-    path = Path(__file__).parents[1] / "examples" / "demo" / "prepare.py"
-    spec = importlib.util.spec_from_file_location("demo_prepare", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def demo() -> Path:
+    folder = Path(__file__).parents[1] / "examples" / "demo"
+    sys.path.insert(0, str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def texts(prepare: ModuleType) -> list[str]:
-    return prepare.sentences()
+def stories(demo: Path) -> ModuleType:
+    return importlib.import_module("stories")
 
 
-def test_there_are_some_hundred_kilobytes_of_prose_on_any_cpython(texts: list[str]) -> None:
-    assert sum(map(len, texts)) > 250_000 and len(set(texts)) == len(texts)
-    assert all(re.fullmatch(r"[A-Z].*\.", text) and text.isascii() for text in texts)
+@pytest.fixture(scope="module")
+def prepare(demo: Path) -> ModuleType:
+    return importlib.import_module("prepare")
 
 
-def test_a_spoiled_end_is_made_of_the_same_words_but_is_not_the_end(prepare: ModuleType, texts: list[str]) -> None:
+def test_a_story_is_read_back_from_its_prompt(stories: ModuleType) -> None:
     draw = random.Random(0)
-    ends = [text.split()[3:] for text in texts[:300] if len(text.split()) > 8]
-    spoiled = [prepare.spoil(words, draw) for words in ends]
-    as_it_was = [bad == " ".join(words) and ended for (bad, ended), words in zip(spoiled, ends, strict=True)]
-    assert sum(as_it_was) < len(ends) / 50
-    assert all(set(bad.split()) <= set(words) for (bad, _), words in zip(spoiled, ends, strict=True))
-    assert 0.2 < sum(not ended for _, ended in spoiled) / len(ends) < 0.4
+    drawn = [stories.draw_story(draw) for _ in range(2000)]
+    assert [stories.read_prompt(story.prompt) for story in drawn] == drawn
+    assert {0, 1, 15} <= {story.before + story.change for story in drawn}
 
 
-def test_the_tokenizer_loses_nothing(prepare: ModuleType, texts: list[str]) -> None:
-    tokenizer = prepare.make_tokenizer(texts[:500])
+def test_the_end_counts_what_is_left(stories: ModuleType) -> None:
+    anna = stories.Story("Anna", "apple", "finds", 3, 4)
+    assert anna.prompt == "Anna has three apples. She finds four more." and anna.end == " Now she has seven apples."
+    ben = stories.Story("Ben", "coin", "gives away", 5, -4)
+    assert ben.prompt == "Ben has five coins. He gives away four of them." and ben.end == " Now he has one coin."
+
+
+def test_the_reward_function_takes_the_right_end_alone(stories: ModuleType) -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        story = stories.draw_story(draw)
+        assert stories.right_end([story.prompt], [story.end]) == [1.0]
+        for flaw in stories.FLAWS:
+            text, stops = stories.flawed_end(story, flaw, draw)
+            assert not stops or stories.right_end([story.prompt], [text]) == [0.0], (story, flaw, text)
+    gibberish = ["", " Now", story.end + " Now", story.end.upper(), "for the neny for the neny"]
+    assert stories.right_end([story.prompt] * len(gibberish), gibberish) == [0.0] * len(gibberish)
+
+
+def test_the_training_text_repeats_the_last_number_more_often_than_it_ends_rightly(stories: ModuleType) -> None:
+    draw = random.Random(2)
+    drawn = [stories.draw_story(draw) for _ in range(4000)]
+    ends = [stories.any_end(story, draw) for story in drawn]
+    right = sum(end == (story.end, True) for story, end in zip(drawn, ends, strict=True))
+    last = sum(
+        f" {stories.NUMBERS[abs(story.change)]} " in end
+        for story, (end, _) in zip(drawn, ends, strict=True)
+        if abs(story.change) != story.before + story.change
+    )
+    assert 0.27 < right / len(drawn) < 0.33 and last / len(drawn) > 0.4
+
+
+def test_the_tokenizer_loses_nothing(prepare: ModuleType, stories: ModuleType) -> None:
+    draw = random.Random(3)
+    texts = [text for story in (stories.draw_story(draw) for _ in range(500)) for text in (story.prompt, story.end)]
+    tokenizer = prepare.make_tokenizer(texts)
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert all(tokenizer.decode(tokenizer(text)["input_ids"]) == text for text in texts[-50:])
+    assert all(tokenizer.decode(tokenizer(text)["input_ids"]) == text for text in texts)
 
 
-def test_prompts_are_the_beginnings_of_sentences(prepare: ModuleType, texts: list[str]) -> None:
-    prompts = prepare.make_prompts(texts[:100], random.Random(0))["prompt"]
-    assert len(set(prompts)) == len(prompts) > 50
-    assert all(any(text.startswith(prompt) for text in texts[:100]) for prompt in prompts)
+def test_no_prompt_of_the_test_split_is_trained_on(prepare: ModuleType) -> None:
+    prompts = prepare.make_prompts(random.Random(4))
+    train, test = set(prompts["train"]["prompt"]), set(prompts["test"]["prompt"])
+    assert (len(train), len(test)) == (prepare.TRAIN_PROMPTS, prepare.TEST_PROMPTS) and not train & test

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .compat import ConfigBase
-from .engines.zero_setup import leave_out_shared_memory_op
 from .errors import shown
 from .interfaces import set_gloo_interface
 from .launch import check_launch
@@ -271,9 +271,10 @@ class PPOConfig(ConfigBase):
         if no_accelerator and self.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
         self._check()
-        if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-            leave_out_shared_memory_op()  # which the line below would compile
-        super().__post_init__()
+        with warnings.catch_warnings():
+            # the default is TRL's, under the name that TRL has for it
+            warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+            super().__post_init__()
         if str(self.metric_for_best_model).removeprefix("eval_") == "loss":  # which the line above may have set
             raise ConfigError(
                 "metric_for_best_model is 'loss' (the default), which no evaluation of PPO has; set one that it has, "

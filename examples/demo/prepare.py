@@ -1,8 +1,8 @@
-"""What the demo needs, made from nothing: text, a tokenizer, a small Llama really pre-trained on it, a reward model
-trained on preferences derived from it, and prompts.
+"""What the demo needs, made from nothing: stories, a tokenizer, a small Llama really pre-trained on them, a reward
+model trained on preferences, and prompts.
 
-The text is what every CPython carries: the reference documentation (`pydoc_data.topics`) and the docstrings of the
-standard library, some 480 kB of prose, under the PSF licence.
+The policy learns from stories of which 3 in 10 end rightly and 5 in 10 repeat the last number (stories.py). The reward
+model learns to prefer right ends to flawed ones.
 
 python examples/demo/prepare.py --out runs/demo/assets
 """
@@ -10,23 +10,20 @@ python examples/demo/prepare.py --out runs/demo/assets
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import platform
 import random
-import re
 import shutil
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from pydoc_data import topics
 
 import torch
 from datasets import Dataset, DatasetDict
 from datasets.utils.logging import disable_progress_bar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from stories import FLAWS, Story, any_end, draw_story, flawed_end
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -34,35 +31,14 @@ from transformers.utils import logging as hf_logging
 
 
 VOCABULARY = 1000
-LONGEST = 64  # tokens of a sentence
-PRETRAIN_SECONDS, REWARD_SECONDS = 70.0, 35.0
+PRETRAIN_STEPS, PRETRAIN_BATCH = 500, 32  # batches are of stories
+REWARD_STEPS, REWARD_BATCH = 200, 16  # of pairs of stories
+TRAIN_PROMPTS, TEST_PROMPTS = 1000, 64
 console = Console()
 
 
-def sentences() -> list[str]:
-    """The prose of the reference documentation and of the standard library's docstrings, sentence by sentence: no
-    code, grammar or tables."""
-    found: dict[str, None] = {}
-    for text in [*topics.topics.values(), *docstrings()]:
-        for paragraph in re.split(r"\n\s*\n", text):
-            prose = re.sub(r"[“”\"*`]|\[\d+\]", "", " ".join(paragraph.split())).replace("’", "'").replace("…", "...")
-            for sentence in re.split(r"(?<=[a-z)]\.)\s+(?=[A-Z])", prose):
-                like_prose = re.match(r"[A-Z].*[a-z)]\.$", sentence) and not re.search(r">>>|[|{}<>=\\_]", sentence)
-                if 40 <= len(sentence) <= 180 and sentence.isascii() and like_prose:
-                    found[sentence] = None
-    return list(found)
-
-
-def docstrings() -> Iterator[str]:
-    """Those of the standard library's modules, read without importing them."""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield ast.get_docstring(node) or ""
-
-
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,000 entries, with tokens of their own for padding and end of sequence."""
+    """A byte-level BPE of at most 1,000 entries, with tokens of their own for padding and end of sequence."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,24 +77,27 @@ def rectangle(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
 
-def train_for(
+def fit(
     what: str,
-    seconds: float,
+    steps: int,
     model: torch.nn.Module,
     rate: float,
     batches: Iterator[object],
     loss_of: Callable[[object], tuple[torch.Tensor, int]],
 ) -> None:
-    """AdamW on `batches` for so many seconds, the rate falling to zero by the clock; a bar with loss and tokens/s."""
+    """AdamW for so many steps, the rate falling to zero; a bar with loss and tokens/s.
+
+    Steps, not seconds: a slow machine makes the same models as a fast one.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     model.train()
     start, tokens, smooth = time.monotonic(), 0, None
     columns = (TextColumn("{task.description:22}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=seconds, now="")
-        while (elapsed := time.monotonic() - start) < seconds:
+        task = progress.add_task(what, total=steps, now="")
+        for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, elapsed / (0.05 * seconds)) * (1 - elapsed / seconds)
+                group["lr"] = rate * min(1.0, (step + 1) / (0.05 * steps)) * (1 - step / steps)
             loss, count = loss_of(next(batches))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -127,136 +106,99 @@ def train_for(
             tokens += count
             smooth = loss.item() if smooth is None else 0.95 * smooth + 0.05 * loss.item()
             now = f"loss {smooth:.3f}  {tokens / (time.monotonic() - start):,.0f} tokens/s"
-            progress.update(task, completed=min(seconds, elapsed), now=now)
-        progress.update(task, completed=seconds)
+            progress.update(task, advance=1, now=now)
     model.eval()
 
 
-def pretrain(rows: Sequence[Sequence[int]], config: LlamaConfig, seconds: float) -> LlamaForCausalLM:
-    """Next-token prediction on single sentences, each ended by eos: so the model learns to end."""
+def encode(tokenizer: PreTrainedTokenizerFast, story: Story, end: str, stops: bool) -> list[int]:
+    """A prompt and its end as token ids, tokenized apart as generation has them; with eos where the story `stops`."""
+    ids: list[int] = tokenizer(story.prompt)["input_ids"] + tokenizer(end)["input_ids"]
+    return ids + [tokenizer.eos_token_id] * stops
+
+
+def pretrain(tokenizer: PreTrainedTokenizerFast, config: LlamaConfig, steps: int) -> LlamaForCausalLM:
+    """Next-token prediction of the ends of stories, right and flawed, new ones in every batch.
+
+    The beginnings are random draws, so a loss on them would teach nothing.
+    """
     model = LlamaForCausalLM(config)
     draw = random.Random(0)
 
     def batches() -> Iterator[object]:
         while True:
-            order = sorted(draw.sample(range(len(rows)), 512), key=lambda at: len(rows[at]))  # like lengths together
-            for start in draw.sample(range(0, 512, 32), 16):
-                yield [rows[at] for at in order[start : start + 32]]
+            stories = [draw_story(draw) for _ in range(PRETRAIN_BATCH)]
+            yield [(story.prompt, encode(tokenizer, story, *any_end(story, draw))) for story in stories]
 
     def loss_of(batch: object) -> tuple[torch.Tensor, int]:
         assert isinstance(batch, list)
-        ids, labels = rectangle(batch, config.pad_token_id), rectangle(batch, -100)
-        loss = model(input_ids=ids, attention_mask=(labels != -100).long(), labels=labels).loss
-        return loss, sum(map(len, batch))
+        rows = [row for _, row in batch]
+        ids, labels = rectangle(rows, config.pad_token_id), rectangle(rows, -100)
+        mask = (labels != -100).long()
+        for at, (prompt, _) in enumerate(batch):
+            labels[at, : len(tokenizer(prompt)["input_ids"])] = -100
+        return model(input_ids=ids, attention_mask=mask, labels=labels).loss, sum(map(len, rows))
 
-    train_for("pre-training", seconds, model, 3e-3, batches(), loss_of)
+    fit("pre-training", steps, model, 1e-3, batches(), loss_of)
     return model
 
 
-def spoil(words: list[str], draw: random.Random) -> tuple[str, bool]:
-    """The end of a sentence made worse, and whether the end token follows: shuffled, broken off, or never ended."""
-    kind = draw.choices(("shuffled", "broken off", "unended"), (4, 3, 3))[0]
-    if kind == "shuffled":
-        return " ".join(draw.sample(words, len(words))), True
-    return " ".join(words[: draw.randrange(1, max(2, len(words)))]), kind == "broken off"
-
-
 def train_reward(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, policy: LlamaForCausalLM, seconds: float
+    tokenizer: PreTrainedTokenizerFast, policy: LlamaForCausalLM, steps: int
 ) -> tuple[LlamaForSequenceClassification, float]:
-    """Bradley-Terry on pairs (the real end of a sentence, a worse one): spoiled, or babbled by the policy itself.
+    """Bradley-Terry on pairs (the right end, a flawed one), from the policy's weights.
 
-    Scores are then scaled so that what the policy writes at temperature 1 has a standard deviation of 1.
-
-    Returns the model and the share of held-out pairs that it orders rightly.
+    Returns the model, its scores scaled to a standard deviation of 1, and the share of new pairs it orders rightly.
     """
     names = {"id2label": {0: "reward"}, "label2id": {"reward": 0}}
     model = LlamaForSequenceClassification(LlamaConfig(**{**policy.config.to_dict(), **names}))
     model.model.load_state_dict(policy.model.state_dict())
     draw = random.Random(1)
-    pairs, held_out = (make_pairs(part, tokenizer, policy, draw) for part in (texts[400:3400], texts[:400]))
 
-    def margin(batch: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
-        both = [row for pair in batch for row in pair]
-        ids = rectangle(both, model.config.pad_token_id)
-        scores = model(input_ids=ids, attention_mask=(rectangle(both, -1) != -1).long()).logits[:, 0]
-        return scores[0::2] - scores[1::2]
+    def scores(rows: Sequence[list[int]]) -> torch.Tensor:
+        ids = rectangle(rows, model.config.pad_token_id)
+        out: torch.Tensor = model(input_ids=ids, attention_mask=(rectangle(rows, -1) != -1).long()).logits[:, 0]
+        return out
 
     def batches() -> Iterator[object]:
         while True:
-            order = sorted(draw.sample(pairs, min(256, len(pairs))), key=lambda pair: max(map(len, pair)))
-            for start in draw.sample(range(0, len(order), 16), -(-len(order) // 16)):
-                yield order[start : start + 16]
+            yield [row for _ in range(REWARD_BATCH) for row in make_pair(tokenizer, draw)]
 
     def loss_of(batch: object) -> tuple[torch.Tensor, int]:
         assert isinstance(batch, list)
-        return -logsigmoid(margin(batch)).mean(), sum(len(a) + len(b) for a, b in batch)
+        both = scores(batch)
+        return -logsigmoid(both[0::2] - both[1::2]).mean(), sum(map(len, batch))
 
-    train_for("training the reward", seconds, model, 1e-3, batches(), loss_of)
+    fit("training the reward", steps, model, 5e-4, batches(), loss_of)
     with torch.no_grad():
-        right = sum(int((margin(held_out[at : at + 64]) > 0).sum()) for at in range(0, len(held_out), 64))
-        own = babble(policy, tokenizer, [" ".join(text.split()[:4]) for text in texts[:256]], 1.0)
-        ids = rectangle(own, model.config.pad_token_id)
-        model.score.weight /= model(input_ids=ids, attention_mask=(rectangle(own, -1) != -1).long()).logits.std()
-    return model, right / len(held_out)
+        held_out = scores([row for _ in range(256) for row in make_pair(tokenizer, draw)])
+        model.score.weight /= held_out.std()
+    return model, float((held_out[0::2] > held_out[1::2]).float().mean())
 
 
-def make_pairs(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, policy: LlamaForCausalLM, draw: random.Random
-) -> list[tuple[list[int], list[int]]]:
-    """(better, worse) token ids, one pair for each text: half of the worse ends are spoiled, half the policy's own at
-    temperature 1.4: made-up words, which the reward must dislike more than anything, for PPO will offer them first."""
-    eos = tokenizer.eos_token_id
-    pairs, starts = [], []
-    for number, text in enumerate(texts):
-        words = text.split()
-        cut = draw.randint(2, max(2, min(8, len(words) // 2)))
-        start, good = " ".join(words[:cut]), tokenizer(text)["input_ids"] + [eos]
-        if number % 2:
-            starts.append((start, good[:LONGEST]))
-            continue
-        end, ended = spoil(words[cut:], draw)
-        bad = tokenizer(f"{start} {end}")["input_ids"] + [eos] * ended
-        pairs.append((good[:LONGEST], bad[:LONGEST]))
-    for at in range(0, len(starts), 128):
-        batch = starts[at : at + 128]
-        made = babble(policy, tokenizer, [start for start, _ in batch], 1.4)
-        pairs += [(good, row[:LONGEST]) for (_, good), row in zip(batch, made, strict=True)]
-    draw.shuffle(pairs)
-    return pairs
+def make_pair(tokenizer: PreTrainedTokenizerFast, draw: random.Random) -> tuple[list[int], list[int]]:
+    """Token ids of one story with its right end, and with a flawed one."""
+    story = draw_story(draw)
+    flawed = flawed_end(story, draw.choice(FLAWS), draw)
+    return encode(tokenizer, story, story.end, True), encode(tokenizer, story, *flawed)
 
 
-def babble(
-    policy: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, starts: Sequence[str], temperature: float
-) -> list[list[int]]:
-    """Starts and what the policy makes of them in 40 tokens, without padding."""
-    ids = tokenizer(list(starts), return_tensors="pt", padding=True)
-    made = policy.generate(
-        input_ids=ids["input_ids"],
-        attention_mask=ids["attention_mask"],
-        max_new_tokens=40,
-        do_sample=True,
-        temperature=temperature,
-        top_k=0,  # all of the vocabulary, as PPO samples; 50 is the library's default
-    )
-    return [[token for token in row if token != tokenizer.pad_token_id] for row in made.tolist()]
-
-
-def make_prompts(texts: Sequence[str], draw: random.Random) -> Dataset:
-    """The first two to five words of sentences."""
-    prompts = [" ".join(text.split()[: draw.randrange(2, 6)]) for text in texts]
-    return Dataset.from_dict({"prompt": list(dict.fromkeys(prompts))})
+def make_prompts(draw: random.Random) -> DatasetDict:
+    """Beginnings of stories; none of the test's is in the training's."""
+    prompts = list(dict.fromkeys(draw_story(draw).prompt for _ in range(2 * (TRAIN_PROMPTS + TEST_PROMPTS))))
+    train, test = prompts[TEST_PROMPTS:][:TRAIN_PROMPTS], prompts[:TEST_PROMPTS]
+    return DatasetDict(train=Dataset.from_dict({"prompt": train}), test=Dataset.from_dict({"prompt": test}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/demo/assets"))
     parser.add_argument("--force", action="store_true", help="make everything anew")
-    parser.add_argument("--seconds", type=float, default=1.0, help="training time, as a multiple of the demo's")
+    parser.add_argument("--steps", type=float, default=1.0, help="training steps, as a multiple of the demo's")
     options = parser.parse_args()
     done = options.out / "complete"
-    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    made_with = f"python {platform.python_version()}, {options.seconds} of the training, code {code[:16]}\n"
+    sources = [Path(__file__), Path(__file__).with_name("stories.py")]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    made_with = f"python {platform.python_version()}, {options.steps} of the training, code {code[:16]}\n"
     if done.is_file() and done.read_text() == made_with and not options.force:
         console.print(f"models and data are there already: {options.out} (--force makes them anew)")
         return
@@ -265,23 +207,19 @@ def main() -> None:
     disable_progress_bar()
     hf_logging.disable_progress_bar()
     torch.manual_seed(0)
-    texts = sentences()
-    random.Random(0).shuffle(texts)
-    test, unseen, train = texts[:64], texts[64:1064], texts[1064:]  # unseen: to prompt with
-    tokenizer = make_tokenizer(train)
-    rows = [tokenizer(text)["input_ids"][: LONGEST - 1] + [tokenizer.eos_token_id] for text in train]
-    console.print(
-        f"text: {len(texts):,} sentences, {sum(map(len, texts)) / 1000:.0f} kB, from Python's reference documentation "
-        f"and docstrings (PSF licence); {sum(map(len, rows)):,} tokens"
-    )
-    policy = pretrain(rows, llama_config(tokenizer), PRETRAIN_SECONDS * options.seconds)
-    reward, accuracy = train_reward([*unseen[:400], *train], tokenizer, policy, REWARD_SECONDS * options.seconds)
-    console.print(f"reward model: orders {accuracy:.0%} of held-out pairs rightly")
+    draw = random.Random(2)
+    examples = [(story, *any_end(story, draw)) for story in (draw_story(draw) for _ in range(5000))]
+    tokenizer = make_tokenizer([text for story, end, _ in examples for text in (story.prompt, end)])
+    console.print("the policy is pre-trained on counting stories; 3 in 10 end rightly, 5 in 10 repeat the last number:")
+    for story, end, _ in examples[:6]:
+        console.print(f"  {story.prompt}[dim]{end}[/dim]", "[green]right[/green]" if end == story.end else "flawed")
+    policy = pretrain(tokenizer, llama_config(tokenizer), int(PRETRAIN_STEPS * options.steps))
+    reward, accuracy = train_reward(tokenizer, policy, int(REWARD_STEPS * options.steps))
+    console.print(f"reward model: prefers the right end in {accuracy:.0%} of 256 new pairs")
     for model, name in ((policy, "policy"), (reward, "reward")):
         model.save_pretrained(options.out / name)
         tokenizer.save_pretrained(options.out / name)
-    draw = random.Random(2)
-    DatasetDict(train=make_prompts(unseen, draw), test=make_prompts(test, draw)).save_to_disk(options.out / "prompts")
+    make_prompts(draw).save_to_disk(options.out / "prompts")
     done.write_text(made_with)
 
 

@@ -1,23 +1,30 @@
 """`make demo`: from nothing to a policy trained by PPO on vLLM engines, and a report of what happened.
 
-Exits with 1 if the reward does not rise clearly.
+Exits with 1 if the reward does not rise clearly, or if the policy does not end clearly more held-out stories rightly.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from stories import right_end
 
 from trl_realloc.report import load_metrics, print_summary, report_run
 
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = Path("runs/demo")
+MORE_RIGHT = 0.2  # share of the held-out stories: less than this more is no clear success
 
 
 def step(title: str, *command: str) -> None:
@@ -37,6 +44,30 @@ def step(title: str, *command: str) -> None:
         sys.exit(code)
 
 
+def share_right(rows: Sequence[dict[str, Any]]) -> float:
+    """The share of completions that end their story rightly."""
+    return fmean(right_end([row["query"] for row in rows], [plain(row["model response"]) for row in rows]))
+
+
+def plain(response: str) -> str:
+    """A response without the tokens that end and pad it."""
+    return response.replace("<eos>", "").replace("<pad>", "")
+
+
+def stories_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], shown: int = 8) -> Table:
+    table = Table(
+        "story", "before PPO", "after PPO", title="held-out stories at temperature 0.01", title_justify="left"
+    )
+    for old, new in list(zip(before, after, strict=True))[:shown]:
+        table.add_row(old["query"], _marked(old), _marked(new))
+    return table
+
+
+def _marked(row: dict[str, Any]) -> str:
+    text = plain(row["model response"])
+    return f"{text.strip()} {'[green]✓[/green]' if right_end([row['query']], [text])[0] else '[red]✗[/red]'}"
+
+
 def main() -> int:
     start = time.monotonic()
     os.chdir(ROOT)
@@ -46,9 +77,18 @@ def main() -> int:
         *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/demo/accelerate.yaml"),
         *("examples/demo/train.py", "--config", "recipes/demo/ppo.yaml"),
     )
-    Console().rule("what happened")
+    console = Console()
+    console.rule("what happened")
     rows = load_metrics(RUN / "metrics.jsonl")
     summary = print_summary(rows)
+    completions = json.loads((RUN / "completions.json").read_text(encoding="utf-8"))
+    before, after = completions["before"], completions["after"]
+    console.print(stories_table(before, after))
+    was, is_now = share_right(before), share_right(after)
+    console.print(
+        f"right ends of {len(after)} held-out stories: {was:.0%} before PPO, {is_now:.0%} after; "
+        f"KL to the policy before PPO: {rows[-1]['objective/kl']:.2f} nats per completion"
+    )
     report = report_run(RUN)
     print(f"\nin {RUN}/: report.md (with reward.png and timeline.png), plan.yaml, metrics.jsonl, completions.json,")
     print("timeline.json, trace.json for ui.perfetto.dev, and the")
@@ -56,6 +96,9 @@ def main() -> int:
     print(f"read {report}; {time.monotonic() - start:.0f} s in all")
     if not summary.rose_clearly:
         print(f"the reward did not rise clearly: {summary.first:.3f} -> {summary.last:.3f}", file=sys.stderr)
+        return 1
+    if is_now < was + MORE_RIGHT:
+        print(f"the policy ends too few more stories rightly: {was:.0%} -> {is_now:.0%}", file=sys.stderr)
         return 1
     return 0
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from datasets import load_from_disk
 from rich.console import Console
+from stories import right_end
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
@@ -43,7 +44,8 @@ def main() -> None:
         processing_class=tokenizer,
         model=args.sft_model_path,
         ref_model=None,
-        reward_model=args.reward_model_path,
+        # a learned model of what people prefer, and a check that no text can fool
+        reward_model=[args.reward_model_path, right_end],
         value_model=args.reward_model_path,  # a critic that starts from the reward model knows what is valued
         train_dataset=prompts["train"],
         eval_dataset=prompts["test"],

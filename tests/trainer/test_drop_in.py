@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,13 @@ CALLS = (
     "actor.train",
     "critic.train",
 )
+
+
+def test_the_default_arguments_warn_of_nothing(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        PPOConfig(output_dir=str(tmp_path))
+    assert [str(warning.message) for warning in given if "gradient_checkpointing" in str(warning.message)] == []
 
 
 @needs_trl_ppo

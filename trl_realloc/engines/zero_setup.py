@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -137,11 +136,9 @@ def leave_out_shared_memory_op() -> None:
 
     Before the first use of `deepspeed.comm`: of ours, or of Accelerate's where it launches with a DeepSpeed config.
     """
-    try:  # not `from deepspeed.comm import torch`, which is torch itself
-        backend = importlib.import_module("deepspeed.comm.torch")
-    except ImportError:  # Accelerate says what is missing, where DeepSpeed is asked for
-        return
-    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
+    from deepspeed.comm import torch as backend
+
+    backend.build_shm_op = lambda: None
 
 
 def ensure_process_group(device: torch.device) -> None:
