@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -359,3 +360,22 @@ def _is_taken_or_refused(folder: Path, name: str, capsys: pytest.CaptureFixture[
         assert code == 0 or all(line.startswith("trl-realloc: ") and len(line) < 1500 for line in err.splitlines())
     finally:
         path.write_text(right)
+
+
+def test_measuring_that_fails_says_the_jobs_own_sentence_and_leaves_no_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs: list[Path] = []
+
+    def failing(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        outputs.extend(Path(part) for part in command if part.endswith("profile.json"))
+        assert outputs[-1].parent.is_dir()
+        said = "error: model: there is none.\nTraceback (most recent call last):\n  in the launcher\n"
+        return subprocess.CompletedProcess(command, 1, "", said)
+
+    monkeypatch.setattr("trl_realloc.cli.subprocess.run", failing)
+    for command in (["plan", "ppo.yaml"], ["profile", "ppo.yaml", "--devices", "2"]):
+        told = refusal(command, capsys)
+        assert told.rstrip().endswith("processes failed: model: there is none.")
+    assert len(outputs) == 2
+    assert not any(path.parent.exists() for path in outputs)

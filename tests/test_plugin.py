@@ -32,8 +32,14 @@ def test_reallocations_are_set_through_the_environment(monkeypatch: pytest.Monke
     assert ReallocationPlugin(bucket_mb=8).bucket_mb == 8
 
 
-@pytest.mark.parametrize(("name", "value"), [("BUCKET_MB", "big"), ("BUCKET_MB", "0"), ("TRANSFER_TIMEOUT", "-1")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("BUCKET_MB", "big"), ("BUCKET_MB", "0"), ("TRANSFER_TIMEOUT", "-1"), ("REPLAN", "nan"), ("BUCKET_MB", "inf")],
+)
 def test_a_setting_that_is_no_number_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TRL_REALLOC_{name}", value)
-    with pytest.raises(ValueError, match="is a number, not 'big'|bucket_mb is 1 or more and transfer_timeout above 0"):
+    with pytest.raises(
+        ValueError,
+        match="must be a finite number, not '(big|nan|inf)'|bucket_mb is 1 or more and transfer_timeout above 0",
+    ):
         ReallocationPlugin()

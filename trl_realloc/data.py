@@ -50,9 +50,12 @@ def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: i
     def encode(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         prompts = batch["prompt"]
         if prompts and not isinstance(prompts[0], str):
-            ids = processing_class.apply_chat_template(
-                list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
+            try:
+                ids = processing_class.apply_chat_template(
+                    list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
+                )["input_ids"]
+            except Exception as error:  # no template, or one that refuses these roles
+                raise DataError(f"{what}: the tokenizer's chat template cannot be applied ({error}).") from None
         else:
             ids = processing_class(text=list(prompts))["input_ids"]
         return {"input_ids": ids}

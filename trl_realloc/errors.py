@@ -12,6 +12,7 @@ from difflib import SequenceMatcher
 
 
 MOST_LISTED = 10  # problems of one kind that a refusal lists
+MOST_SHOWN = 30  # right words that a message lists
 LONGEST_WORD = 100  # characters; a longer one is no misspelt word, and comparing it takes seconds
 
 
@@ -86,7 +87,10 @@ def nearest(word: object, right: Iterable[str], at_least: float = 0.5) -> str | 
 
 
 def suggest(word: object, right: Iterable[str]) -> str:
-    """The end of a refusal of `word`: the nearest of the right words, or all of them where none is near."""
+    """The end of a refusal of `word`: the nearest of the right words, or where none is near all of them, if they are
+    few."""
     right = list(right)
     near = nearest(word, right)
+    if near is None and len(right) > MOST_SHOWN:
+        return f"none of the {len(right)} that there are is like it."
     return f"did you mean {near!r}?" if near else f"choose from {', '.join(right) or 'none'}."

@@ -6,9 +6,12 @@ itself, where it makes its accelerator.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
+
+from .errors import PlanError, shown
 
 
 @dataclass
@@ -34,7 +37,7 @@ class ReallocationPlugin:
             planner searches again between two updates; 0 or less for never. Environment: `TRL_REALLOC_REPLAN`.
 
     Raises:
-        ValueError: a value that is none of these.
+        PlanError: a value that is none of these.
     """
 
     plan: Any = field(default=None, metadata={"help": "A preset's name, a YAML file or a plan."})
@@ -50,7 +53,7 @@ class ReallocationPlugin:
         if self.generation_engine is None:
             self.generation_engine = os.environ.get("TRL_REALLOC_GENERATION_ENGINE")
         if self.generation_engine not in (None, "vllm", "transformers"):
-            raise ValueError(f"generation_engine must be 'vllm' or 'transformers', not {self.generation_engine!r}.")
+            raise PlanError(f"generation_engine must be 'vllm' or 'transformers', not {shown(self.generation_engine)}.")
         if self.bucket_mb is None:
             self.bucket_mb = int(_number("TRL_REALLOC_BUCKET_MB", 256))
         if self.transfer_timeout is None:
@@ -60,7 +63,7 @@ class ReallocationPlugin:
         if self.checksums is None:
             self.checksums = os.environ.get("TRL_REALLOC_CHECKSUMS", "0").lower() in ("1", "true", "yes", "on")
         if self.bucket_mb < 1 or self.transfer_timeout <= 0:
-            raise ValueError(
+            raise PlanError(
                 f"bucket_mb is 1 or more and transfer_timeout above 0, not {self.bucket_mb} and "
                 f"{self.transfer_timeout}."
             )
@@ -69,6 +72,9 @@ class ReallocationPlugin:
 def _number(variable: str, default: float) -> float:
     text = os.environ.get(variable, str(default))
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ValueError(f"{variable} is a number, not {text!r}.") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise PlanError(f"the environment's {variable} must be a finite number, not {shown(text)}.")
+    return number

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from trl import TrlParser
@@ -59,12 +59,21 @@ def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | Non
         where = given[at]
         _check(Path(where), dataclass_types)
     try:
-        parsed = TrlParser(list(dataclass_types)).parse_args_and_config(args=given)
+        parsed = _Parser(list(dataclass_types)).parse_args_and_config(args=given)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
     except SENTENCES:
         raise
     except (ValueError, TypeError, OSError) as error:  # what TRL's and Transformers' own checks refuse
         raise RecipeError(f"{where}: {error}") from error
     return tuple(parsed)
+
+
+class _Parser(TrlParser):
+    """TRL's, which ends the process with a page of usage before what was wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(message)
 
 
 def _check(path: Path, dataclass_types: Sequence[type]) -> None:

@@ -160,6 +160,7 @@ def _times(rows: list[Observation], factor: float) -> list[Observation]:
 def test_a_profile_is_the_same_after_saving(tmp_path: Path) -> None:
     made_up(2.0).save(tmp_path / "folder" / "profile.json")
     assert Profile.load(tmp_path / "folder" / "profile.json") == made_up(2.0)
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["profile.json"]
 
 
 def test_a_profile_of_other_hardware_is_refused() -> None:

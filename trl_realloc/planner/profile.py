@@ -8,6 +8,7 @@ error. Measures nothing itself; who fills the table is `profiling`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -103,13 +104,18 @@ class Profile:
     thorough: bool = False
 
     def save(self, path: str | Path) -> None:
-        """As JSON, a line for each observation."""
+        """As JSON, a line for each observation; the file is whole or is not there, for other jobs may read it."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         head = {key: value for key, value in vars(self).items() if key != "observations"}
         head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(each)) for each in self.observations)
-        file.write_text(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n', encoding="utf-8")
+        beside = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            beside.write_text(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n', encoding="utf-8")
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | Path) -> Profile:

