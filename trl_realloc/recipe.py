@@ -82,10 +82,12 @@ def _check(path: Path, dataclass_types: Sequence[type]) -> None:
         recipe = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
     except PlanError as error:
         raise RecipeError(str(error)) from None
-    kinds = {"env": dict[str, Any]}
+    kinds: dict[str, Any] = {"env": dict[str, Any]}
     for kind in dataclass_types:
         hints = get_type_hints(kind)
         kinds |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    if "resume_from_checkpoint" in kinds:  # Transformers' type is text, and `train` takes true as well
+        kinds["resume_from_checkpoint"] = str | bool | None
     problems = unknown_keys(recipe, sorted(kinds), "no setting")
     _, wrong = read_settings({key: number_of_text(value) for key, value in recipe.items() if key in kinds})
     problems += wrong

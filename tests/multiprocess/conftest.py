@@ -28,13 +28,24 @@ def _free_port() -> int:
 
 
 class Job:
-    """One launch of a script in `accelerate launch` (or alone, with one process). All of it is marked by an environment
-    variable, by which whatever it left running is found."""
+    """One launch of a script in `accelerate launch` (or alone, with one process; or in `torchrun`, which starts it
+    again so many times). All of it is marked by an environment variable, by which whatever it left running is found."""
 
-    def __init__(self, folder: Path, script: str, processes: int, options: dict[str, Any], config: Path | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: str,
+        processes: int,
+        options: dict[str, Any],
+        config: Path | None,
+        restarts: int = 0,
+    ) -> None:
         self.folder, self.mark = folder, f"{folder}"
         command = [sys.executable]
-        if processes > 1 or config is not None:
+        if restarts:
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+            command += ["--max_restarts", str(restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+        elif processes > 1 or config is not None:
             command += ["-m", "accelerate.commands.launch", "--main_process_port", str(_free_port())]
             alone = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
             command += ["--config_file", str(config)] if config else alone
@@ -96,11 +107,16 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs = []
 
     def launch(
-        script: str, processes: int, options: dict[str, Any], name: str = "job", config: Path | None = None
+        script: str,
+        processes: int,
+        options: dict[str, Any],
+        name: str = "job",
+        config: Path | None = None,
+        restarts: int = 0,
     ) -> Job:
         folder = tmp_path / name
         folder.mkdir()
-        jobs.append(Job(folder, script, processes, options, config))
+        jobs.append(Job(folder, script, processes, options, config, restarts))
         return jobs[-1]
 
     yield launch

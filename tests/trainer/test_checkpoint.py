@@ -24,6 +24,7 @@ from trl_realloc.checkpoint.resuming import newest_whole, read_wanted
 from trl_realloc.checkpoint.saving import save_checkpoint, surplus
 from trl_realloc.config import ConfigError
 from trl_realloc.finite import NonFiniteError
+from trl_realloc.recipe import parse_recipe
 
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "response_length": 4, "num_ppo_epochs": 1}
@@ -161,11 +162,16 @@ def test_without_a_whole_checkpoint_resuming_is_refused_and_auto_begins_only_whe
         again._find_checkpoint(True)
 
 
-def test_resume_from_checkpoint_is_read_from_recipes_and_command_lines() -> None:
+def test_resume_from_checkpoint_is_read_from_recipes_and_command_lines(tmp_path: Path) -> None:
     assert [read_wanted(word) for word in ("auto", "True", "true", "False", None, False, True)] == [
         "auto", True, True, None, None, None, True,
     ]  # fmt: skip
     assert read_wanted("runs/checkpoint-3") == "runs/checkpoint-3"
+    for word in ("auto", "true", "runs/checkpoint-3"):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(f"output_dir: {tmp_path}\nbf16: false\nuse_cpu: true\nresume_from_checkpoint: {word}\n")
+        (args,) = parse_recipe([PPOConfig], ["--config", str(recipe)])
+        assert read_wanted(args.resume_from_checkpoint) == read_wanted(word)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -13,7 +13,8 @@ import tiny
 import torch
 
 from trl_realloc import PPOTrainer
-from trl_realloc.finite import NonFiniteError
+from trl_realloc.finite import NonFiniteError, problem_of
+from trl_realloc.rollout import Ragged, Rollouts
 from trl_realloc.runtime.alarm import JobFailed
 
 
@@ -55,6 +56,20 @@ def test_what_was_given_and_is_not_finite_is_refused_with_the_sample_it_spoils(t
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor.nan_to_num(), other[name].nan_to_num()) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("column", ["scores", "logprobs", "ref_logprobs", "values", "kl", "advantages", "returns"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_number_of_a_sample_that_cannot_be_trained_on_is_found_with_its_sample(column: str, number: float) -> None:
+    """The second sample of two, of three tokens and of two."""
+    lengths = torch.tensor([3, 2])
+    rows = {name: Ragged(torch.ones(5), lengths) for name in ("logprobs", "ref_logprobs", "values", "kl", "advantages")}
+    samples = Rollouts(index=torch.tensor([8, 9]), scores=torch.ones(2), returns=rows["kl"], **rows)
+    assert problem_of(samples) is None
+    broken = torch.ones(2 if column == "scores" else 5)
+    broken[-1] = number
+    error = problem_of(samples.plus(**{column: broken if column == "scores" else Ragged(broken, lengths)}))
+    assert error is not None and error.sample == 9 and "of sample 9 of the batch is" in str(error)
 
 
 SETTINGS: dict[str, tuple[dict[str, float], str]] = {
