@@ -39,6 +39,7 @@ PER_LAUNCH = 20  # every plan makes process groups of its own, which last as lon
 
 def run(folder: Path, seeds: Sequence[int], whole: bool) -> None:
     """Run each seed's case, under its plan or on one process, and write what it made of it."""
+    torch.set_num_threads(1)
     for seed in seeds:
         case = case_of(seed)
         made = trainer(folder, case, whole)
@@ -231,8 +232,8 @@ def main() -> int:
 
     failures: dict[int, list[str]] = {}
     seeds = range(arguments.seed, arguments.seed + arguments.count)
-    for start in range(0, len(seeds), 3 * PER_LAUNCH):
-        part = seeds[start : start + 3 * PER_LAUNCH]
+    for start in range(0, len(seeds), PER_LAUNCH):
+        part = seeds[start : start + PER_LAUNCH]
         here = check(part, arguments.limit, launch)
         for seed, found in here.items():
             print(f"\nseed {seed}: {json.dumps(case_of(seed))}", *found, sep="\n  ", flush=True)
