@@ -30,6 +30,7 @@ from transformers import (
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
@@ -57,6 +58,20 @@ FAMILIES: dict[str, tuple[PretrainedConfig, bool]] = {
     "gemma": (GemmaConfig(**GROUPED, head_dim=8), True),
     "gemma2": (Gemma2Config(**GROUPED, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0), False),
     "gemma3, window 4": (Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=4, layer_types=None), True),
+    # its window is in the mask alone, and shows only in samples that are longer
+    "qwen2-moe, window 7": (
+        Qwen2MoeConfig(
+            **GROUPED,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            num_experts=4,
+            num_experts_per_tok=4,
+            use_sliding_window=True,
+            sliding_window=7,
+            max_window_layers=0,
+        ),
+        False,
+    ),
     "gpt-neox": (GPTNeoXConfig(**SHAPE, **SPECIAL, intermediate_size=48), True),
     "gpt2": (GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **SPECIAL), True),
     "opt": (OPTConfig(**SHAPE, **SPECIAL, ffn_dim=48, word_embed_proj_dim=32), True),

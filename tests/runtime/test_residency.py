@@ -3,10 +3,22 @@ nowhere."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import sys
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trl_realloc.engines.forward import PolicyHead
+from trl_realloc.rollout import Ragged, Rollouts
 from trl_realloc.runtime.residency import Dropped, Residency
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+import tiny  # noqa: E402
 
 
 def test_a_forward_brings_the_parameters_in_once_and_release_takes_them_back() -> None:
@@ -42,6 +54,35 @@ def test_a_prefetched_call_moves_nothing_more() -> None:
     assert hook.resident and hook.moves == 1
     module(torch.randn(1, 4))
     assert hook.moves == 1
+
+
+def test_a_pipelines_stage_brings_the_parameters_in_too() -> None:
+    """It calls for the hidden states that it passes on, not for the head's outputs."""
+    head = PolicyHead(tiny.policy(), 1.0).requires_grad_(False)
+    hook = Residency.attach(head, torch.device("cpu"))
+    prompts = Ragged.of([[5, 6, 7]], torch.long)
+    samples = Rollouts(index=torch.arange(1), prompts=prompts, responses=Ragged.of([[8]], torch.long))
+    assert head(samples, passes_on=True).shape == (1, 4, 32)
+    assert hook.resident and hook.moves == 1
+
+
+def test_of_a_parameter_that_a_group_shares_this_ranks_part_moves() -> None:
+    made_here = not dist.is_initialized()
+    if made_here:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        part = DTensor.from_local(module.weight.data, DeviceMesh("cpu", [0]), [Shard(0)])
+        module.weight = nn.Parameter(part, requires_grad=False)
+        hook = Residency.attach(module, torch.device("cpu"))
+        hook._host["weight"] = torch.full((4, 4), 2.0)  # as if host and device were two places
+        hook.prefetch()
+        hook.release()
+        assert type(hook._host["weight"]) is torch.Tensor
+        assert torch.equal(module.weight.to_local(), torch.full((4, 4), 2.0)), "the parameter rests in host memory"
+    finally:
+        if made_here:
+            dist.destroy_process_group()
 
 
 class Copy:

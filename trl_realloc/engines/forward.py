@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,14 +20,29 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..notices import notice
 from ..ppo import TokenLoss
 from ..rollout import Ragged, Rollouts, micro_batches
 from .group import MeshGroup
 from .guard import guarded
 
 
+@dataclass
+class _Locality:
+    """What a model's masks restrict its attention to, and what its attention layers are told, as it is probed: packed
+    attention has the layers' word alone, and a window of thousands of tokens does not show in a probe of five."""
+
+    masks: set[int | str] = field(default_factory=set)
+    windows: set[int | str] = field(default_factory=set)
+
+    @property
+    def told(self) -> bool:
+        return self.masks <= self.windows
+
+
 PACKED = "trl_realloc_packed"  # sdpa that never looks across the border of two samples
 _packing: contextvars.ContextVar[bool] = contextvars.ContextVar("packing", default=False)
+_probed: contextvars.ContextVar[_Locality | None] = contextvars.ContextVar("probed", default=None)
 
 
 def _packed_attention(
@@ -41,6 +57,8 @@ def _packed_attention(
     if lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.pop("sliding_window", None)
+    if (locality := _probed.get()) is not None and window is not None:
+        locality.windows.add(window)
     parts = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
         mask = None
@@ -53,7 +71,14 @@ def _packed_attention(
 
 
 def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if _packing.get() else sdpa_mask(*args, **kwargs)
+    if not _packing.get():
+        return sdpa_mask(*args, **kwargs)
+    if (locality := _probed.get()) is not None:
+        if kwargs.get("local_size") is not None:  # of a sliding window or of chunks
+            locality.masks.add(kwargs["local_size"])
+        if kwargs.get("use_vmap"):  # Transformers sets it where a model brings a mask function of its own
+            locality.masks.add("a function of the model's")
+    return None
 
 
 AttentionInterface.register(PACKED, _packed_attention)
@@ -107,7 +132,8 @@ class TokenLogprobs(torch.autograd.Function):
 
 def packs(model: PreTrainedModel) -> bool:
     """Whether the model keeps samples that share a row apart: tried on five tokens, for no flag says it (a recurrent
-    layer, an attention of its own or learned absolute positions would mix or misplace them).
+    layer, an attention of its own or learned absolute positions would mix or misplace them), and by the masks that it
+    asks for (windows and chunks that its attention layers do not know of would be lost).
 
     Where it does, its attention is set to the packed one, which is plain sdpa for every other caller. A model is asked
     once; one that is filled later has the answer of the model whose weights it gets (`packs_rows`).
@@ -116,6 +142,11 @@ def packs(model: PreTrainedModel) -> bool:
     if known is None:
         known = _packs(model)
         model.packs_rows = known
+        if not known:
+            base, attention = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
+            notice(
+                f"{base} (attention {attention}): its samples are padded, for it does not keep those of one row apart."
+            )
     elif known:
         backbone_of(model).set_attn_implementation(PACKED)
     return known
@@ -130,6 +161,8 @@ def _packs(model: PreTrainedModel) -> bool:
     ids = torch.tensor([[1, 2, 3, 1, 2]], device=device) % backbone.config.get_text_config().vocab_size
     was_training = backbone.training
     backbone.eval()
+    locality = _Locality()
+    token = _probed.set(locality)
     try:
         backbone.set_attn_implementation(PACKED)
         with torch.no_grad():
@@ -141,10 +174,12 @@ def _packs(model: PreTrainedModel) -> bool:
                     sample_lengths=[3, 2],
                     use_cache=False,
                 ).last_hidden_state[0]
-        kept_apart = torch.allclose(torch.cat(alone).float(), together.float(), rtol=1e-2, atol=1e-3)
+        same = torch.allclose(torch.cat(alone).float(), together.float(), rtol=1e-2, atol=1e-3)
+        kept_apart = same and locality.told
     except (TypeError, ValueError, KeyError, RuntimeError, AttributeError):
         kept_apart = False
     finally:
+        _probed.reset(token)
         backbone.train(was_training)
     if not kept_apart:
         backbone.set_attn_implementation(implementation)
@@ -179,12 +214,20 @@ class RoleHead(nn.Module):
         self.packed = packs(model)
         self._received: Tensor | None = None
 
-    def hidden(self, samples: Rollouts, received: Tensor | None) -> Tensor:
-        """(1, tokens, width): what the model's last layer here makes of the samples, or of what an earlier part of the
-        model made of them: a pipeline's stage."""
+    def forward(self, samples: Rollouts, *, received: Tensor | None = None, passes_on: bool = False) -> Any:
+        """What the call asks for, or where it `passes_on` the hidden states (1, tokens, width) for the next stage of a
+        pipeline.
+
+        Args:
+            received: what an earlier stage passed on, in the place of the samples' token ids.
+        """
         with self.after(received):
-            states: Tensor = self._run(backbone_of(self.model), self._inputs(samples)[0]).last_hidden_state
-        return states
+            if passes_on:
+                return self._run(backbone_of(self.model), self._inputs(samples)[0]).last_hidden_state
+            return self.outputs(samples)
+
+    def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def after(self, received: Tensor | None) -> Iterator[None]:
@@ -227,7 +270,7 @@ class PolicyHead(RoleHead):
         self.token_logprobs: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = TokenLogprobs.apply
         self.keeps = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
 
-    def forward(self, samples: Rollouts) -> dict[str, Ragged]:
+    def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples)
         responses = samples.ragged("responses")
         before = _response_places(samples) - 1  # the token before predicts it
@@ -248,7 +291,7 @@ class ValueHead(RoleHead):
     """`values` in every state of a response: before its first token, …, after its last: a response's length + 1 each;
     float32, ragged. The model is a sequence classifier with a `score` layer, as TRL's critics are."""
 
-    def forward(self, samples: Rollouts) -> dict[str, Ragged]:
+    def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples)
         lengths = samples.ragged("responses").lengths + 1
         last = torch.cumsum(samples.lengths, 0) - 1
@@ -261,7 +304,7 @@ class ValueHead(RoleHead):
 class ScoreHead(RoleHead):
     """`scores` (n,) float32: the classifier's one logit for each whole sample, read at its last token."""
 
-    def forward(self, samples: Rollouts) -> dict[str, Ragged]:
+    def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples)
         one_each = torch.ones(len(samples), dtype=torch.long, device=samples.lengths.device)
         if not hasattr(base_of(self.model), "score"):  # an encoder's classifier pools in its own way

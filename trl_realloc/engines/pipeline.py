@@ -141,13 +141,12 @@ class _Stage(nn.Module):
         samples = self._padded[at]
         hidden = None if self._pipeline.group.index == 0 else received
         if not self._pipeline.is_last:
-            sent = self._call(lambda: self.head.hidden(samples, hidden)).to(self._pipeline.dtype)
+            sent = self._call(lambda: self.head(samples, received=hidden, passes_on=True)).to(self._pipeline.dtype)
             # where nothing up to here is trained, the later stages send gradients back all the same
             if self.learns and not sent.requires_grad:
                 sent = sent.detach().requires_grad_()
             return sent
-        with self.head.after(hidden):
-            outputs = self._call(lambda: self.head(samples))
+        outputs = self._call(lambda: self.head(samples, received=hidden))
         kept = {name: _without_tail(column, len(self._micros[at])) for name, column in outputs.items()}
         return self._finish(at, kept)
 

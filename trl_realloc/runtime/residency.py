@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Residency(ModelHook):
@@ -62,7 +63,7 @@ class Residency(ModelHook):
         return args, kwargs
 
     def _bring(self, module: nn.Module) -> None:
-        for parameter in module.parameters():
+        for parameter in map(_memory, module.parameters()):
             parameter.data = parameter.data.to(self.device, non_blocking=True)
         self.moves += 1
         self.resident = True
@@ -73,12 +74,19 @@ class Residency(ModelHook):
         assert self._module is not None, "attach the hook first"
         if not self.resident:
             return
-        for name, parameter in self._module.named_parameters():
+        for name, whole in self._module.named_parameters():
+            parameter = _memory(whole)
             if name not in self._host:
                 copy = parameter.data.to("cpu")
                 self._host[name] = copy.pin_memory() if self.device.type == "cuda" else copy
             parameter.data = self._host[name]
         self.resident = False
+
+
+def _memory(parameter: Tensor) -> Tensor:
+    """The plain tensor behind a parameter: a DTensor (of a tensor-parallel group) cannot be pinned, and what is set as
+    its `data` leaves its own part where it is."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 class Versioned(Protocol):
