@@ -94,7 +94,7 @@ def rows_of(path: Path) -> Iterator[tuple[dict[str, Any], Row]]:
         of = {Role.ACTOR: (actor, "lm"), Role.REFERENCE: (actor, "lm")}
         models = {call.name: [specs[of.get(call.role, (critic, "score"))]] for call in GRAPH.calls}
         share = settings["gpu_memory_share"]
-        moments = settings.get("optimizer_bytes", 12)
+        moments = settings.get("optimizer_bytes", 12) - 4  # beside the float32 master
         pricing = Pricing(cluster, workload, Analytic(device), device.memory, vllm_share=share, moments=moments)
         engines, deepest = ("vllm", "megatron"), max(cluster.nodes, 8)
         limits = {"deep_generation": True, "deepest": deepest, **settings["space"]}

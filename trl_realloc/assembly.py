@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from .data import check_prompts, collate_prompts, tokenize_prompts
 from .dataflow import Role, ppo_graph
 from .engines import Sampling
 from .engines.vllm import MIN_TEMPERATURE, is_vllm_available
+from .engines.zero_init import gathered
 from .errors import PlanError, Problems
 from .hosts import Process, check_gpus, cluster_of, meet
 from .job import Job
@@ -33,6 +34,7 @@ from .models import (
     load_classifier,
     load_policy,
     read_config,
+    seeded,
     shell,
     with_adapters,
     without_dropout,
@@ -41,7 +43,7 @@ from .modelspec import ModelSpec
 from .optimizer import LearningRates, check_optimizer, make_optimizer, part_of
 from .plan import ExecutionPlan
 from .planner.presets import AUTO, resolve_plan
-from .planning import Planned, job_of, known_estimate, plan_job, recomputes
+from .planning import Planned, job_of, known_estimate, mixed_precision, plan_job, recomputes
 from .plugin import ReallocationPlugin
 from .realloc.memory import check_memory
 from .replanning import Replanner
@@ -50,7 +52,7 @@ from .runtime.calls import Rules
 from .runtime.options import EngineOptions
 from .runtime.placement import Roles, copies_actor
 from .sharding import check_sharding
-from .subject import Subject, spec_of, specs_of
+from .subject import Subject, element_bytes, spec_of, specs_of
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ def prepare(
     checks.check_parts(processing_class, reward_processing_classes, data_collator, optimizers)
     model, ref_model, value_model = map(checks.by_name, (model, ref_model, value_model))
     reward_models = [checks.by_name(reward) for reward in as_list(reward_model)]
+    for given in (model, ref_model, value_model, *reward_models):
+        gathered(given)
     checks.check_models(model, ref_model, value_model, reward_models)
     checks.check_adapters(args, model, peft_config)
     pad_token_id, eos_token_id = _special_tokens(processing_class)
@@ -166,15 +170,15 @@ def prepare(
     if args.stop_token == "eos" and eos_token_id is None:
         raise ConfigError("stop_token is 'eos', but the tokenizer has no eos token; set stop_token_id.")
     given_optimizer, scheduler = optimizers
-    config = read_config(model, "model")
+    config = read_config(model, "model", trained=True)
     check_classifier(value_model, "value_model")
     check_optimizer(args, given_optimizer, scheduler, (model, value_model))
     rewards = _rewards(args, reward_models, reward_processing_classes)
     scorers = [reward for reward in reward_models if isinstance(reward, str) or hasattr(reward, "config")]
     configs = {
         Role.ACTOR: [config],
-        Role.REFERENCE: [config if ref_model is None else read_config(ref_model, "ref_model")],
-        Role.CRITIC: [read_config(value_model, "value_model")],
+        Role.REFERENCE: [read_config(model if ref_model is None else ref_model, "ref_model")],
+        Role.CRITIC: [read_config(value_model, "value_model", trained=True)],
         Role.REWARD: [read_config(reward, "reward_model") for reward in scorers],
     }
     checks.check_roles(configs, model, ref_model, value_model, scorers, rewards, processing_class, stop_token_id)
@@ -202,12 +206,13 @@ def prepare(
     context_length = max(max(own) for own in lengths.values()) + args.response_length
 
     make = partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer)
+    mixed = mixed_precision(args)
     job = job_of(
         args,
         wanted.cluster,
         rank,
         wanted.engine,
-        Subject(configs, specs_of(configs), peft_config, processing_class),
+        Subject(configs, specs_of(configs, mixed=mixed), peft_config, processing_class, mixed),
         prompt_tokens=sum(lengths["train_dataset"]) / len(train),
         context_length=context_length,
         pad_token_id=pad_token_id,
@@ -297,7 +302,8 @@ def check_layouts(plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], ad
 def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:
     """A call's model. Raises `PlanError` where the assignment splits it as it cannot be."""
     if assignment.engine == "megatron":
-        spec = ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=4)
+        head: Literal["lm", "score"] = "lm" if is_policy else "score"
+        spec = ModelSpec.from_config(config, head, bytes_per_element=element_bytes(config))
         spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
         return spec
     return spec_of(config, is_policy)
@@ -319,8 +325,7 @@ def _rewards(args: PPOConfig, reward_model: Any, processing_classes: Any) -> Rew
         if isinstance(reward, str) or hasattr(reward, "config"):
             check_classifier(reward, "reward_model")
 
-    def load(reward: Any) -> Any:
-        return without_dropout(load_classifier(reward, trained=False))
+    load = partial(_loaded, args.seed, load_classifier, trained=False)
 
     return read_rewards(reward_model, load, processing_classes, args.reward_weights)
 
@@ -357,15 +362,17 @@ def _roles(
     base_config = config
     adapts = peft_config is not None or has_adapters(model)
     has_part = rank in plan.mesh("actor.train") or copies_actor(plan, rank, adapts)
-    policy = load_policy(model, trained=True) if has_part or not isinstance(model, str) else shell(config)
+    with seeded(args.seed):
+        policy = load_policy(model, trained=True) if has_part or not isinstance(model, str) else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
     shared = adapted and ref_model is None and in_place(plan["actor.train"], plan["reference.forward"])
-    if shared:  # the policy without its adapters is the reference: no copy
-        reference = None
+    reference: Callable[[], Any] | None = None  # where it is shared, the policy without its adapters is the reference
+    if shared:
+        pass
     elif ref_model is not None:
-        reference = lambda: without_dropout(load_policy(ref_model, trained=False))  # noqa: E731
+        reference = partial(_loaded, args.seed, load_policy, ref_model, trained=False)
     elif isinstance(model, str):
-        reference = lambda: without_dropout(load_policy(model, trained=False))  # noqa: E731
+        reference = partial(_loaded, args.seed, load_policy, model, trained=False)
     elif adapted:
         if args.ref_adapter_name is not None:
             raise ConfigError("ref_adapter_name needs reference.forward in actor.train's layout, e.g. plan: flatten.")
@@ -374,17 +381,25 @@ def _roles(
     else:
         reference = lambda: without_dropout(frozen_copy(policy))  # noqa: E731
     if has_part:
-        policy = without_dropout(with_adapters(policy, peft_config, args.model_adapter_name))
+        with seeded(args.seed):
+            policy = without_dropout(with_adapters(policy, peft_config, args.model_adapter_name))
+        check_trains(policy, "model")
     return policy, Roles(
         actor=lambda: policy,
         actor_config=base_config,
         actor_shell=lambda: shell(base_config),
         adapted=adapted,
-        critic=lambda: without_dropout(load_classifier(value_model, trained=True)),
+        critic=partial(_loaded, args.seed, load_classifier, value_model, trained=True),
         reference=reference,
+        reference_is_policy=ref_model is None and not shared,
         rewards=rewards.models,
         without_adapters=adapters_off(args.ref_adapter_name, args.model_adapter_name) if adapted else None,
     )
+
+
+def _loaded(seed: int, load: Callable[..., Any], model: Any, *, trained: bool) -> Any:
+    with seeded(seed):
+        return without_dropout(load(model, trained=trained))
 
 
 def replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:

@@ -178,7 +178,7 @@ def _choose(
         machine, device = parse_cluster(cluster)
         workload, share = task.workload(machine), task.settings["vllm_gpu_memory_utilization"]
         pricing = Pricing(machine, workload, Analytic(device), memory=device.memory, vllm_share=share)
-        specs = task.specs(bytes_per_element=2)
+        specs = task.specs()
     else:
         if measured is None:
             _check_processes(devices)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .compat import ConfigBase
+from .engines.zero_setup import leave_out_shared_memory_op
 from .errors import shown
 from .interfaces import set_gloo_interface
 from .launch import check_launch
@@ -271,6 +272,8 @@ class PPOConfig(ConfigBase):
         if no_accelerator and self.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
         self._check()
+        if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+            leave_out_shared_memory_op()  # which the line below would compile
         with warnings.catch_warnings():
             # the default is TRL's, under the name that TRL has for it
             warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)

@@ -16,21 +16,26 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from .engines.zero_init import created_whole
+
 
 class ModelError(ValueError):
     """A model that cannot play its role. The message names the argument and what to do."""
 
 
-def read_config(model: PreTrainedModel | str, argument: str) -> Any:
-    """A model's Transformers config without loading its weights.
+def read_config(model: PreTrainedModel | str, argument: str, *, trained: bool = False) -> Any:
+    """A model's Transformers config without loading its weights. Its `dtype` is that of the parameters in this run: a
+    loaded model's own; of one by path float32 where it is `trained`, otherwise the checkpoint's.
 
     Raises:
         ModelError: a name or path under which there is no model.
     """
     if not isinstance(model, str):
-        return model.config
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), model.config.dtype)
+        return _in_dtype(model.config, dtype)
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return _in_dtype(config, torch.float32) if trained else config
     except Exception as error:  # whatever a damaged config makes its class raise
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -46,11 +51,30 @@ def read_config(model: PreTrainedModel | str, argument: str) -> Any:
         raise ModelError(f"{argument}: cannot read a model from {model!r}: {what}") from None
 
 
+def _in_dtype(config: Any, dtype: torch.dtype) -> Any:
+    if config.dtype == dtype:
+        return config
+    config = copy.copy(config)
+    config.dtype = dtype
+    return config
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch draws from `seed`: the parameters that a checkpoint lacks and the matrices of new adapters are the
+    same in every process and every run. The generators' states are restored after."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
 def load_policy(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
     """A causal language model; by name in float32 where it is trained (mixed precision is autocast), else as saved."""
     if not isinstance(model, str):
         return model
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if trained else "auto")
+    with created_whole():
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if trained else "auto")
 
 
 def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
@@ -58,7 +82,8 @@ def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedMo
     if not isinstance(model, str):
         return model
     dtype = torch.float32 if trained else "auto"
-    return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype)
+    with created_whole():
+        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype)
 
 
 def check_classifier(model: PreTrainedModel | str, argument: str) -> None:
@@ -88,7 +113,7 @@ def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
     if not is_policy:
         config = copy.copy(config)
         config.num_labels = 1
-    with torch.device("meta"):
+    with torch.device("meta"), created_whole():
         kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
         return kind.from_config(config)
 
@@ -97,7 +122,7 @@ def blank(config: Any, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> Pr
     """A model with memory for its parameters, of these types by name (of others the first), and nothing in it; its
     buffers as when made new."""
     kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), created_whole():
         model = kind.from_config(config)
     usual = next(iter(dtypes.values()))
     for name, parameter in list(model.named_parameters()):
@@ -159,7 +184,7 @@ def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None)
 
 def check_trains(model: nn.Module, argument: str) -> None:
     """Raises:
-    ModelError: all parameters of the role that is to learn are frozen.
+    ModelError: all parameters of the role that is to learn are frozen, or some that are not are in float16.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         way_out = (
@@ -169,6 +194,13 @@ def check_trains(model: nn.Module, argument: str) -> None:
         )
         raise ModelError(
             f"every parameter of {argument} is frozen (requires_grad is False), so it cannot be trained; {way_out}."
+        )
+    low = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+    if low:
+        raise ModelError(
+            f"{argument} is to be trained in float16 ({low[0]} and {len(low) - 1} more parameters), in which gradients "
+            f"underflow; load it with dtype=torch.float32 (with fp16=True or bf16=True it computes in 16 bits all the "
+            f"same), or with dtype=torch.bfloat16."
         )
 
 

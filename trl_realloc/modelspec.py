@@ -58,6 +58,8 @@ class ModelSpec:
         layers, heads, kv_heads, head_dim, hidden, vocabulary: 0 where not known.
         tied: the embedding is the language head too.
         bytes_per_element: of every parameter.
+        activation_bytes: of an element of what layers make of tokens, and of keys and values: of the dtype that is
+            computed in. 0: the parameters'.
     """
 
     family: str
@@ -70,6 +72,11 @@ class ModelSpec:
     hidden: int = 0
     vocabulary: int = 0
     tied: bool = False
+    activation_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.activation_bytes:
+            object.__setattr__(self, "activation_bytes", self.bytes_per_element)
 
     @staticmethod
     def from_config(config: Any, head: Head = "lm", *, bytes_per_element: int) -> ModelSpec:
@@ -138,7 +145,7 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         """Of keys and values, all layers together."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_element
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.activation_bytes
 
     @property
     def bytes(self) -> int:

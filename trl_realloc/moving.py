@@ -111,6 +111,7 @@ class Cargo:
                 replace(source, load=partial(self.model, f"reward.forward {at}"))
                 for at, source in enumerate(roles.rewards)
             ),
+            filled_later=True,
         )
 
     def deliver(self, placement: Placement) -> None:

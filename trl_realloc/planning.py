@@ -93,7 +93,7 @@ def job_of(
         train_batch_size=args.per_device_train_batch_size,
         pad_token_id=pad_token_id,
         make_optimizer=partial(make_optimizer, args),
-        compute_dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        compute_dtype=mixed_precision(args),
         max_grad_norm=args.max_grad_norm or 0.0,
         gradient_checkpointing=recomputes(args),
         gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
@@ -104,6 +104,11 @@ def job_of(
         },
     )
     return Job(cluster, rank, engine, subject, options, workload, args.vllm_gpu_memory_utilization)
+
+
+def mixed_precision(args: PPOConfig) -> torch.dtype | None:
+    """What the training arguments say is computed in, where that is not the parameters' dtype."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
 def recomputes(args: PPOConfig) -> bool:

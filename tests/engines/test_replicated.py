@@ -281,6 +281,54 @@ def test_a_bfloat16_role_goes_on_from_a_saved_state(samples: Rollouts) -> None:
     assert_same(state(other), state(one), tolerance=0)
 
 
+def test_a_bfloat16_role_adds_up_steps_that_are_too_small_for_its_parameters(samples: Rollouts) -> None:
+    made = engine(value_head().to(torch.bfloat16), optimizer=adamw)
+    before = {name: p.detach().clone() for name, p in made.head.model.named_parameters()}
+    for _ in range(3):
+        made.train(samples, VALUE_LOSS, 30, learning_rate=1e-5)
+    layer = "model.layers.0.self_attn.q_proj.weight"
+    master = made.state_dict()["parameters"][layer]["master"]
+    assert master.dtype is torch.float32 and made.head.model.get_parameter(layer).dtype is torch.bfloat16
+    moved = (master - before[layer].float()).abs()
+    assert 2e-5 < moved.max() < 4e-5 and moved.median() > 1e-6
+    assert torch.equal(master.bfloat16(), made.head.model.get_parameter(layer))  # the parameter is the master rounded
+    assert all(cell.dtype is torch.float32 for slots in made.optimizer.state.values() for cell in slots.values())
+
+
+def test_gradients_of_a_bfloat16_role_are_added_up_in_float32(samples: Rollouts) -> None:
+    masters = []
+    for tokens in (1000, 12):  # one micro-batch, and one for each sample
+        made = engine(value_head().to(torch.bfloat16), optimizer=lambda module: torch.optim.SGD(module.parameters()))
+        made.train(samples, VALUE_LOSS, tokens, learning_rate=1.0)
+        masters.append({name: cells["master"] for name, cells in made.state_dict()["parameters"].items()})
+    begun = {name: p.detach().float() for name, p in value_head().to(torch.bfloat16).model.named_parameters()}
+    moved = sum(float((masters[0][n] - begun[n]).square().sum()) for n in begun) ** 0.5
+    apart = sum(float((masters[0][n] - masters[1][n]).square().sum()) for n in begun) ** 0.5
+    assert apart < 2**-6 * moved
+
+
+class _Quantised(torch.optim.SGD):
+    """Keeps what bitsandbytes' 8-bit optimizers keep: bytes in the parameter's shape, and tables of other shapes."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            new = {"state1": torch.full(p.shape, 200, dtype=torch.uint8), "qmap1": torch.arange(256.0), "step": 0}
+            slots = self.state[p] or new
+            self.state[p] = {**slots, "step": slots["step"] + 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_8_bit_optimizers_state_is_saved_and_loaded_as_it_is(samples: Rollouts, dtype: torch.dtype) -> None:
+    one, other = (
+        engine(value_head().to(dtype), optimizer=lambda module: _Quantised(module.parameters())) for _ in range(2)
+    )
+    one.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
+    other.load_state_dict(one.state_dict())
+    for slots in other.optimizer.state.values():
+        assert slots["state1"].dtype is torch.uint8 and (slots["state1"] == 200).all()
+        assert torch.equal(slots["qmap1"], torch.arange(256.0)) and slots["step"] == 1
+
+
 # --- several ranks ------------------------------------------------------------------------------------------------
 
 

@@ -37,10 +37,14 @@ def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     batch = rollouts(options["samples"])
     for name, plan in options["plans"].items():
+        kind = options.get("kinds", {}).get(name, "float32")
+        models = {"model": tiny.policy(), "value_model": tiny.classifier()}
+        models |= {"reward_model": tiny.classifier(4), "ref_model": tiny.policy(seed=5)}
         made = tiny.trainer(
             folder,
-            given={"reward_model": tiny.classifier(4), "ref_model": tiny.policy(seed=5)},
+            given={key: model.bfloat16() if kind == "bfloat16" else model for key, model in models.items()},
             plan=plan,
+            bf16=kind == "autocast",
             per_device_train_batch_size=options["samples"] // torch_world(),
             num_mini_batches=1,
             # Adam's default epsilon of 1e-8 makes a step of the rounding noise in a gradient that is 0
@@ -60,7 +64,7 @@ def main() -> None:
         prompts = PromptBatch(batch.only(("index", "prompts")), [{} for _ in range(len(batch))])
         rates = {Role.ACTOR: 1e-2, Role.CRITIC: 2e-2}
         iteration = made.executor.run(prompts, 0, rates, known={"actor.generate": generated})
-        weights = tiny.weights(made)
+        weights = tiny.weights(made) if kind == "float32" else masters(made)
         speaks = made.placement.group("actor.train").is_leader
         roles = {key.split(".")[0] for key in weights}
         if speaks or made.placement.group("critic.train").is_leader:
@@ -71,6 +75,17 @@ def main() -> None:
             (folder / f"{name}.json").write_text(json.dumps(iteration.metrics))
         made.accelerator.wait_for_everyone()
         made.close()
+
+
+def masters(made: PPOTrainer) -> dict[str, torch.Tensor]:
+    """The float32 weights of policy and critic."""
+    engines = {"policy": made.placement.actor, "critic": made.placement.critic}
+    return {
+        f"{role}.{name}": cells["master"]
+        for role, engine in engines.items()
+        if engine is not None
+        for name, cells in engine.state_dict()["parameters"].items()
+    }
 
 
 def check_layouts(made: PPOTrainer) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny
+from test_plans import ZERO3, plan
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(900)]
@@ -26,3 +28,51 @@ def test_zero_3_on_a_part_of_the_job_trains_saves_resumes_and_is_moved_to(run: C
         assert run_of["evals"] == pytest.approx(expected["evals"], rel=1e-4, abs=1e-4), name
         for parameter, sums in expected["weights"].items():
             assert run_of["weights"][parameter] == pytest.approx(sums, rel=1e-3, abs=1e-3), (name, parameter)
+
+
+# TRL's own accelerate config of this name, but for the number of processes
+LAUNCHED = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_machines: 1
+rdzv_backend: static
+"""
+
+
+def test_models_that_transformers_partitions_train_as_the_same_models_by_path_do(
+    run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launched with ZeRO-3, a model that a script makes after PPOConfig arrives partitioned. Nothing is compiled: a job
+    that was killed while DeepSpeed's op for CPUs was compiled has left its lock behind."""
+    (tmp_path / "extensions" / "deepspeed_shm_comm").mkdir(parents=True)
+    (tmp_path / "extensions" / "deepspeed_shm_comm" / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    (tmp_path / "zero3.yaml").write_text(LAUNCHED)
+    models = {"model": tiny.policy(), "value_model": tiny.classifier(1), "reward_model": tiny.classifier(3)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    paths = {name: str(tmp_path / name) for name in models}
+    folder = run("zero_init.py", 2, paths, "two", limit_s=400, config=tmp_path / "zero3.yaml")
+    partitioned, by_path = (json.loads((folder / f"{kind}.json").read_text()) for kind in ("partitioned", "by path"))
+    assert partitioned == by_path
+    assert all(partitioned["packed"]) and len(partitioned["packed"]) == 4, "no role fell back to padded rows"
+    assert partitioned["updates"][0]["objective/kl"] == pytest.approx(0.0, abs=1e-3), "the reference is the policy"
+
+
+def test_one_process_without_a_launcher_trains_under_zero(run: Callable[..., Path], tmp_path: Path) -> None:
+    alone = {"mesh": "0", "dp": 1}
+    sharded = plan(1, changed={"actor.train": {**alone, **ZERO3}, "critic.train": {**alone, **ZERO3, "zero_stage": 2}})
+    folder = run("train.py", 1, {"plan": sharded}, "sharded", limit_s=400)
+    whole = tiny.trainer(tmp_path, plan=plan(1))
+    whole.train()
+    for mine, other in zip(json.loads((folder / "log.json").read_text()), tiny.updates(whole), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)

@@ -113,6 +113,14 @@ def test_bad_input_is_refused_in_a_sentence_before_anything_starts(tmp_path: Pat
         tiny.trainer(tmp_path, given=given, **changes)
 
 
+@pytest.mark.parametrize("argument", ["model", "value_model"])
+def test_a_trained_model_in_float16_is_refused_and_a_frozen_one_is_not(tmp_path: Path, argument: str) -> None:
+    own = {"model": tiny.policy(), "value_model": tiny.classifier(), "reward_model": tiny.classifier().half()}
+    own[argument] = own[argument].half()
+    with pytest.raises(ValueError, match=f"^{argument} is to be trained in float16 .*dtype=torch.float32"):
+        tiny.trainer(tmp_path, given=own)
+
+
 def _on_four(memory_gb: float | None = None, **changes: dict[str, Any]) -> ExecutionPlan:
     made = flatten(Cluster(1, 4, memory_gb)).to_dict()
     for name, change in changes.items():

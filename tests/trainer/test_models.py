@@ -9,6 +9,7 @@ import tiny
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 
+from trl_realloc.engines.replicas import base_names, copy_tensors, model_tensors
 from trl_realloc.models import frozen_copy
 
 
@@ -92,3 +93,44 @@ def test_dropout_is_off_in_all_models(tmp_path: Path) -> None:
     made = tiny.trainer(tmp_path, given={"model": tiny.policy(attention_dropout=0.5)}, learning_rate=0.0, max_steps=1)
     made.train()
     assert tiny.updates(made)[0]["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_adapters_and_heads_that_a_checkpoint_lacks_are_drawn_from_the_runs_seed(tmp_path: Path) -> None:
+    tiny.policy().save_pretrained(tmp_path / "policy")
+    drawn = []
+    for before, seed in ((1, 42), (2, 42), (2, 43)):
+        given = {"model": tiny.policy(), "peft_config": LORA, "value_model": str(tmp_path / "policy")}
+        torch.manual_seed(before)
+        made = tiny.trainer(tmp_path, given=given, seed=seed)
+        torch.rand(before)
+        made.placement.start()
+        adapter = made.policy_model.state_dict()[
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+        ]
+        drawn.append((adapter, made.placement.critic.head.model.score.weight.detach()))
+    (adapter, head), (same_adapter, same_head), (other_adapter, other_head) = drawn
+    assert torch.equal(adapter, same_adapter) and torch.equal(head, same_head)
+    assert not torch.equal(adapter, other_adapter) and not torch.equal(head, other_head)
+
+
+def test_a_copy_of_an_adapted_policy_takes_its_base() -> None:
+    policy, reference = tiny.policy(seed=0), tiny.policy(seed=1)
+    expected = {name: t.clone() for name, t in model_tensors(policy).items()}
+    adapted = get_peft_model(policy, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    assert expected.keys() <= base_names(adapted).keys()
+    copy_tensors(adapted, reference, adapted=True)
+    assert all(torch.equal(t, expected[name]) for name, t in model_tensors(reference).items())
+
+
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
+def test_in_bfloat16_the_ratio_of_the_first_pass_is_1_to_rounding(tmp_path: Path, loaded: torch.dtype) -> None:
+    """The generation engine's products round otherwise than the training's; docs/differences.md says by how much."""
+    size = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "initializer_range": 0.1}
+    given = {"model": tiny.policy(**size).to(loaded), "value_model": tiny.classifier().to(loaded)}
+    made = tiny.trainer(
+        tmp_path, given=given, bf16=True, learning_rate=0.0, max_steps=1, num_ppo_epochs=1, response_length=32
+    )
+    made.train()
+    (row,) = tiny.updates(made)
+    assert row["val/ratio"] == pytest.approx(1.0, abs=2e-3)
+    assert row["policy/approxkl_avg"] < 1e-3 and abs(row["objective/kl"]) < 0.1

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..finite import all_finite
 from ..models import persistent_buffers
 from ..runtime.placement import Placement, TrainedEngine
+from ..runtime.replica_check import check_replicas
 from . import STATE_FILE, VALUE_FOLDER, CheckpointError
 from .problems import Problems, need_room
 
@@ -26,7 +27,15 @@ def save_models(placement: Placement, folder: Path, save_policy: Any, problems: 
     Args:
         save_policy: `Trainer._save`-like, from a folder and a state dict; called on the policy's first rank.
         problems: takes what goes wrong on this rank while it writes: the others are waiting for it in collectives.
+
+    Raises:
+        SaveError: on every rank, where the ranks that hold a role have trained different models.
     """
+    for call, engine, _ in _engines(placement):
+        if engine is not None:
+            with problems.trying(folder):
+                check_replicas(engine, placement.group(call), call.partition(".")[0])
+    problems.settle("the model")
     if placement.actor is not None:
         state = _whole_state(placement.actor, placement.group("actor.train").is_leader)
         if state is not None:

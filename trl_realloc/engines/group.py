@@ -66,6 +66,14 @@ class MeshGroup:
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor of one shape, in the order of `ranks`."""
+        if self.size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor, device=self.device) for _ in self.ranks]
+        dist.all_gather(parts, tensor.to(self.device), group=self.group)
+        return parts
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.group)

@@ -1,7 +1,9 @@
-"""The optimizer's side of a split model: float32 master weights of what this rank has, its state shared out over the
-data-parallel group or held by every replica.
+"""Float32 master weights: of a replica's parameters (`MasterWeights`), and the optimizer's side of a split model, its
+state shared out over the data-parallel group or held by every replica (`Masters`).
 
-Owns no forward and no layout: it is handed parameters, and which of a parameter's gradients have to be summed where.
+The forward uses a parameter of 16 bits; its gradients are added up in float32, the optimizer steps its master, and the
+parameter is the master rounded. A parameter of float32 is its own master. Owns no forward and no layout: it is handed
+parameters, and which of a parameter's gradients have to be summed where.
 """
 
 from __future__ import annotations
@@ -19,6 +21,61 @@ from .group import MeshGroup, SplitGroups
 from .tensor import box_of, is_cut, local, local_gradient
 
 
+def is_low(parameter: Tensor) -> bool:
+    """Whether a parameter has so few bits that its master is another tensor."""
+    return parameter.dtype.itemsize < 4
+
+
+class MasterWeights:
+    """Puts a float32 master in the place of every parameter of 16 bits that an optimizer steps.
+
+    Args:
+        optimizer: over a replica's parameters; from here on over their masters, with its state in float32.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        for group in optimizer.param_groups:
+            group["params"] = [self._replace(parameter) for parameter in group["params"]]
+        for parameter, master in self._masters.items():
+            if slots := optimizer.state.pop(parameter, None):
+                optimizer.state[master] = {key: in_dtype_of(master, cell) for key, cell in slots.items()}
+
+    def _replace(self, parameter: nn.Parameter) -> nn.Parameter:
+        if not is_low(parameter):
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+
+        def add(low: Tensor) -> None:
+            assert low.grad is not None, "it is called when a gradient has come"
+            gradient = low.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            low.grad = None
+
+        parameter.register_post_accumulate_grad_hook(add)
+        self._masters[parameter] = master
+        return master
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer steps, and where the parameter's gradients are."""
+        return self._masters.get(parameter, parameter)
+
+    def publish(self) -> None:
+        """The parameters become their masters, rounded."""
+        for parameter, master in self._masters.items():
+            parameter.data.copy_(master.data)
+
+
+def in_dtype_of(weight: Tensor, cell: Any) -> Any:
+    """What an optimizer keeps of a weight, on its device; floating-point numbers of the weight's shape in its dtype,
+    others (quantized moments with their scales) as they are."""
+    if not torch.is_tensor(cell) or not cell.dim():
+        return cell
+    if cell.is_floating_point() and cell.shape == weight.shape:
+        return cell.to(weight.device, weight.dtype, copy=True)
+    return cell.to(weight.device, copy=True)
+
+
 @dataclass
 class Master:
     """One trained parameter of this rank.
@@ -30,6 +87,7 @@ class Master:
         tied: it is held by the first and the last stage, which must stay equal.
         partial: each tensor-parallel rank has a part of its gradient.
         weight: (local shape) float32, of the owner; the parameter's own memory where that is float32.
+        gradient: (local shape) float32, the sum of the micro-batches' gradients of a parameter of 16 bits.
     """
 
     name: str
@@ -38,6 +96,26 @@ class Master:
     tied: bool
     partial: bool
     weight: nn.Parameter | None = None
+    gradient: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if is_low(self.parameter):
+            self.parameter.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, parameter: Tensor) -> None:
+        gradient = local_gradient(self.parameter)
+        assert gradient is not None, "it is called when a gradient has come"
+        self.gradient = gradient.float() if self.gradient is None else self.gradient.add_(gradient)
+        parameter.grad = None
+
+    def take_gradient(self) -> Tensor:
+        """(local shape) float32, the sum over the micro-batches, zeros where there was none; the master has it no
+        longer."""
+        gradient = self.gradient if is_low(self.parameter) else local_gradient(self.parameter)
+        self.gradient = self.parameter.grad = None
+        if gradient is None:
+            return torch.zeros_like(self.value, dtype=_master_dtype(self.parameter))
+        return gradient.contiguous()
 
     @property
     def value(self) -> Tensor:
@@ -79,7 +157,7 @@ class NamedOptimizer:
             master, weight = stepped[name]
             index = tuple(slice(start, stop) for start, stop in box_of(master.parameter))
             self.optimizer.state[weight] = {
-                key: cell[index].to(master.value.device, copy=True)
+                key: in_dtype_of(weight, cell[index])
                 if torch.is_tensor(cell) and cell.shape == master.parameter.shape
                 else cell
                 for key, cell in self.state[name].items()
@@ -116,7 +194,7 @@ class Masters:
         for master in self.all:
             if self.steps(master):
                 # of float32 the same memory: a step of the master is one of the parameter
-                master.weight = nn.Parameter(master.value.detach().float())
+                master.weight = nn.Parameter(master.value.detach().to(_master_dtype(master.parameter)))
         self.optimizer = optimizer.over(self.all)
 
     def steps(self, master: Master) -> bool:
@@ -129,6 +207,7 @@ class Masters:
         of_tensor = is_cut(master.parameter) or self.groups.tp.index == 0
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
 
+    @torch.no_grad()
     def step(self, max_norm: float) -> bool:
         """Sum the gradients over the mesh, clip them by their global norm, step, and hand every replica the result.
 
@@ -136,12 +215,10 @@ class Masters:
             Whether the step was taken: not where the gradients are not finite, on all ranks of the mesh alike. They
             are dropped.
         """
-        gradients = self._gradients()
+        gradients = {master.name: master.take_gradient() for master in self.all}
         self._sum(gradients)
         norm = self._norm(gradients)
         if not norm.isfinite():
-            for master in self.all:
-                master.parameter.grad = None
             return False
         for master in self.all:
             if master.weight is not None:
@@ -156,27 +233,17 @@ class Masters:
                 master.weight.grad = None
                 if master.weight.data_ptr() != master.value.data_ptr():
                     master.value.copy_(master.weight)
-            master.parameter.grad = None
         for owner, masters in self._by_owner():
             _broadcast([master.value for master in masters], owner, self.groups.dp)
         return True
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """float32, zeros where a replica had no samples."""
-        made = {}
-        for master in self.all:
-            gradient = local_gradient(master.parameter)
-            made[master.name] = (
-                torch.zeros_like(master.value, dtype=torch.float32)
-                if gradient is None
-                else (gradient.float().contiguous())
-            )
-        return made
 
     def _sum(self, gradients: dict[str, Tensor]) -> None:
         groups = self.groups
         if groups.tp.size > 1:
             groups.tp.sum_([gradients[master.name] for master in self.all if master.partial])
+            # each rank has computed these for itself: a kernel that adds in no fixed order must not part the replicas
+            whole = [m for m in self.all if not m.partial and not is_cut(m.parameter)]
+            _broadcast([gradients[master.name] for master in whole], 0, groups.tp)
         if groups.ends.size > 1 and groups.ends.rank in groups.ends.ranks:
             groups.ends.sum_([gradients[master.name] for master in self.all if master.tied])
         if groups.dp.size > 1:
@@ -206,6 +273,7 @@ class Masters:
         assert master.weight is not None
         return dict(self.optimizer.state.get(master.weight, {}))
 
+    @torch.no_grad()
     def load(self, master: Master, weight: Tensor, slots: dict[str, Any]) -> None:
         """The inverse, of this rank's part; and on a rank that does not step it the weight alone."""
         master.value.copy_(weight)
@@ -214,6 +282,10 @@ class Masters:
                 master.weight.data.copy_(weight)
             if slots:
                 self.optimizer.state[master.weight] = slots
+
+
+def _master_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float32 if is_low(parameter) else parameter.dtype
 
 
 def _owners(sizes: Sequence[int], ranks: int) -> list[int]:

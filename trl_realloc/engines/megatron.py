@@ -107,6 +107,11 @@ class MegatronEngine:
             result = SplitLogprobs.apply(local(logits), targets, temperature, first, self.groups.tp)
         return result
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the whole model, whichever of them are here."""
+        return list(self._shapes)
+
     # --- calls --------------------------------------------------------------------------------------------------
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:

@@ -22,6 +22,7 @@ from . import GROUP, Bucket, Parts, Rate
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
 from .guard import refusal
+from .masters import MasterWeights, in_dtype_of, is_low
 from .weights import BUCKET_BYTES, buckets, check_state
 
 
@@ -31,7 +32,8 @@ class ReplicatedEngine:
     group: the mesh.
     device: where the model lives while it computes.
     compute_dtype: bfloat16 or float16 for mixed precision (float32 parameters, autocast), `None` for the model's own.
-    make_optimizer: from the module to its optimizer; `None` for a frozen role.
+    make_optimizer: from the module to its optimizer; `None` for a frozen role. Parameters of 16 bits are trained
+        through float32 master weights.
     max_grad_norm: clip the global gradient to this norm; 0 or less for never.
     """
 
@@ -48,10 +50,16 @@ class ReplicatedEngine:
         self.head, self.group, self.device = head.to(device), group, device
         self.compute_dtype, self.max_grad_norm = compute_dtype, max_grad_norm
         self.optimizer = make_optimizer(head.model) if make_optimizer else None
+        self.masters = MasterWeights(self.optimizer) if self.optimizer else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype is torch.float16)
         self.version = 0
         if self.optimizer is None:
             head.requires_grad_(False).eval()
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the whole model."""
+        return [name for name, _ in self.head.model.named_parameters()]
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         with self._evaluating():
@@ -79,15 +87,26 @@ class ReplicatedEngine:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self._masters.publish()
         self.version += 1
         return statistics
 
+    @property
+    def _masters(self) -> MasterWeights:
+        assert self.masters is not None, "a frozen role has no masters"
+        return self.masters
+
+    def _stepped(self) -> list[nn.Parameter]:
+        """What the optimizer steps, with the gradients: the parameters, or their masters."""
+        return [self._masters.of(p) for p in self.head.parameters() if p.requires_grad]
+
     def _clip(self) -> Tensor:
         """Clip the gradients to `max_grad_norm`; returns their norm before that, 0-dimensional."""
-        gradients = [p.grad for p in self.head.parameters() if p.grad is not None]
+        stepped = self._stepped()
+        gradients = [p.grad for p in stepped if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.head.parameters(), self.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(stepped, self.max_grad_norm, norm)
         return norm
 
     def _refuse(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
@@ -127,11 +146,13 @@ class ReplicatedEngine:
         scalars: dict[str, dict[str, Any]] = {}
         for name, parameter in self.head.model.named_parameters():
             if parameter.requires_grad:
-                slots = self.optimizer.state.get(parameter, {})
+                master = self._masters.of(parameter)
+                slots = self.optimizer.state.get(master, {})
                 full = {key: cell for key, cell in slots.items() if torch.is_tensor(cell) and cell.dim()}
+                cells = {key: cell.detach() for key, cell in {**full, "master": master}.items()}
                 parameters[name] = {
-                    key: cell.detach().to("cpu", torch.float32, copy=True)
-                    for key, cell in {**full, "master": parameter}.items()
+                    key: cell.float().cpu() if cell.is_floating_point() and is_low(cell) else cell.to("cpu", copy=True)
+                    for key, cell in cells.items()
                 }
                 scalars[name] = copy.deepcopy({key: cell for key, cell in slots.items() if key not in full})
         scaler = {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
@@ -144,11 +165,13 @@ class ReplicatedEngine:
         if self.scaler.is_enabled() and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         for name, parameter in trained:
-            slots = {key: cell.to(parameter, copy=True) for key, cell in state["parameters"][name].items()}
-            parameter.data.copy_(slots.pop("master"))
+            master = self._masters.of(parameter)
+            slots = {key: in_dtype_of(master, cell) for key, cell in state["parameters"][name].items()}
+            master.data.copy_(slots.pop("master"))
             slots |= {k: c.clone() if torch.is_tensor(c) else c for k, c in state["scalars"][name].items()}
             if slots:
-                self.optimizer.state[parameter] = slots
+                self.optimizer.state[master] = slots
+        self._masters.publish()
         self.version = state["version"]
 
     def close(self) -> None:
@@ -176,7 +199,7 @@ class ReplicatedEngine:
     def _sum_gradients(self) -> None:
         if self.group.size == 1:
             return
-        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        parameters = self._stepped()
         has = torch.tensor([float(p.grad is not None) for p in parameters], device=self.group.device)
         self.group.sum_([has])  # a rank without samples has no gradients; a parameter without use has none anywhere
         used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]

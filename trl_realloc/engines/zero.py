@@ -67,6 +67,11 @@ class ZeroEngine:
             )
         self.version = 0
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the whole model."""
+        return [name for name, _ in self.head.model.named_parameters()]
+
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         self.engine.eval()
         return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, in_step=self.stage == 3)

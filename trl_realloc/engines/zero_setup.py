@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -136,9 +137,11 @@ def leave_out_shared_memory_op() -> None:
 
     Before the first use of `deepspeed.comm`: of ours, or of Accelerate's where it launches with a DeepSpeed config.
     """
-    from deepspeed.comm import torch as backend
-
-    backend.build_shm_op = lambda: None
+    try:  # not `from deepspeed.comm import torch`, which is torch itself
+        backend = importlib.import_module("deepspeed.comm.torch")
+    except ImportError:  # Accelerate says what is missing, where DeepSpeed is asked for
+        return
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 def ensure_process_group(device: torch.device) -> None:

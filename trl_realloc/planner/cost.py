@@ -14,6 +14,7 @@ from ..assignment import Assignment, ParallelStrategy
 from ..cluster import Cluster
 from ..dataflow import Call, CallKind
 from ..modelspec import ModelSpec
+from ..realloc.memory import MOMENTS, state_bytes
 from ..realloc.schedule import TransferSchedule
 from .hardware import Link, Rates
 from .workload import Workload
@@ -68,7 +69,7 @@ class Pricing:
     Args:
         memory: bytes of a device; `None` where it is not known and nothing is held against it.
         vllm_share: of a device's memory that a vLLM engine takes.
-        moments: bytes of optimizer state for each trained element, its float32 master included.
+        moments: bytes of optimizer state for each trained element, beside its float32 master.
         default_cap: most tokens of one forward where the plan says nothing.
     """
 
@@ -77,7 +78,7 @@ class Pricing:
     rates: Rates
     memory: float | None = None
     vllm_share: float = 0.3
-    moments: int = 12
+    moments: int = MOMENTS
     default_cap: int | None = None
 
     def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
@@ -147,7 +148,7 @@ class Pricing:
             back = layers * rates.layer_backward(spec, tokens, squared, strategy.tp)
             compute += again + back + rates.head(spec, answered, strategy.tp, backward=True)
             sweeps = 2 + work.recompute
-        activations = tokens * spec.hidden * spec.bytes_per_element
+        activations = tokens * spec.hidden * spec.activation_bytes
         tensor = layers * 2 * sweeps * tensor_link.all_reduce(activations, strategy.tp)
         parts = {"compute": micro * compute}
         if strategy.tp > 1:
@@ -180,7 +181,7 @@ class Pricing:
         parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
         parts = {name: work.updates * seconds for name, seconds in parts.items()}
         static = size / (dp if stage == 3 else 1) + size / (dp if stage >= 2 else 1)
-        static += elements * self.moments / (dp if stage else 1)
+        static += elements * state_bytes(spec.bytes_per_element, self.moments) / (dp if stage else 1)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # 1F1B: the first stage holds one for each stage
         return CallCost(parts, static, self._working(spec, tokens / micro, strategy, backward=True, held=held))
 
@@ -225,7 +226,7 @@ class Pricing:
             else:
                 compute += once * layers * busy
             compute += once * rates.decode_head(spec, part, tp) / (1 if pp == 1 else pp)
-            size = part * spec.hidden * spec.bytes_per_element
+            size = part * spec.hidden * spec.activation_bytes
             if not rates.decodes_whole:
                 tensor += once * layers * 2 * tensor_link.all_reduce(size, tp)
             if pp > 1:
@@ -266,7 +267,7 @@ class Pricing:
         """Activations of one forward: as measured; else 34 bytes per token and channel of a layer at 16 bits
         (Korthikanti et al. 2022, equation 1, without the attention matrix), a layer's input alone where they are
         computed again. And the logits' float32 twice."""
-        width = spec.hidden * spec.bytes_per_element / 2
+        width = spec.hidden * spec.activation_bytes / 2
         layers = math.ceil(_layers(spec) / strategy.pp)
         one_layer = 34 * tokens * width / strategy.tp
         measured = self.rates.kept(spec, tokens, tokens * self.workload.mean_square / self.workload.mean_length)

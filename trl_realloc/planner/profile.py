@@ -361,7 +361,7 @@ class Measured:
         each = whole * (1 - _head_share(spec, passes.layers)) / passes.layers
         if tp == 1:
             return each
-        collectives = 2 * self.inside.all_reduce(tokens * spec.hidden * spec.bytes_per_element, tp)
+        collectives = 2 * self.inside.all_reduce(tokens * spec.hidden * spec.activation_bytes, tp)
         return max(each - collectives, 0.2 * each)
 
     def _fitted_decoding(self, key: str, layers: int, tp: int) -> tuple[int, tuple[float, float, float, float]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ..cluster import Cluster
-from ..dataflow import Role, ppo_graph
+from ..dataflow import CallKind, Role, ppo_graph
 from ..errors import MOST_LISTED, PlanError, Problems, nearest, shown
 from ..files import exists, read_json_mapping, read_yaml_mapping, shortened
 from ..modelspec import Head, ModelSpec
@@ -28,6 +28,8 @@ DEFAULTS: Mapping[str, Any] = {
     "gradient_checkpointing": True,
     "generation_engine": "vllm",
     "vllm_gpu_memory_utilization": 0.3,
+    "bf16": True,
+    "fp16": False,
 }
 POLICY = ("sft_model_path", "model_name_or_path")
 LIKE = 0.8  # as alike is a misspelt key
@@ -53,15 +55,25 @@ class Task:
     def engine(self) -> str:
         return str(self.settings["generation_engine"] or "vllm")
 
-    def specs(self, bytes_per_element: int = 4) -> dict[str, Sequence[ModelSpec]]:
-        """By call. Raises `PlanError` for a config that cannot be read, or a model that no table describes."""
+    def specs(self) -> dict[str, Sequence[ModelSpec]]:
+        """By call, in the dtypes of a run: what is trained in float32, what is frozen as its checkpoint says, what vLLM
+        generates with in the dtype that is computed in.
+
+        Raises:
+            PlanError: a config that cannot be read, or a model that no table describes.
+        """
+        mixed = 2 if self.settings["bf16"] or self.settings["fp16"] else 0
         found: dict[str, Sequence[ModelSpec]] = {}
         for call in ppo_graph().calls:
             path = self.folders[call.role] / "config.json"
             config = read_json_mapping(path, "the model's config")
             head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
+            size = 4 if call.role in (Role.ACTOR, Role.CRITIC) else config_bytes(config)
+            if call.kind is CallKind.GENERATE and self.engine == "vllm":
+                size = mixed or size
             try:
-                found[call.name] = (ModelSpec.from_config(config, head, bytes_per_element=bytes_per_element),)
+                spec = ModelSpec.from_config(config, head, bytes_per_element=size)
+                found[call.name] = (replace(spec, activation_bytes=mixed or size),)
             except PlanError as error:
                 raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
         return found
@@ -81,6 +93,12 @@ class Task:
             forward_tokens=settings["local_rollout_forward_batch_size"] * longest,
             train_tokens=settings["per_device_train_batch_size"] * longest,
         )
+
+
+def config_bytes(config: Mapping[str, Any]) -> int:
+    """Of a parameter in a checkpoint, by its config; float32 where that says nothing."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return {"bfloat16": 2, "float16": 2, "float64": 8}.get(name, 4)
 
 
 def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:

@@ -46,7 +46,9 @@ def cache_path(job: Job) -> Path:
     settings = {
         "hardware": hardware(job.options.device),
         "about": about(job),
-        "models": sorted(f"{spec.layers} layers, {model_key(spec)}" for spec in every),
+        "models": sorted(
+            f"{spec.layers} layers, {model_key(spec)}, {8 * spec.bytes_per_element} bits" for spec in every
+        ),
         "adapters": str(job.subject.peft_config),
         "cluster": str(job.cluster),
         "recompute": job.options.gradient_checkpointing,

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from transformers import AutoConfig
@@ -18,7 +19,7 @@ from ..config import PPOConfig
 from ..dataflow import Role
 from ..hosts import cluster_of, meet
 from ..planner.task import read_recipe, read_task
-from ..planning import job_of
+from ..planning import job_of, mixed_precision
 from ..recipe import run
 from ..subject import Subject, specs_of
 from .cache import cached_profile
@@ -36,14 +37,16 @@ def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in task.folders.items()}
     for role in (Role.CRITIC, Role.REWARD):
         configs[role][0].num_labels = 1
-    cluster = cluster_of(meet(world, args.device))
+    for role in (Role.ACTOR, Role.CRITIC):  # as the run trains models by path
+        configs[role][0].dtype = torch.float32
+    cluster, mixed = cluster_of(meet(world, args.device)), mixed_precision(args)
     pad = configs[Role.ACTOR][0].pad_token_id
     job = job_of(
         args,
         cluster,
         world.process_index,
         task.engine,
-        Subject(configs, specs_of(configs)),
+        Subject(configs, specs_of(configs, mixed=mixed), mixed=mixed),
         prompt_tokens=task.prompt_tokens,
         context_length=round(task.prompt_tokens + args.response_length),
         pad_token_id=0 if pad is None else pad,

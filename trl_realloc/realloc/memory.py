@@ -49,8 +49,13 @@ def resident_bytes(
 def _learning_bytes(elements: int, assignment: Assignment, element: int) -> int:
     """Gradients and optimizer state of so many elements on a device; ZeRO-3's elements are sharded already."""
     dp, stage = assignment.strategy.dp, assignment.strategy.zero_stage
-    state = elements * (MOMENTS + (_MASTER if element < _MASTER else 0))
+    state = elements * state_bytes(element)
     return elements * element // (dp if stage == 2 else 1) + state // (dp if stage in (1, 2) else 1)
+
+
+def state_bytes(element: int, moments: int = MOMENTS) -> int:
+    """What an optimizer keeps of a parameter of so many bytes: its moments, and a float32 master of a smaller one."""
+    return moments + (_MASTER if element < _MASTER else 0)
 
 
 def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()) -> None:

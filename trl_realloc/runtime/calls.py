@@ -24,6 +24,7 @@ from ..rollout import Ragged, Rollouts, balance
 from .exchange import sources
 from .groups import from_every_rank
 from .placement import Placement
+from .replica_check import check_replicas, is_due
 
 
 logger = logging.get_logger(__name__)
@@ -169,6 +170,8 @@ def train(placement: Placement, rules: Rules, samples: Rollouts, call: str, step
             parts.append(Rollouts(index=mine.tensor("index"), update=order, **statistics))
     rates = [learning_rate] if isinstance(learning_rate, (int, float)) else [group["lr"] for group in learning_rate]
     check_weights(placement, call, f"after update {step + 1}, at learning rate {', '.join(f'{r}' for r in rates)}")
+    if is_due(step):
+        check_replicas(engine, placement.group(call), str(placement.plan.graph.call(call).role))
     return Rollouts.cat(parts) if parts else Rollouts()
 
 

@@ -16,11 +16,13 @@ from typing import Any
 from torch import nn
 
 from ..cluster import DeviceMesh
+from ..dataflow import Role
 from ..engines import GenerationEngine
 from ..engines.forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from ..engines.group import MeshGroup
 from ..engines.megatron import MegatronEngine
 from ..engines.process import die_with_launcher
+from ..engines.replicas import copy_tensors, equalize, follow
 from ..engines.replicated import ReplicatedEngine
 from ..engines.tensor import local
 from ..engines.transformers import TransformersEngine
@@ -52,6 +54,8 @@ class Roles:
         adapted: the actor trains adapters alone.
         rewards: the reward role's models (its functions need no placement).
         without_adapters: the context in which the actor's module is the reference; with `reference=None`.
+        reference_is_policy: the reference is a copy of the actor, adapters left out, so it has the actor's parameters.
+        filled_later: the models have memory and nothing in it; whoever made them fills the engines.
     """
 
     actor: Callable[[], Any]
@@ -62,6 +66,8 @@ class Roles:
     rewards: Sequence[RewardModelSource] = ()
     without_adapters: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None
     adapted: bool = False
+    reference_is_policy: bool = False
+    filled_later: bool = False
 
 
 class Placement:
@@ -211,18 +217,10 @@ class Placement:
         if self._here("actor.generate") and self.plan["actor.generate"].engine == "vllm":
             # first: its process starts while the models load here
             self.generator = start_vllm(self.plan, self.rank, self.roles.actor_config, self.options, self._stack)
-        if self._here("reference.forward") and self.roles.reference is not None:
-            head = PolicyHead(self.roles.reference(), self.options.temperature)  # before the actor: it may be its copy
-            self.reference = self._engine("reference.forward", head)
-        self._copy_models()
-        if self._here("actor.train"):
-            self.actor = self._engine("actor.train", PolicyHead(self.roles.actor(), self.options.temperature))
-        if self._here("critic.train"):
-            self.critic = self._engine("critic.train", ValueHead(self.roles.critic()))
+        self._build_actor()
+        self._build_critic()
         if self._here("reward.forward"):
-            self.reward_models = [
-                (source, self._engine("reward.forward", ScoreHead(source.load()))) for source in self.roles.rewards
-            ]
+            self.reward_models = [(source, self._reward_engine(source)) for source in self.roles.rewards]
         if self._here("actor.generate") and self.plan["actor.generate"].engine == "transformers":
             whole = self._shadows.get("actor.generate", self.actor)
             assert whole is not None, "in place means inside the actor's mesh"
@@ -239,17 +237,76 @@ class Placement:
                 assert user is not None, "a copy that generates does so in an engine"
                 self._dropped[call] = _dropped(user, self._shadows[call], self._reallocations[call].names)
 
-    def _copy_models(self) -> None:
-        """Second engines of trained roles, for calls in a layout of their own; before the first ones, which may
-        partition the module that both are made from."""
-        if "critic.forward" in self._edges and self._here("critic.forward"):
-            model = copy.deepcopy(self.roles.critic())
-            self._shadows["critic.forward"] = self._engine("critic.forward", ValueHead(model))
-        if copies_actor(self.plan, self.rank, self.roles.adapted):
-            head = PolicyHead(copy.deepcopy(self.roles.actor()), self.options.temperature)
-            alone = self._groups[DeviceMesh(self.rank, 1)]
-            dtype = self.options.compute_dtype
-            self._shadows["actor.generate"] = ReplicatedEngine(head, alone, self.options.device, compute_dtype=dtype)
+    def _build_actor(self) -> None:
+        """The reference with it, which may be its copy, and the copy that generates; both before the actor's engine,
+        which may partition the module that they are made from."""
+        trains, copied = self._here("actor.train"), copies_actor(self.plan, self.rank, self.roles.adapted)
+        actor = self.roles.actor() if trains or copied else None
+        self._equalize("actor.train", actor)
+        if self.roles.reference is not None:
+            self._build_reference(actor)
+        if "actor.generate" in self._edges and self._has_copies:
+            model = copy.deepcopy(actor) if copied else None
+            self._follow("actor.generate", actor, model)
+            if model is not None:
+                alone, dtype = self._groups[DeviceMesh(self.rank, 1)], self.options.compute_dtype
+                head = PolicyHead(model, self.options.temperature)
+                self._shadows["actor.generate"] = ReplicatedEngine(
+                    head, alone, self.options.device, compute_dtype=dtype
+                )
+        if trains:
+            self.actor = self._engine("actor.train", PolicyHead(actor, self.options.temperature))
+
+    @property
+    def _has_copies(self) -> bool:
+        """Some rank has a copy of the actor to generate with."""
+        return self.plan["actor.generate"].engine == "transformers" or self.roles.adapted
+
+    def _build_reference(self, actor: Any) -> None:
+        assert self.roles.reference is not None
+        model = self.roles.reference() if self._here("reference.forward") else None
+        if self.roles.reference_is_policy:
+            self._follow("reference.forward", actor, model, adapted=self.roles.adapted)
+        else:
+            self._equalize("reference.forward", model)
+        if model is not None:
+            self.reference = self._engine("reference.forward", PolicyHead(model, self.options.temperature))
+
+    def _build_critic(self) -> None:
+        """With its copy in a layout of its own, made from the one model that a rank loads."""
+        trains, scores = self._here("critic.train"), self._here("critic.forward") and "critic.forward" in self._edges
+        critic = self.roles.critic() if trains or scores else None
+        self._equalize("critic.train", critic)
+        if "critic.forward" in self._edges:
+            model = copy.deepcopy(critic) if scores and trains else critic if scores else None
+            self._follow("critic.forward", critic, model)
+            if model is not None:
+                self._shadows["critic.forward"] = self._engine("critic.forward", ValueHead(model))
+        if trains:
+            self.critic = self._engine("critic.train", ValueHead(critic))
+
+    def _reward_engine(self, source: RewardModelSource) -> TrainedEngine:
+        model = source.load()
+        self._equalize("reward.forward", model)
+        return self._engine("reward.forward", ScoreHead(model))
+
+    def _equalize(self, call: str, model: Any) -> None:
+        """A role's model as the first rank of the call's mesh has it."""
+        if self._here(call) and not self.roles.filled_later:
+            equalize(model, self.group(call), str(self.plan.graph.call(call).role))
+
+    def _follow(self, call: str, trained: Any, copied: Any, *, adapted: bool = False) -> None:
+        """A copy of a trained role's model as the first rank of the training's mesh has it."""
+        if self.roles.filled_later:
+            return
+        home = self.plan.graph.train_call(Role.ACTOR if call != "critic.forward" else Role.CRITIC)
+        assert home is not None
+        source, target = self.plan.mesh(home).first, self.plan.mesh(call).first
+        if self.rank == source == target:
+            copy_tensors(trained, copied, adapted=adapted)
+        elif self.rank in (source, target):
+            follow(trained if self.rank == source else copied, source, target, self.rank, self.control, adapted=adapted)
+        self._equalize(call, copied)
 
     def _reallocation(self, call: str, edge: Edge) -> Reallocation:
         trained: TrainedEngine | None = self.critic if call == "critic.forward" else self.actor

@@ -1,0 +1,82 @@
+"""A rank that is given models of its own, and writes how far those it trains and scores with are from rank 0's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+
+from trl_realloc import PPOTrainer
+from trl_realloc.engines.tensor import box_of, local
+from trl_realloc.runtime.replica_check import ReplicaError, check_replicas
+
+
+def main() -> None:
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    results: dict[str, Any] = {}
+    for name, case in options["cases"].items():
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # as processes have it before a seed is set
+        made = trainer(folder, case)
+        rank = made.accelerator.process_index
+        models = made.policy_model, made.setup.roles.critic()
+        expected = [{n: p.detach().clone() for n, p in model.named_parameters()} for model in models]
+        made.placement.start()
+        dist.broadcast_object_list(expected, 0)
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, distances(made, *expected))
+        results[name] = {role: max(d.get(role, 0.0) for d in told) for role in {r for d in told for r in d}}
+        if case.get("parts_on") == rank:
+            next(iter(made.placement.actor.parts().values()))[0][1].view(-1)[0] += 1e-3
+        try:
+            check_replicas(made.placement.actor, made.placement.group("actor.train"), "actor")
+        except ReplicaError as error:
+            (folder / f"{name}-{rank}.txt").write_text(str(error))
+        dist.barrier()
+        made.close()
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+def trainer(folder: Path, case: dict[str, Any]) -> PPOTrainer:
+    rank = int(__import__("os").environ["RANK"])
+    given: dict[str, Any] = {"model": tiny.policy(seed=rank), "value_model": tiny.classifier(seed=10 + rank)}
+    if case.get("lora"):
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    if case.get("critic_by_path"):
+        given["value_model"] = str(folder.parent / "policy")
+    torch.manual_seed(rank)
+    return tiny.trainer(folder, given=given, plan=case["plan"], per_device_train_batch_size=4)
+
+
+def distances(made: PPOTrainer, policy: dict[str, Any], critic: dict[str, Any]) -> dict[str, float]:
+    """The largest difference of what this rank holds of each role, and of each copy of it, from rank 0's."""
+    placement = made.placement
+    base = {n.removeprefix("base_model.model.").replace(".base_layer", ""): t for n, t in policy.items()}
+    engines = {
+        "actor": (placement.actor, policy),
+        "critic": (placement.critic, critic),
+        "reference": (placement.reference, base),
+        **{call: (e, policy if "actor" in call else critic) for call, e in placement._shadows.items()},
+    }
+    found = {}
+    for role, (engine, expected) in engines.items():
+        if engine is None:
+            continue
+        if getattr(engine, "stage", 0) == 3:
+            held = [(name, box, part) for name, parts in engine.parts().items() for box, part in parts]
+        else:
+            held = [(n, box_of(p), local(p.data)) for n, p in engine.head.model.named_parameters() if p.numel()]
+        assert held
+        gaps = [part - expected[n][tuple(slice(a, b) for a, b in box)] for n, box, part in held]
+        found[role] = max(float(gap.abs().max()) for gap in gaps if gap.numel())
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Compares the replicas of a role that is trained: every part of a parameter that several ranks hold has the same bits
+on all of them.
+
+What makes replicas equal at the start is `engines/replicas`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from ..engines import EngineError
+from ..engines.group import MeshGroup
+from ..engines.replicas import digest
+
+
+EVERY = 10  # updates; a check reads the parameters once and gathers 24 bytes for each parameter and rank
+
+
+class ReplicaError(EngineError):
+    """Replicas of one role have different parameters. The message names the role, a parameter and ranks."""
+
+
+def is_due(step: int) -> bool:
+    """Whether the replicas are compared after this update."""
+    return step % EVERY == EVERY - 1
+
+
+def check_replicas(engine: Any, group: MeshGroup, role: str) -> None:
+    """Compare the parameters that training changes. Collective over the mesh.
+
+    Args:
+        engine: the role's training engine.
+
+    Raises:
+        ReplicaError: two ranks hold different values of the same part of a parameter; on every rank of the mesh.
+    """
+    if group.size == 1 or getattr(engine, "stage", 0) == 3:  # in ZeRO-3 no two ranks hold the same part
+        return
+    rows = [(_key(name), _key(box), digest(part)) for name, parts in engine.parts().items() for box, part in parts]
+    table = torch.zeros((group.max(len(rows)), 3), dtype=torch.int64, device=group.device)
+    if rows:
+        keys = torch.tensor([row[:2] for row in rows], device=group.device)
+        digests = torch.stack([row[2] for row in rows]).to(group.device)
+        table[: len(rows)] = torch.cat([keys, digests[:, None]], 1)
+    held: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, of_rank in zip(group.ranks, group.gather(table), strict=True):
+        for name, box, value in of_rank.tolist():
+            if name:  # not a row that only fills the table
+                held[name, box][value].append(rank)
+    parted = {key: list(values.values()) for key, values in held.items() if len(values) > 1}
+    if not parted:
+        return
+    names = {_key(name): name for name in engine.parameter_names}
+    (name, _), (first, *others) = next(iter(parted.items()))
+    other = ", ".join(str(rank) for ranks in others for rank in ranks)
+    raise ReplicaError(
+        f"the replicas of the {role} are no longer one model: {names[name]} on rank {other} differs from that on rank "
+        f"{first[0]} ({len({key for key, _ in parted})} parameters differ in all). Resume from the last checkpoint, "
+        f"which makes them equal again, and look for a faulty device, or one of another kind, among these ranks."
+    )
+
+
+def _key(word: Any) -> int:
+    return zlib.crc32(repr(word).encode()) + 1
