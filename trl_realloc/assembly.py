@@ -14,6 +14,7 @@ from torch import nn
 
 from . import checks
 from .assignment import Assignment, in_place
+from .checks import check_positions
 from .cluster import Cluster
 from .config import ConfigError, PPOConfig
 from .data import check_prompts, collate_prompts, tokenize_prompts
@@ -204,6 +205,7 @@ def prepare(
         names = set(getattr(train, "column_names", None) or train[0]) - {"input_ids", "attention_mask", "prompt"}
         function.check_parameters(sorted(names))
     context_length = max(max(own) for own in lengths.values()) + args.response_length
+    check_positions(configs, context_length)
 
     make = partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer)
     mixed = mixed_precision(args)

@@ -284,3 +284,39 @@ def check_parts(processing_class: Any, reward_processing_classes: Any, data_coll
         raise ConfigError(
             f"optimizers must be a pair, an optimizer or None and a scheduler or None, not {shown(optimizers)}."
         )
+
+
+def check_positions(configs: Mapping[Role, Sequence[Any]], longest: int) -> None:
+    """Refuse rotary embeddings whose factors depend on the longest sample of a forward, and so on how samples are dealt
+    to devices and micro-batches, where a sample is long enough for that.
+
+    Args:
+        configs: Transformers configs of every role's models.
+        longest: tokens of the longest prompt with the longest response.
+
+    Raises:
+        ModelError
+    """
+    for role, ours in configs.items():
+        for config in ours:
+            kind, most = _position_limit(config.get_text_config())
+            if most is not None and longest > most:
+                raise ModelError(
+                    f"{role}: its rotary embedding ({kind}) has other factors in a forward with a sample of more than "
+                    f"{most} tokens, and samples here have up to {longest}: what a sample is given would depend on its "
+                    f"neighbours. Shorten prompts or response_length, or set another rope_type in the model's config."
+                )
+
+
+def _position_limit(config: Any) -> tuple[str, int | None]:
+    """The kind of a rotary embedding that changes with the longest sample of a forward, and from which length on."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in given.values() if isinstance(value, Mapping)]  # by the kind of layer
+    for rope in nested or [given]:
+        kind = str(rope.get("rope_type", rope.get("type", "")))
+        if kind == "longrope":
+            own = rope.get("original_max_position_embeddings")
+            return kind, own or getattr(config, "original_max_position_embeddings", None)
+        if kind == "dynamic":
+            return kind, getattr(config, "max_position_embeddings", None)
+    return "", None

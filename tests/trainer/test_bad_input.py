@@ -38,6 +38,15 @@ def _grpo() -> dict[str, Any]:
     return {"cluster": {"nodes": 1, "devices_per_node": 1}, "graph": graph.to_dict(), "calls": calls}
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 16,
+    "factor": 8.0,
+}
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a tokenizer without pad token": ({"processing_class": tiny.tokenizer(pad=None)}, {}, "no pad token; set one"),
     "a prompt beyond the context": ({"train_dataset": _long()}, {}, "row 10 has a prompt longer than the 116 tokens"),
@@ -57,6 +66,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"train_dataset": Dataset.from_dict({"input_ids": [[5, 100]] * 16})},
         {},
         "outside the model's vocabulary of 100",
+    ),
+    "samples beyond the length up to which longrope is one embedding": (
+        {"model": tiny.policy(rope_parameters=LONGROPE)},
+        {},
+        r"actor: its rotary embedding \(longrope\) has other factors .* more than 16 tokens, .* up to 20",
     ),
     "a frozen policy": (
         {"model": tiny.policy().requires_grad_(False)},
