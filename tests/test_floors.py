@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engines/zero_setup": {"engines/group"},
     "engines/zero_init": set(),
+    "engines/compiled_ops": set(),
     "engines/zero": {
         "engines",
         "engines/forward",
@@ -115,6 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engines/replicated",
         "engines/weights",
         "engines/zero_setup",
+        "engines/compiled_ops",
         "plan",
         "rollout",
         "ppo",

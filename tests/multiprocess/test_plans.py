@@ -12,7 +12,7 @@ import tiny
 from safetensors.torch import load_file
 
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(2400)]
 
 CALLS = ("reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")
 

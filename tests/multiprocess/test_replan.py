@@ -13,7 +13,7 @@ from test_plans import ZERO3, plan, split
 from trl_realloc.plan import ExecutionPlan
 
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1800)]
 
 # A small rate: a larger one makes of two sums' rounding, after some updates, another token.
 OPTIONS = {

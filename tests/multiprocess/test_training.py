@@ -18,7 +18,7 @@ from trl_realloc.cluster import Cluster
 from trl_realloc.planner.presets import separate
 
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1800)]
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate_configs"
 STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}

@@ -18,6 +18,7 @@ from ..ppo import TokenLoss
 from ..realloc.layout import Box, flat_boxes
 from ..rollout import Ragged, Rollouts
 from . import Bucket, Parts, Rate
+from .compiled_ops import clear_stale_locks, compiles, extensions_folder
 from .forward import RoleHead, run_forward, run_training
 from .group import MeshGroup
 from .guard import refusal
@@ -57,6 +58,8 @@ class ZeroEngine:
         self.compute_dtype = None if own_precision else compute_dtype
         if self.frozen:
             head.requires_grad_(False).eval()
+        if compiles(settings):
+            clear_stale_locks(extensions_folder())
         with initializing(group, device):
             self.engine, *_ = deepspeed.initialize(
                 model=head,
