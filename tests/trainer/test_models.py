@@ -10,7 +10,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 
 from trl_realloc.engines.replicas import base_names, copy_tensors, model_tensors
-from trl_realloc.models import frozen_copy
+from trl_realloc.models import frozen_copy, read_config
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=32)
@@ -134,3 +134,14 @@ def test_in_bfloat16_the_ratio_of_the_first_pass_is_1_to_rounding(tmp_path: Path
     (row,) = tiny.updates(made)
     assert row["val/ratio"] == pytest.approx(1.0, abs=2e-3)
     assert row["policy/approxkl_avg"] < 1e-3 and abs(row["objective/kl"]) < 0.1
+
+
+def test_a_config_has_the_dtype_of_the_parameters_in_the_run(tmp_path: Path) -> None:
+    """By it models are measured, and vLLM is started."""
+    tiny.policy().bfloat16().save_pretrained(tmp_path)
+    assert read_config(str(tmp_path), "model", trained=True).dtype is torch.float32
+    assert read_config(str(tmp_path), "ref_model").dtype is torch.bfloat16
+    loaded = tiny.policy()
+    before = loaded.config.dtype
+    assert read_config(loaded.bfloat16(), "model", trained=True).dtype is torch.bfloat16
+    assert loaded.config.dtype is before  # the user's is left as it was
