@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from test_plans import plan, split
+from test_plans import plan, split, whole
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from trl_realloc.cluster import Cluster
@@ -101,7 +101,10 @@ mixed_precision: bf16
 def test_the_launchers_offload_and_precision_are_the_engines(run: Callable[..., Path], tmp_path: Path) -> None:
     config = tmp_path / "offload.yaml"
     config.write_text(OFFLOADED)
+    # and those of copies that score and generate elsewhere: parameters arrive there in the dtype they are trained in
+    copies = {"critic.forward": whole("1"), "actor.generate": {**whole("1"), "engine": "transformers"}}
     options = {**STEPS, "use_cpu": False, "save_strategy": "no", "max_steps": 2}
+    options["plan"] = plan(2, stage=2, changed=copies)
     two = run("train.py", 2, options, "two", config=config)
     settings = json.loads((two / "rank-0.json").read_text())["deepspeed"]
     assert (settings["stage"], settings["bf16"]) == (2, True)

@@ -59,7 +59,7 @@ def test_what_is_trained_is_priced_in_float32_and_what_is_frozen_as_its_checkpoi
 
 
 def test_training_takes_16_bytes_a_parameter_in_both_dtypes_and_twice_the_wire_in_float32() -> None:
-    """float32: weight, gradient, two moments; bfloat16: weight and gradient of 2 bytes each, a float32 master, moments."""
+    """float32: weight, gradient, two moments; bfloat16: weight and gradient of half the size, a master, two moments."""
     low = llama(7)
     wide = replace(low, bytes_per_element=4, activation_bytes=2)
     call, mesh = ppo_graph().call("actor.train"), Cluster(1, 8).mesh

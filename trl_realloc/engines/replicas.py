@@ -77,6 +77,8 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
             f"the {role}'s model has other parameters, shapes or dtypes on one rank than on rank {group.ranks[0]}; "
             f"give every rank the same model."
         )
+    if not header[0]:
+        return []
     mine = torch.zeros((header[0], 2), dtype=torch.int64)
     for row, tensor in enumerate(named.values()):
         mine[row, 0], mine[row, 1] = _digest_on(tensor, group.device), tensor.nbytes

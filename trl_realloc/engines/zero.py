@@ -24,7 +24,7 @@ from .group import MeshGroup
 from .guard import refusal
 from .replicated import set_learning_rate, whole_parts
 from .weights import BUCKET_BYTES, buckets, check_state
-from .zero_setup import Topology, deepspeed_config, initializing
+from .zero_setup import Topology, deepspeed_config, initializing, parameter_dtype
 
 
 class ZeroEngine:
@@ -54,8 +54,7 @@ class ZeroEngine:
         self.head, self.group, self.device, self.stage = head, group, device, stage
         self.frozen = make_optimizer is None
         settings = deepspeed_config(stage, config, max_grad_norm, trains=not self.frozen)
-        own_precision = any(settings.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
-        self.compute_dtype = None if own_precision else compute_dtype
+        self.compute_dtype = None if parameter_dtype(settings) else compute_dtype
         if self.frozen:
             head.requires_grad_(False).eval()
         if compiles(settings):

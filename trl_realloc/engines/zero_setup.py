@@ -78,6 +78,13 @@ def deepspeed_config(stage: int, given: Mapping[str, Any] | None, max_grad_norm:
     return config
 
 
+def parameter_dtype(given: Mapping[str, Any] | None) -> torch.dtype | None:
+    """What DeepSpeed casts the parameters of every model to by the user's config; `None`: they keep their own."""
+    config = _without_auto(dict(given or {}))
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((dtype for kind, dtype in kinds.items() if config.get(kind, {}).get("enabled")), None)
+
+
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     """DeepSpeed's own default wherever a config for Transformers says "auto"."""
     return {

@@ -28,7 +28,7 @@ from ..engines.tensor import local
 from ..engines.transformers import TransformersEngine
 from ..engines.weights import checkpoint_names
 from ..engines.zero import ZeroEngine
-from ..engines.zero_setup import ensure_process_group
+from ..engines.zero_setup import ensure_process_group, parameter_dtype
 from ..plan import ExecutionPlan
 from ..rewards import RewardModelSource
 from .generation import start_vllm
@@ -250,7 +250,7 @@ class Placement:
             self._follow("actor.generate", actor, model)
             if model is not None:
                 alone, dtype = self._groups[DeviceMesh(self.rank, 1)], self.options.compute_dtype
-                head = PolicyHead(model, self.options.temperature)
+                head = PolicyHead(self._in_trained_dtype("actor.train", model), self.options.temperature)
                 self._shadows["actor.generate"] = ReplicatedEngine(
                     head, alone, self.options.device, compute_dtype=dtype
                 )
@@ -281,6 +281,7 @@ class Placement:
             model = copy.deepcopy(critic) if scores and trains else critic if scores else None
             self._follow("critic.forward", critic, model)
             if model is not None:
+                model = self._in_trained_dtype("critic.train", model)
                 self._shadows["critic.forward"] = self._engine("critic.forward", ValueHead(model))
         if trains:
             self.critic = self._engine("critic.train", ValueHead(critic))
@@ -307,6 +308,11 @@ class Placement:
         elif self.rank in (source, target):
             follow(trained if self.rank == source else copied, source, target, self.rank, self.control, adapted=adapted)
         self._equalize(call, copied)
+
+    def _in_trained_dtype(self, home: str, model: Any) -> Any:
+        """A copy of a role in the dtype in which its parameters will come from the training."""
+        dtype = parameter_dtype(self.options.deepspeed) if self.plan[home].strategy.zero_stage else None
+        return model if dtype is None else model.to(dtype)
 
     def _reallocation(self, call: str, edge: Edge) -> Reallocation:
         trained: TrainedEngine | None = self.critic if call == "critic.forward" else self.actor
