@@ -213,6 +213,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {
         "compat",
         "engines/zero_setup",
+        "hosts",
         "interfaces",
         "launch",
         "plan",

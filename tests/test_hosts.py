@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_realloc import hosts
 from trl_realloc.cluster import Cluster
 from trl_realloc.errors import PlanError
 from trl_realloc.hosts import Process, check_gpus, cluster_of, on_loopback, ranks_by_host
+from trl_realloc.interfaces import NetworkError
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.planner.presets import flatten
 
@@ -76,3 +83,55 @@ def test_an_address_that_other_hosts_cannot_reach_is_named_with_its_host() -> No
     assert not on_loopback(Process("alpha", address="10.0.0.1"))
     assert "127.0.1.1 on alpha" in on_loopback(Process("alpha", address="127.0.1.1"))
     assert "set GLOO_SOCKET_IFNAME" in on_loopback(Process("alpha", address="::1"))
+
+
+def _meeting(places: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What every rank of a meeting gets or is told, ranks being threads; `listens` is each one's gloo address."""
+    local = threading.local()
+    monkeypatch.setattr(hosts, "gloo_address", lambda: local.listens())
+    store = dist.HashStore()
+
+    def one(rank: int) -> Any:
+        place = dict(places[rank])
+        local.listens = place.pop("listens")
+        try:
+            return hosts._meet(store, rank, len(places), place)
+        except NetworkError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(one, range(len(places))))
+
+
+def _place(host: str, local_rank: int, address: str = "127.0.0.2") -> dict[str, Any]:
+    return {"host": host, "machine": host, "local_rank": local_rank, "listens": lambda: address}
+
+
+def test_processes_of_two_hosts_meet_and_try_each_others_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "is_loopback", lambda address: False)
+    found = _meeting([_place(name, local) for name in ("a", "b", "c") for local in (0, 1)], monkeypatch)
+    assert len({tuple(each) for each in found}) == 1
+    assert cluster_of(found[0]) == Cluster(3, 2)
+    assert [process.host for process in found[0]] == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_all_hosts_are_told_what_is_wrong_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = _meeting([_place("a", 0), _place("b", 0)], monkeypatch)
+    assert told[0] == told[1] and "gloo listens at 127.0.0.2 on a, which no other host can reach" in told[0]
+
+    def absent() -> str:
+        raise NetworkError("GLOO_SOCKET_IFNAME is eth7, but b has none")
+
+    told = _meeting([_place("a", 0), {**_place("b", 0), "listens": absent}], monkeypatch)
+    assert told == ["GLOO_SOCKET_IFNAME is eth7, but b has none"] * 2
+
+
+def test_a_host_that_another_cannot_reach_is_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(hosts, "is_loopback", lambda address: False)
+    monkeypatch.setattr(hosts.socket, "create_connection", refuse)
+    told = _meeting([_place("a", 0), _place("b", 0)], monkeypatch)
+    assert told[0] == told[1]
+    assert "a (127.0.0.2) cannot reach b at 127.0.0.2, where gloo listens there (timed out); set GLOO_SOCKET" in told[0]

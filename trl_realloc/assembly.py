@@ -23,7 +23,7 @@ from .engines import Sampling
 from .engines.vllm import MIN_TEMPERATURE, is_vllm_available
 from .engines.zero_init import gathered
 from .errors import PlanError, Problems
-from .hosts import Process, check_gpus, cluster_of, meet
+from .hosts import Process, check_gpus, cluster_of, meet, without_gpus
 from .job import Job
 from .launch import announce, check_device
 from .models import (
@@ -111,7 +111,7 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
     """
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() else "transformers")
     check_device(args.device)
-    processes = meet(world, args.device)
+    processes = meet() if args.device.type == "cuda" else without_gpus(meet())
     cluster, stage = cluster_of(processes), _zero_stage(args.deepspeed_plugin)
     plan: ExecutionPlan | None = None
     if plugin.plan != AUTO:

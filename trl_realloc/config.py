@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from .compat import ConfigBase
 from .engines.zero_setup import leave_out_shared_memory_op
 from .errors import shown
+from .hosts import has_rendezvous, meet
 from .interfaces import set_gloo_interface
 from .launch import check_launch
 from .plan import ExecutionPlan
@@ -264,14 +266,16 @@ class PPOConfig(ConfigBase):
         bf16: bool | None = None
 
     def __post_init__(self) -> None:
-        check_launch(self)
-        set_gloo_interface()
         no_accelerator = not torch.accelerator.is_available()
         if no_accelerator and not self.use_cpu and self.bf16 is None:
             self.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine
         if no_accelerator and self.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
         self._check()
+        check_launch(self)
+        set_gloo_interface()
+        if not dist.is_initialized() and has_rendezvous():
+            meet()  # before the lines below make a process group, which would wait for a host that cannot be reached
         if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
             leave_out_shared_memory_op()  # which the line below would compile
         with warnings.catch_warnings():

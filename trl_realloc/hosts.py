@@ -7,12 +7,13 @@ yet. Which interface gloo uses is in `interfaces`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
+import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from .plan import ExecutionPlan
 
 REACH_S = 15.0  # for one connection between two hosts
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_meetings = itertools.count()
+_met: list[tuple[tuple[Process, ...], Any]] = []  # what was found, and its store, whose server ends with it
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,43 @@ class Process:
     port: int = 0
 
 
-def meet(world: Any, device: torch.device) -> tuple[Process, ...]:
-    """Every process of the job, by rank. All ranks call this together.
+def meet() -> tuple[Process, ...]:
+    """Every process of the job, by rank. All ranks call this together; what the first call finds is kept.
 
-    Args:
-        world: `PartialState` of Accelerate.
-        device: this process's.
+    Works before a process group is made, so that hosts which cannot reach each other end in a sentence and not in the
+    time limit of a group.
 
     Raises:
         NetworkError: a host cannot reach another. The same error on all ranks.
     """
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", -1))
+    gpus = torch.cuda.device_count()
     place: dict[str, Any] = {
         "host": socket.gethostname(),
         "machine": _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else "",
-        "local_rank": world.local_process_index,
-        "gpu": (device.index or 0) if gpus else None,
+        "local_rank": local_rank,
+        "gpu": max(local_rank, 0) % gpus if gpus else None,  # as Accelerate deals them
         "gpus": gpus,
     }
-    if world.num_processes == 1:
+    if dist.is_initialized():
+        store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    elif has_rendezvous():
+        # the key-value store that the process group will use too: torch shares one server in a process
+        store, rank, size = next(dist.rendezvous("env://"))
+    else:
         return (Process(**place),)
-    rank: int = world.process_index
-    default = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"trl_realloc/hosts/{next(_meetings)}", default)
+    if not _met:
+        _met.append((_meet(dist.PrefixStore("trl_realloc/hosts", store), rank, size, place), store))
+    return _met[0][0]
+
+
+def has_rendezvous() -> bool:
+    """Whether the launcher's variables say how this process finds the others."""
+    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(os.environ.get(name) for name in variables) and os.environ["WORLD_SIZE"] != "1"
+
+
+def _meet(store: Any, rank: int, size: int, place: dict[str, Any]) -> tuple[Process, ...]:
     with contextlib.ExitStack() as open_doors:
         problem = ""
         try:
@@ -85,23 +100,28 @@ def meet(world: Any, device: torch.device) -> tuple[Process, ...]:
         except (NetworkError, OSError) as error:
             problem = str(error)
         # a rank that cannot go on says so first: the others wait for it
-        problems, places = zip(*_all(store, "place", rank, range(world.num_processes), (problem, place)), strict=True)
-        _refuse(problems)
+        problems, places = zip(*_all(store, "place", rank, range(size), (problem, place)), strict=True)
+        _refuse(store, rank, size, problems)
         processes = tuple(Process(**each) for each in places)
         firsts = [ranks[0] for ranks in ranks_by_host(processes)]
         if len(firsts) > 1:
-            _refuse(on_loopback(processes[first]) for first in firsts)
+            _refuse(store, rank, size, [on_loopback(processes[first]) for first in firsts])
             # in a ring: each host's first process tries the next host's
             if rank in firsts:
                 problem = _try(processes[rank], processes[firsts[(firsts.index(rank) + 1) % len(firsts)]])
-            _refuse(_all(store, "problem", rank, firsts, problem))
+            _refuse(store, rank, size, _all(store, "problem", rank, firsts, problem))
     return processes
 
 
-def _refuse(problems: Iterable[str]) -> None:
+def _refuse(store: Any, rank: int, size: int, problems: Iterable[str]) -> None:
     found = list(dict.fromkeys(filter(None, problems)))
-    if found:
-        raise NetworkError("\n".join(found))
+    if not found:
+        return
+    read, deadline = store.add("read", 1), time.monotonic() + REACH_S
+    while rank == 0 and read < size and time.monotonic() < deadline:  # its process may be the store's server
+        time.sleep(0.05)
+        read = store.add("read", 0)
+    raise NetworkError("\n".join(found))
 
 
 def on_loopback(process: Process) -> str:
@@ -135,6 +155,11 @@ def _try(here: Process, there: Process) -> str:
             f"({error}); set {VARIABLE} to the interface of the network between the hosts, on each of them, and let "
             f"no firewall close its ports to them."
         )
+
+
+def without_gpus(processes: Iterable[Process]) -> tuple[Process, ...]:
+    """The processes of a job that runs on CPUs, whatever GPUs they see."""
+    return tuple(replace(process, gpu=None, gpus=0) for process in processes)
 
 
 def ranks_by_host(processes: Sequence[Process]) -> list[list[int]]:

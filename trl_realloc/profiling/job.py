@@ -39,7 +39,7 @@ def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None
         configs[role][0].num_labels = 1
     for role in (Role.ACTOR, Role.CRITIC):  # as the run trains models by path
         configs[role][0].dtype = torch.float32
-    cluster, mixed = cluster_of(meet(world, args.device)), mixed_precision(args)
+    cluster, mixed = cluster_of(meet()), mixed_precision(args)
     pad = configs[Role.ACTOR][0].pad_token_id
     job = job_of(
         args,
