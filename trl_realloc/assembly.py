@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -437,7 +438,10 @@ def engine_options(args: PPOConfig, setup: Setup, accelerator: Any, plugin: Real
         deepspeed=None if deepspeed is None else deepspeed.deepspeed_config,
         seed=args.seed,
         bucket_bytes=(plugin.bucket_mb or 0) << 20,
-        transfer_timeout_s=plugin.transfer_timeout or 0.0,
+        transfer_timeout_s=plugin.transfer_timeout or float(args.ddp_timeout),
+        collective_timeout_s=float(args.ddp_timeout),
+        heartbeat_timeout_s=plugin.heartbeat_timeout or 0.0,
+        log_folder=Path(args.output_dir) / "logs",
         checksums=bool(plugin.checksums),
         vllm={
             "max_num_seqs": max(1, -(-(args.batch_size or 1) // setup.plan["actor.generate"].strategy.dp)),

@@ -123,6 +123,9 @@ class PPOConfig(ConfigBase):
         skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
             Leave out an update whose samples, losses or gradients are not finite, and count it in
             `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
+        heartbeat_timeout (`float`, *optional*):
+            Seconds after which a rank that is stopped, or of which nothing is heard (its host is down, or the
+            network), ends the job on all ranks. A rank that computes for long is heard. Default: 30.
     """
 
     # TrlParser reads fields of type dict from YAML only where they are named here
@@ -258,6 +261,11 @@ class PPOConfig(ConfigBase):
     skip_nonfinite_updates: bool = field(
         default=False,
         metadata={"help": "Leave out and count updates that are not finite, where otherwise the run ends."},
+    )
+
+    heartbeat_timeout: float | None = field(
+        default=None,
+        metadata={"help": "Seconds after which a stopped or silent rank ends the job on all ranks. Default: 30."},
     )
 
     if TYPE_CHECKING:  # TrainingArguments' own

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -98,6 +99,9 @@ def job_of(
         gradient_checkpointing=recomputes(args),
         gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         seed=args.seed,
+        transfer_timeout_s=float(args.ddp_timeout),
+        collective_timeout_s=float(args.ddp_timeout),
+        log_folder=Path(args.output_dir) / "logs",
         vllm={
             "max_num_seqs": max(1, -(-episodes // cluster.size)),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,

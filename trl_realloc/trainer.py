@@ -44,9 +44,9 @@ from .planning import at_lengths
 from .plugin import ReallocationPlugin
 from .policy_and_value import PolicyAndValueWrapper
 from .report import leave_record
-from .runtime.alarm import JobFailed
+from .runtime.alarm import Alarm, watch
 from .runtime.calls import check_first_weights
-from .runtime.executor import Iteration, make_executor
+from .runtime.executor import EVALUATION_STEP, Iteration, make_executor
 from .runtime.placement import Placement
 from .timeline import Timeline
 
@@ -54,7 +54,6 @@ from .timeline import Timeline
 logger = logging.get_logger(__name__)
 
 SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
-_EVAL_STEP = 1 << 40  # evaluation draws from seeds of its own, the same at every evaluation
 
 
 @dataclass
@@ -133,24 +132,26 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
-        self.plugin = ReallocationPlugin(args.plan, args.generation_engine)
+        self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
         wanted = assembly.resolve(args, self.plugin, world)
-        self.setup: Setup = assembly.prepare(
-            args,
-            wanted,
-            world.process_index,
-            processing_class=processing_class,
-            model=model,
-            ref_model=ref_model,
-            reward_model=reward_model,
-            value_model=value_model,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            data_collator=data_collator,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            reward_processing_classes=reward_processing_classes,
-        )
+        self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
+        with self.alarm.covers():
+            self.setup: Setup = assembly.prepare(
+                args,
+                wanted,
+                world.process_index,
+                processing_class=processing_class,
+                model=model,
+                ref_model=ref_model,
+                reward_model=reward_model,
+                value_model=value_model,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                data_collator=data_collator,
+                optimizers=optimizers,
+                peft_config=peft_config,
+                reward_processing_classes=reward_processing_classes,
+            )
         self.stop_token_id = self.setup.stop_token_id
         self.ref_model, self.reward_model = ref_model, reward_model
         super().__init__(
@@ -329,6 +330,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
         planned = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
         if planned is None:
             return
+        self.alarm.at(f"the move to another plan after update {self.state.global_step}")
         self.executor.exchange.flush()
         cargo = Cargo(self.placement)
         self.accelerator.wait_for_everyone()  # a group that one rank lets go is closed for those that still use it
@@ -386,18 +388,14 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
         """A failure here is told to every rank, and ends this one's engines."""
-        try:
-            yield
-        except BaseException as error:
-            if self.is_in_train and isinstance(error, Exception) and not isinstance(error, CheckpointError):
-                error.add_note(self._what_is_left())
-            self.is_in_train = False
-            if not isinstance(error, (JobFailed, KeyboardInterrupt, SystemExit)):
-                self.alarm.ring(f"rank {self.accelerator.process_index}: {error}")
-            self.placement.close()
-            if isinstance(error, Exception):  # which every rank has by now, or soon
-                self.alarm.stay()
-            raise
+        with self.alarm.covers(lambda: self.placement.close()):  # of the placement that is current then
+            try:
+                yield
+            except BaseException as error:
+                if self.is_in_train and isinstance(error, Exception) and not isinstance(error, CheckpointError):
+                    error.add_note(self._what_is_left())
+                self.is_in_train = False
+                raise
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -425,7 +423,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
         with self._failing_together():
             self._start()
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
-                iteration = self.executor.run(batch, _EVAL_STEP + at, {}, only=SCORING)
+                iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=SCORING)
                 for name, value in iteration.metrics.items():
                     sums[name] += value * len(batch)
                 count += len(batch)
@@ -455,7 +453,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
             self._start()
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
                 only = ("actor.generate", "reward.forward")
-                made = self.executor.run(batch, _EVAL_STEP + at, {}, only=only, sampling=near_greedy).samples
+                made = self.executor.run(batch, EVALUATION_STEP + at, {}, only=only, sampling=near_greedy).samples
                 table += completion_rows(made, self.processing_class)
                 if sampling:
                     break

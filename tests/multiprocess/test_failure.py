@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,7 @@ def test_a_reward_that_fails_on_one_rank_fails_on_all_and_nothing_is_trained(sta
     job = start("train.py", 2, {"fails_on_rank": 1})
     begun = time.monotonic()
     assert job.wait(90) != 0
-    sentence = "reward.forward failed on rank 1: reward function '<lambda>' returned nan for sample"
+    sentence = f"reward.forward failed on rank 1 (host {socket.gethostname()}): reward function '<lambda>' returned nan"
     assert job.text().count(f"JobFailed: {sentence}") == 2, job.text()[-3000:]
     for rank in (0, 1):
         assert json.loads((job.folder / f"failed-{rank}.json").read_text()) == {"unchanged": True}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 
@@ -13,7 +9,7 @@ from trl_realloc.cluster import Cluster, DeviceMesh
 from trl_realloc.plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.planner.presets import flatten
 from trl_realloc.rollout import Ragged, Rollouts
-from trl_realloc.runtime.alarm import Alarm, JobFailed
+from trl_realloc.runtime.alarm import JobFailed
 from trl_realloc.runtime.exchange import Exchange, Failure, Piece, sources
 from trl_realloc.timeline import Span
 
@@ -41,7 +37,7 @@ def test_a_failure_is_raised_where_its_piece_is_needed_with_call_rank_and_reason
     exchange.publish("reward.forward", Failure(0, "reward.forward", "no"))
     exchange.publish("actor.generate", Piece(samples(), SPAN))
     assert len(exchange.collect("actor.generate")) == 3
-    with pytest.raises(JobFailed, match="reward.forward failed on rank 0: no"):
+    with pytest.raises(JobFailed, match=r"reward.forward failed on rank 0 \(host .*\): no"):
         exchange.collect("reward.forward")
 
 
@@ -50,38 +46,3 @@ def test_of_a_tensor_parallel_engine_the_first_rank_speaks() -> None:
     split = Assignment(DeviceMesh(0, 4), ParallelStrategy(dp=2, tp=2), "vllm")
     plan = ExecutionPlan(plan.cluster, {**plan.assignments, "actor.generate": split})
     assert sources(plan, "actor.generate") == (0, 2) and sources(plan, "actor.train") == (0, 1, 2, 3)
-
-
-def test_a_failure_that_rang_is_heard_by_every_other_rank(tmp_path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
-    first, second = Alarm(store, 2), Alarm(store, 2)
-    second.check(every_s=0)
-    store.add("trl_realloc/heard", 1)  # the other has read it: the first need not wait
-    first.ring("rank 0: the engine died")
-    with pytest.raises(JobFailed, match="rank 0: the engine died"):
-        second.check(every_s=0)
-    second.check(every_s=0)
-
-
-def test_a_failed_process_ends_only_after_the_others_have_said_why_or_its_grace_is_over(tmp_path) -> None:
-    script = """
-        import sys, time, torch
-        from trl_realloc.runtime import alarm
-        alarm.GRACE_S = float(sys.argv[3])
-        rank = alarm.Alarm(torch.distributed.FileStore(sys.argv[1], 2), 2)
-        rank.stay()
-        rank.stay()
-        time.sleep(float(sys.argv[2]))
-        raise RuntimeError("no")
-        """
-
-    def rank(place: str, slow_s: float, grace_s: float) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / place), f"{slow_s}", f"{grace_s}"]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-    first, second, alone = rank("pair", 0.0, 100.0), rank("pair", 2.0, 100.0), rank("alone", 0.0, 0.5)
-    assert first.stderr is not None
-    assert "RuntimeError: no\n" in iter(first.stderr.readline, "")
-    assert first.poll() is None, "it stays"
-    for process in (first, second, alone):
-        assert process.wait(60) == 1

@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..finite import NonFiniteError
-from ..runtime.alarm import JobFailed
+from ..runtime.alarm import Alarm, JobFailed
 from ..runtime.placement import Placement
 from .identity import Identity, data_checksum, trained_shapes
 from .problems import Problems
@@ -35,6 +35,7 @@ class CheckpointMixin:
     control: Any
     processing_class: Any
     placement: Placement
+    alarm: Alarm
     store_flos: Callable[[], None]
     create_model_card: Callable[..., None]
     push_to_hub: Callable[..., Any]
@@ -87,6 +88,7 @@ class CheckpointMixin:
                 self.state.best_model_checkpoint = str(best)
         control = self.placement.control
         self._run = self._run or new_run(control)
+        self.alarm.at(f"saving {final}")
         save_checkpoint(
             final,
             self._run,
@@ -98,6 +100,7 @@ class CheckpointMixin:
             best=Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None,
         )
         self._saved_step = self.state.global_step
+        self.alarm.checkpoint(final)
         if args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
@@ -172,6 +175,7 @@ class CheckpointMixin:
     def _load_checkpoint(self, found: Found) -> None:
         """Everything but the trainer's state, into engines that have been started."""
         self._saved_step = self.state.global_step
+        self.alarm.checkpoint(found.folder)
         load_training_state(self.placement, found.folder)
         self.lr_scheduler.load_state_dict(torch.load(found.folder / SCHEDULER, weights_only=True))
         self.setup.rates.restore(self.lr_scheduler.get_last_lr())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -92,43 +93,85 @@ def spawn(
 def session_members(session: int) -> list[int]:
     """The living processes of a session (that of a spawned child is its pid); zombies have ended and do not count."""
     members = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                # pid (name, which may hold anything) state ppid pgrp session ...
-                state, _, _, sid = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(sid) == session and state not in "ZX":
-                    members.append(int(entry))
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        state, sid = _state_and_session(pid)
+        if sid == session and state not in "ZX":
+            members.append(pid)
     return members
 
 
-def unlink_shared_memory(pids: Iterable[int]) -> None:
-    """Remove the names of the /dev/shm files that these processes have mapped; the mappings themselves stay valid."""
-    paths = set()
+def stopped(session: int) -> list[int]:
+    """The processes of a session that are stopped by a signal (SIGSTOP)."""
+    return [pid for pid in session_members(session) if _state_and_session(pid)[0] == "T"]
+
+
+def _state_and_session(pid: int) -> tuple[str, int]:
+    """A process's state by its letter in /proc, and its session; `("X", 0)` of one that has ended."""
+    with contextlib.suppress(OSError):
+        # pid (name, which may hold anything) state ppid pgrp session ...
+        state, _, _, sid = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[:4]
+        return state, int(sid)
+    return "X", 0
+
+
+# What the kernel lists under /dev/shm of an engine: Python's shared memory and semaphores, vLLM's own segments on the
+# CPU. Of other names nothing is ours: an environment, a compiler's cache, a model that a user staged there.
+_SHARED_NAMES = re.compile(r"psm_[0-9a-f]+|sem\.[\w.-]+|[^/]*-cpushm[_\d]*|torch_\d+_\d+_\d+")
+
+
+def shared_memory(pids: Iterable[int], since: float) -> set[Path]:
+    """The files in /dev/shm, not in its folders, that these processes have mapped to share with each other: named as
+    Python, torch or vLLM name such, not executable, and made after `since` (seconds since the epoch).
+    """
+    found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path("/proc", str(pid), "maps").read_text().splitlines():
-                if "/dev/shm/" in line:
-                    paths.add(line[line.index("/dev/shm/") :])
-    for path in paths:
-        with contextlib.suppress(OSError):  # "... (deleted)" among them
-            os.unlink(path)
+                _, permissions, *_, name = line.split(maxsplit=5) if line.count(" ") > 4 else ("", "", "")
+                path = Path(name)
+                ours = path.parent == Path("/dev/shm") and _SHARED_NAMES.fullmatch(path.name)
+                if not ours or not permissions.endswith("s") or "x" in permissions:
+                    continue
+                with contextlib.suppress(OSError):  # "... (deleted)" among them
+                    status = path.stat()
+                    if status.st_ctime >= since - 1 and status.st_uid == os.getuid():
+                        found.add(path)
+    return found
 
 
-def end(child: subprocess.Popen[bytes], grace_s: float = 3.0) -> None:
+def started_at(pid: int) -> float:
+    """When a process was started, in seconds since the epoch."""
+    try:
+        return Path("/proc", str(pid)).stat().st_ctime
+    except OSError:
+        return time.time()
+
+
+def unlink_shared_memory(pids: Iterable[int], since: float) -> None:
+    """Remove the names of the shared memory that these processes made; the mappings themselves stay valid."""
+    for path in shared_memory(pids, since):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def end(child: subprocess.Popen[bytes], grace_s: float = 3.0, patience_s: float = 10.0) -> None:
     """Kill a spawned child and all of its session, and unlink the shared memory they had.
 
     First the child alone: what it started dies with it, but for Python's resource tracker, which then unlinks the
-    semaphores and segments it knows of. After `grace_s` seconds, whatever is left.
+    semaphores and segments it knows of. After `grace_s` seconds, whatever is left. A process that the kernel does not
+    let go (in state D, in a driver) ends when that returns; after `patience_s` more it is not waited for.
     """
-    unlink_shared_memory(session_members(child.pid))  # first: a dead process has no maps to read
+    unlink_shared_memory(session_members(child.pid), started_at(child.pid))  # a dead process has no maps to read
     child.kill()
-    deadline = time.monotonic() + grace_s
+    begun = time.monotonic()
+    killed = False
     while session_members(child.pid):
-        if time.monotonic() > deadline:
+        if not killed and time.monotonic() - begun > grace_s:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
-            deadline = float("inf")
+            killed = True
+        if time.monotonic() - begun > grace_s + patience_s:
+            return
         time.sleep(0.02)
     child.wait()
 

@@ -22,15 +22,17 @@ import json
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_realloc.engines.process import die_with_parent, unlink_shared_memory
+from trl_realloc.engines.process import die_with_parent, started_at, unlink_shared_memory
 
 
 if TYPE_CHECKING:
@@ -118,7 +120,20 @@ def build(settings: dict[str, Any]) -> LLM:
     return llm
 
 
-def tie_to_workers() -> threading.Event:
+def ended_workers(workers: Sequence[Any], wait_s: float = 0.0) -> str:
+    """Which of vLLM's workers have ended, and how; an empty string while all run."""
+    wait([worker.sentinel for worker in workers], wait_s)
+    ended = [worker for worker in workers if not worker.is_alive()]
+    return ", ".join(f"vLLM's worker {w.name} (pid {w.pid}) {_how(w.exitcode)}" for w in ended)
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "ended"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+
+def tie_to_workers(channel: Channel) -> threading.Event:
     """End this process when one of vLLM's workers ends, for vLLM would wait for its answer; unless the event is set."""
     workers = multiprocessing.active_children()
     closing = threading.Event()
@@ -126,15 +141,18 @@ def tie_to_workers() -> threading.Event:
     def watch() -> None:
         wait([worker.sentinel for worker in workers])
         if not closing.is_set():
-            ended = {worker.name: worker.exitcode for worker in workers if not worker.is_alive()}
-            print(f"vLLM's workers ended with exit codes {ended}", file=sys.stderr, flush=True)
+            reason = ended_workers(workers)
+            print(reason, file=sys.stderr, flush=True)
+            channel.send("failed", reason)
+            channel.flush()
             os._exit(1)
 
     if workers:
         threading.Thread(target=watch, daemon=True).start()
     # All have opened what they share; without names, not even a kill of the whole group leaves any of it behind. Before
     # this, the start of several workers on the CPU has a gap: vLLM's own "...cpushm_0" stays if all are killed in it.
-    unlink_shared_memory([os.getpid(), *(worker.pid for worker in workers if worker.pid)])
+    pids = [os.getpid(), *(worker.pid for worker in workers if worker.pid)]
+    unlink_shared_memory(pids, started_at(os.getpid()))
     return closing
 
 
@@ -162,7 +180,11 @@ def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], in
 
     stop = sampling["stop_token_id"]
     engine = llm.llm_engine
-    llm.reset_prefix_cache()  # after new weights it must go; and a call must not depend on the calls before it
+    # after new weights it must go; and a call must not depend on the calls before it
+    if not llm.reset_prefix_cache():
+        raise RuntimeError(
+            "vLLM kept its prefix cache, whose keys and values are of earlier weights: blocks are in use"
+        )
     for number, (_, prompt, seed) in enumerate(requests):
         params = SamplingParams(
             temperature=sampling["temperature"],
@@ -213,16 +235,20 @@ def main() -> None:
     if settings["cpu_cores"]:
         os.sched_setaffinity(0, settings["cpu_cores"])
     channel = Channel(settings["socket"])
+    workers: list[Any] = []
     try:
         llm = build(settings)
-        closing = tie_to_workers()
+        workers = multiprocessing.active_children()
+        closing = tie_to_workers(channel)
         channel.send("ready")
         with contextlib.suppress(EOFError):  # the parent has gone
             serve(llm, channel, settings["slots"])
         closing.set()
     except BaseException as error:
         traceback.print_exc()
-        channel.send("failed", f"{type(error).__name__}: {error}")
+        # vLLM may notice a worker's end in its own way, before or after the thread that waits for it does
+        reason = ended_workers(multiprocessing.active_children() + workers, 1.0 if workers else 0.0)
+        channel.send("failed", reason or f"{type(error).__name__}: {error}")
         channel.flush()
         os._exit(1)
     for worker in multiprocessing.active_children():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..plan import ExecutionPlan
 from ..rollout import Rollouts
 from ..timeline import Span
-from .alarm import JobFailed
+from .alarm import HOST, JobFailed
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Failure:
     call: str
     message: str
     is_unharmed: bool = False
+    host: str = HOST
+
+    def __str__(self) -> str:
+        return f"{self.call} failed on rank {self.rank} (host {self.host}): {self.message}"
 
 
 def sources(plan: ExecutionPlan, call: str) -> tuple[int, ...]:
@@ -105,12 +109,15 @@ class Exchange:
             pieces = [self._receive(call, rank) for rank in sources(self.plan, call)]
             failures = [piece for piece in pieces if isinstance(piece, Failure)]
             if failures:
-                said = "; ".join(f"{f.call} failed on rank {f.rank}: {f.message}" for f in failures)
-                raise JobFailed(said, is_unharmed=all(f.is_unharmed for f in failures))
+                raise JobFailed("; ".join(map(str, failures)), is_unharmed=all(f.is_unharmed for f in failures))
             done = [piece for piece in pieces if isinstance(piece, Piece)]
             samples = Rollouts.cat([piece.samples for piece in done]).sorted()
             self._whole[call] = (samples, tuple(span for piece in done for span in (*piece.moves, piece.span)))
         return self._whole[call][0]
+
+    def has(self, call: str) -> bool:
+        """Whether the whole of a call's outputs is here already."""
+        return call in self._whole
 
     def spans(self, call: str) -> tuple[Span, ...]:
         """When each rank was busy with a call of this step, reallocations for it included; after `collect`."""

@@ -13,25 +13,25 @@ from functools import partial
 from itertools import zip_longest
 
 import torch
-import torch.distributed as dist
 from transformers.utils import logging
 
 from .. import ppo
 from ..data import PromptBatch
 from ..dataflow import CallKind, Role
-from ..engines import Rate, Sampling
+from ..engines import EngineError, Rate, Sampling
 from ..finite import NonFiniteError, problem_of, with_text
 from ..rewards import RewardError
 from ..rollout import Rollouts
 from ..timeline import Span
 from . import calls
-from .alarm import Alarm, JobFailed
+from .alarm import Alarm, JobFailed, current_watchdog
 from .calls import Rules
 from .exchange import Exchange, Failure, Piece
 from .placement import Placement
 
 
 logger = logging.get_logger(__name__)
+EVALUATION_STEP = 1 << 40  # steps from here on are evaluations, which draw from seeds of their own
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Executor:
     def __init__(self, placement: Placement, exchange: Exchange, rules: Rules, alarm: Alarm) -> None:
         self.placement, self.exchange, self.rules, self.alarm = placement, exchange, rules, alarm
         self.plan, self.rank = placement.plan, placement.rank
+        self._step = ""
         self._failure: Exception | None = None
         self._prepared: Rollouts | None = None
         self._unfit = False  # nothing may be trained on this batch, and `Rules.skip_nonfinite` says to go on
@@ -82,6 +83,7 @@ class Executor:
             JobFailed: a call failed here or on another rank; nothing is trained on a batch of which a call before the
                 training failed.
         """
+        self._step = f"update {step + 1}" if step < EVALUATION_STEP else "an evaluation"
         self.exchange.begin()
         self._failure = self._prepared = None
         self._unfit = False
@@ -108,6 +110,8 @@ class Executor:
         return self._prepare(samples) if call.trains else samples
 
     def _with(self, samples: Rollouts, producer: str) -> Rollouts:
+        if not self.exchange.has(producer):
+            self.alarm.at(f"waiting for the samples of {producer} of {self._step}")
         try:
             return samples.plus(**self.exchange.collect(producer))
         except JobFailed as error:
@@ -163,10 +167,22 @@ class Executor:
 
     def _perform(self, name: str, step: int, work: Callable[[], Rollouts]) -> None:
         """Run a call and publish what it made, or that it could not: then all ranks fail at the same place, where the
-        outputs are first needed, with every collective in between whole."""
+        outputs are first needed, with every collective in between whole.
+
+        A failure inside a call with collectives is raised at once: the other ranks of its mesh wait in one of them, and
+        whatever this rank did next on the same process group would meet it there.
+        """
         piece: Piece | Failure
+        together = True  # inside something that ranks do together
         try:
-            moved = self.placement.refresh(name)
+            self.alarm.at(f"{name} of {self._step} (its parameters)")
+            try:
+                moved = self.placement.refresh(name)
+            except EngineError:  # an engine refused; every rank has been told, and the collectives are complete
+                together = False
+                raise
+            together = self.placement.waits_inside(name)
+            self.alarm.at(f"{name} of {self._step}")
             moves = (Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes),) if moved else ()
             start = time.time()
             if self.rank not in self.plan.mesh(name):
@@ -179,8 +195,10 @@ class Executor:
         except JobFailed:
             raise
         except Exception as error:
-            self._failure = error
             unharmed = isinstance(error, RewardError)  # raised after the call's last collective
+            if together and not unharmed:
+                raise
+            self._failure = error
             piece = Failure(self.rank, name, str(error) or type(error).__name__, unharmed)
         self.exchange.publish(name, piece)
 
@@ -221,9 +239,8 @@ class Executor:
 
 def make_executor(placement: Placement, rules: Rules) -> Executor:
     """The executor of a placement, with an exchange and an alarm of its own. All ranks make theirs."""
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     exchange = Exchange(placement.plan, placement.rank, placement.control)
-    return Executor(placement, exchange, rules, Alarm(store, placement.plan.cluster.size))
+    return Executor(placement, exchange, rules, Alarm(current_watchdog() if placement.plan.cluster.size > 1 else None))
 
 
 LOSSES = {"actor.train": ("policy", "policy_loss"), "critic.train": ("value", "value_loss")}

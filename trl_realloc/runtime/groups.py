@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -38,26 +39,37 @@ def from_every_rank(value: Any, group: Any) -> list[Any]:
     return values
 
 
-def make_groups(plan: ExecutionPlan, rank: int) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
+def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
     """A group for every mesh of the plan and for each rank alone, made on all ranks in one order as torch demands;
-    and a gloo group over all for samples, which lie on the host."""
+    and a gloo group over all for samples, which lie on the host.
+
+    Args:
+        timeout: of every collective and message, here and below: the config's `ddp_timeout`.
+    """
     singles = {DeviceMesh(device, 1) for device in range(plan.cluster.size)}
     meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | singles)
     if not dist.is_initialized():
         return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
     device = _device()
-    groups = {mesh: MeshGroup(tuple(mesh.devices), rank, dist.new_group(list(mesh.devices)), device) for mesh in meshes}
-    return groups, dist.new_group(backend="gloo")
+    groups = {
+        mesh: MeshGroup(tuple(mesh.devices), rank, dist.new_group(list(mesh.devices), timeout=timeout), device)
+        for mesh in meshes
+    }
+    return groups, dist.new_group(backend="gloo", timeout=timeout)
 
 
-def make_split_groups(plan: ExecutionPlan, rank: int) -> dict[tuple[DeviceMesh, int, int], SplitGroups]:
+def make_split_groups(
+    plan: ExecutionPlan, rank: int, timeout: timedelta
+) -> dict[tuple[DeviceMesh, int, int], SplitGroups]:
     """This rank's tensor, pipeline and data groups, by mesh, tp and pp of the calls that the engine megatron runs."""
     found: dict[tuple[DeviceMesh, int, int], SplitGroups] = {}
     splits = {(a.mesh, a.strategy.tp, a.strategy.pp) for a in plan.assignments.values() if a.engine == "megatron"}
     for mesh, tp, pp in sorted(splits):
         mine: dict[str, MeshGroup] = {}
         for kind, members in _each_group(tuple(mesh.devices), tp, pp):
-            group = dist.new_group(list(members)) if dist.is_initialized() and len(members) > 1 else None
+            group = None
+            if dist.is_initialized() and len(members) > 1:
+                group = dist.new_group(list(members), timeout=timeout)
             # the ends of a pipeline are of interest to its middle stages too, though not theirs
             if rank in members or (kind == "ends" and rank in mesh and set(members) <= set(mine["pp"].ranks)):
                 mine[kind] = MeshGroup(members, rank, group, _device())
@@ -89,12 +101,13 @@ class Edge:
     wire: Any
 
 
-def make_edges(plan: ExecutionPlan, rank: int) -> dict[str, Edge]:
+def make_edges(plan: ExecutionPlan, rank: int, timeout: timedelta) -> dict[str, Edge]:
     """By target call. Groups of their own, for a transfer's messages must not meet another group's collectives."""
     edges = {}
     for source, target in plan.reallocations:
         ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
-        control = dist.new_group(ranks, backend="gloo") if dist.is_initialized() else None
+        control = dist.new_group(ranks, backend="gloo", timeout=timeout) if dist.is_initialized() else None
         on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-        edges[target] = Edge(source, tuple(ranks), control, dist.new_group(ranks) if on_gpu else control)
+        wire = dist.new_group(ranks, timeout=timeout) if on_gpu else control
+        edges[target] = Edge(source, tuple(ranks), control, wire)
     return edges

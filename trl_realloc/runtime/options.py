@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from ..assignment import CACHED_TOKENS
 from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S
+from .alarm import HEARTBEAT_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class EngineOptions:
         train_batch_size: samples of one forward with gradients, likewise.
         make_optimizer: role's module -> optimizer.
         bucket_bytes, transfer_timeout_s, checksums: of reallocations, as `Transfer`'s.
+        collective_timeout_s: of every process group (`ddp_timeout`).
+        heartbeat_timeout_s: longest time that an engine's process may be stopped.
+        log_folder: for the logs of engines' processes, kept where a run fails; `None` for temporary ones.
     """
 
     device: torch.device
@@ -46,6 +51,9 @@ class EngineOptions:
     bucket_bytes: int = BUCKET_BYTES
     transfer_timeout_s: float = TIMEOUT_S
     checksums: bool = False
+    collective_timeout_s: float = 1800.0
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    log_folder: Path | None = None
 
     def budget(self, *, trains: bool) -> int:
         """Most tokens of one forward where a plan gives no number: room for so many of the longest samples."""

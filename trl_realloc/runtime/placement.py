@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -80,9 +81,10 @@ class Placement:
         self.plan, self.rank, self.roles, self.options = plan, rank, roles, options
         if plan.cluster.size == 1 and any(a.strategy.zero_stage for a in plan.assignments.values()):
             ensure_process_group(options.device)
-        self._groups, self.control = make_groups(plan, rank)
-        self._splits = make_split_groups(plan, rank)
-        self._edges = make_edges(plan, rank)
+        timeout = timedelta(seconds=options.collective_timeout_s)
+        self._groups, self.control = make_groups(plan, rank, timeout)
+        self._splits = make_split_groups(plan, rank, timeout)
+        self._edges = make_edges(plan, rank, timeout)
         self._shadows: dict[str, TrainedEngine] = {}
         self._reallocations: dict[str, Reallocation] = {}
         self.started = False
@@ -138,6 +140,16 @@ class Placement:
     def takes_part(self, call: str) -> bool:
         """This rank is in the call's mesh, or holds parameters that the call is to get."""
         return self.rank in self.plan.mesh(call) or (call in self._edges and self.rank in self._edges[call].ranks)
+
+    def waits_inside(self, call: str) -> bool:
+        """The ranks of the call's mesh wait for each other inside it: for gradients, for activations, for parts of
+        sharded parameters."""
+        assignment = self.plan[call]
+        if call == "actor.generate":  # inside the actor's own engine its parameters may be sharded
+            trained = self.plan["actor.train"]
+            return assignment.engine == "transformers" and trained.mesh.size > 1 and trained.strategy.zero_stage == 3
+        split = assignment.engine == "megatron" or assignment.strategy.zero_stage == 3
+        return assignment.mesh.size > 1 and (split or self.plan.graph.call(call).trains)
 
     def refresh(self, call: str) -> Moved | None:
         """The trained parameters that the call uses brought up to date where it uses them. Every rank that

@@ -188,6 +188,7 @@ class Reallocation:
         self.name, self.rank, self.ranks, self.control = f"{source} -> {target}", rank, tuple(ranks), control
         self.holder, self.sink = holder, sink
         self.version = STALE  # that all ranks have agreed on
+        self._complete = False  # the latest transfer
         self.schedule, self._dtypes = self._agree_on_layouts(cluster)
         self.transfer = Transfer(
             self.name,
@@ -219,24 +220,30 @@ class Reallocation:
         if current == wanted:
             return None
         start, problem = time.time(), ""
-        stream = self.transfer.run(self.holder.parts() if self.holder else {}, self._places)
+        self._complete = False
+        stream = self._stream()
         try:
             if self.sink is None:
                 for _ in stream:
                     pass
             else:
                 self.sink.take(stream, wanted)
-        except TransferError:
-            self.version = STALE
-            raise
-        except Exception as error:  # told to all below: they must not use an update that one rank has not taken
-            problem = f"rank {self.rank}: {error}"
+        except Exception as error:
+            if not self._complete:  # the others wait for messages of this rank: only the job's alarm reaches them
+                self.version = STALE
+                raise
+            problem = f"rank {self.rank}: {error}"  # told to all below: they must not use an update not taken by all
         told = self._tell((problem, self.transfer.sent_bytes))
         problems = [text for text, _ in told if text]
         if problems:
             self.version = STALE
             raise EngineError(f"{self.name}: the update to version {wanted} was not taken: {'; '.join(problems)}")
         return Moved(self.name, sum(sent for _, sent in told), start, time.time())
+
+    def _stream(self) -> Iterator[Parts]:
+        """The transfer; notes when this rank has sent and received everything."""
+        yield from self.transfer.run(self.holder.parts() if self.holder else {}, self._places)
+        self._complete = True
 
     def check(self) -> None:
         """Raises `EngineError` where this rank's copy is not of the version that all have agreed on."""

@@ -1,0 +1,53 @@
+"""A rank that only watches: `python rank.py RANK WORLD_SIZE STORE_FILE WHAT`, for tests of alarm and watchdog."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from trl_realloc.runtime import alarm
+
+
+def main() -> None:
+    rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    watchdog = alarm.Watchdog(rank, size, torch.distributed.FileStore(place, size), 5.0)
+    ring = alarm.Alarm(watchdog)
+    ring.checkpoint("runs/checkpoint-7")
+    ring.at(f"actor.train of update {rank}")
+    print(os.getpid(), flush=True)
+    if what == "caught twice":
+        for message in ("first", "second"):
+            try:
+                if rank == 0:
+                    with ring.covers():
+                        raise RuntimeError(message)
+                with ring.covers():
+                    while True:
+                        ring.check()
+                        time.sleep(0.05)
+            except RuntimeError as error:
+                print(error, flush=True)
+            ring = alarm.Alarm(watchdog)
+            time.sleep(1.0)
+        return
+    if what == "raise" and rank == 1:
+        time.sleep(1.0)
+        with ring.covers():
+            raise RuntimeError("no memory")
+    if what == "die" and rank == 1:
+        time.sleep(1.0)
+        folder = tempfile.mkdtemp(dir=Path(place).parent)
+        watchdog.remove_at_end(folder)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # as in a collective that never ends
+
+
+if __name__ == "__main__":
+    main()

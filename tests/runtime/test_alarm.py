@@ -1,0 +1,95 @@
+"""Ranks and their watchdogs as processes: whatever ends or stops one of them ends the others, with its cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_realloc.realloc.transfer import TransferError
+from trl_realloc.runtime.alarm import HOST, is_network
+
+
+Ranks = Callable[..., list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Start two ranks that do `what`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(what: str) -> list[subprocess.Popen[str]]:
+        for rank in (0, 1):
+            command = [sys.executable, str(Path(__file__).parent / "rank.py"), str(rank), "2", str(tmp_path / "store")]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "LOCAL_WORLD_SIZE": "2"}
+            started.append(subprocess.Popen([*command, what], text=True, env=environment, **pipes))  # type: ignore[call-overload]
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def outputs(processes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """stdout and stderr of each; both are complete only when the watchdogs, which hold them too, have ended."""
+    return [process.communicate(timeout=90) for process in processes]
+
+
+def test_an_exception_on_one_rank_ends_those_that_hang_with_its_sentence(ranks: Ranks) -> None:
+    processes = ranks("raise")
+    (_, hung), (_, failed) = outputs(processes)
+    sentence = f"rank 1 on host {HOST} failed in actor.train of update 1: no memory"
+    assert f"[rank0] trl_realloc: {sentence} This rank was still in actor.train of update 0." in hung
+    assert "RuntimeError: no memory" in failed and [p.returncode for p in processes] == [1, 1]
+
+
+def test_a_killed_rank_ends_the_others_and_its_temporary_files_go(ranks: Ranks, tmp_path: Path) -> None:
+    processes = ranks("die")
+    (_, hung), _ = outputs(processes)
+    pid = processes[1].pid
+    assert f"[rank0] trl_realloc: rank 1 on host {HOST} (pid {pid}) was ended by SIGKILL" in hung
+    assert "in actor.train of update 1. Resume from runs/checkpoint-7" in hung
+    assert [p.returncode for p in processes] == [1, -signal.SIGKILL]
+    assert {path.name for path in tmp_path.iterdir()} <= {"store"}
+
+
+def test_a_stopped_rank_ends_the_job_within_its_limit(ranks: Ranks) -> None:
+    stopped = 0  # whose watchdog the others' listen to
+    processes = ranks("hang")
+    for process in processes:
+        assert process.stdout is not None and int(process.stdout.readline()) == process.pid
+    time.sleep(1.0)
+    processes[stopped].send_signal(signal.SIGSTOP)
+    other = outputs(processes)[1 - stopped][1]
+    assert f"rank {stopped} on host {HOST} (pid {processes[stopped].pid}) has been stopped by a signal" in other
+    assert f"in actor.train of update {stopped}; heartbeat_timeout is 5 s." in other
+    assert processes[stopped].returncode == -signal.SIGKILL and processes[1 - stopped].returncode == 1
+
+
+def test_a_failure_that_is_caught_on_all_ranks_leaves_the_next_runtime_alone(ranks: Ranks) -> None:
+    processes = ranks("caught twice")
+    (first, _), (second, _) = outputs(processes)
+    said = [f"rank 0 on host {HOST} failed in actor.train of update 0: {word}" for word in ("first", "second")]
+    assert first.splitlines()[1:] == ["first", "second"] and second.splitlines()[1:] == said
+    assert [p.returncode for p in processes] == [0, 0]
+
+
+def test_what_gloo_and_nccl_say_of_a_lost_rank_is_told_from_what_a_rank_did_itself() -> None:
+    reset = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:39021")
+    error = TransferError("actor.train -> actor.generate: message failed")
+    error.__cause__ = reset
+    assert is_network(reset) and is_network(error)
+    assert is_network(torch.distributed.DistBackendError("NCCL communicator was aborted"))
+    assert not is_network(torch.OutOfMemoryError("CUDA out of memory")) and not is_network(ValueError("nan"))

@@ -1,0 +1,222 @@
+"""What a job's watchdog knows of every rank, and which of it is a failure of the whole job.
+
+Pure: no process, socket or clock. `runtime.watchdog` reports what it sees and carries the verdict to the ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+
+PAUSE_S = 5.0  # a watchdog that did not run for so long was paused itself and cannot blame the others for silence
+
+
+class Kind(IntEnum):
+    """Kinds of failures, the likelier first cause first: the later ones are often consequences of an earlier one."""
+
+    ERROR = 0  # a rank's own exception
+    KILLED = 1  # ended by a signal that no launcher sends
+    STOPPED = 2  # stopped by a signal (SIGSTOP), so it neither runs nor ends
+    GONE = 3  # its watchdog closed the connection without a word
+    SILENT = 4  # nothing heard within the time limit
+    EXITED = 5  # ended with an exit status and no message
+    TERMINATED = 6  # SIGTERM, SIGINT: how a launcher ends the rest of a job
+    NETWORK = 7  # a collective or message failed; the cause is elsewhere
+
+
+# Seconds that a report waits for one of a likelier first cause, e.g. "connection reset" for the death of the peer.
+_SETTLE_S = {Kind.ERROR: 0.0, Kind.KILLED: 0.0, Kind.STOPPED: 0.0, Kind.NETWORK: 3.0}
+_SETTLE_DEFAULT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the job failed.
+
+    Args:
+        sentence: rank, host, call and cause.
+        fatal: a process or a host is lost, so no process of the job can go on. Otherwise an exception was raised, and
+            a script may catch it and go on on all ranks.
+        generation: the number of the runtime (of those made in this process) in which it happened.
+    """
+
+    sentence: str
+    fatal: bool
+    generation: int = 0
+
+
+@dataclass
+class RankState:
+    """What was last heard of one rank. Times in seconds of the watchdog's clock."""
+
+    rank: int
+    heard: float
+    host: str = "an unknown host"
+    pid: int = 0
+    where: str = "starting"
+    stopped_s: float = 0.0
+    launcher_stopped_s: float = 0.0
+    ended: bool = False
+    leaving: int = -1
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on host {self.host}"
+
+
+@dataclass
+class _Report:
+    kind: Kind
+    sentence: str
+    at: float
+    generation: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass
+class Liveness:
+    """The state of all ranks.
+
+    Args:
+        world_size: ranks of the job.
+        timeout_s: longest silence, and longest stop, of a rank.
+        now: of the watchdog's clock.
+    """
+
+    world_size: int
+    timeout_s: float
+    now: float
+    ranks: dict[int, RankState] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    _reports: list[_Report] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = {rank: RankState(rank, self.now) for rank in range(self.world_size)}
+
+    def hear(self, rank: int, now: float, **changes: object) -> None:
+        """A sign of life of a rank, with what it says of itself."""
+        self.ranks[rank] = replace(self.ranks[rank], heard=now, **changes)  # type: ignore[arg-type]
+
+    def error(self, now: float, sentence: str, generation: int, *, network: bool) -> None:
+        """A rank's exception. `network`: of a collective or message, whose cause is likely to be elsewhere."""
+        if self.verdict is None or (not self.verdict.fatal and generation > self.verdict.generation):
+            self._report(Kind.NETWORK if network else Kind.ERROR, sentence, now, generation)
+
+    def end(self, rank: int, now: float, status: int | None, said_bye: bool, launcher: str = "") -> None:
+        """A rank's process has ended.
+
+        Args:
+            status: as `waitpid` gives it; `None` where it could not be read.
+            said_bye: the interpreter had begun to shut down in order.
+            launcher: a sentence where the launcher has ended too, and so took its ranks with it.
+        """
+        state = self.ranks[rank]
+        state.ended = True
+        if status == 0 or (status is None and said_bye):
+            return
+        name = f"{state.name} (pid {state.pid})"
+        number = (status or 0) & 0x7F
+        if launcher and (status is None or number):
+            self._report(Kind.KILLED, f"{launcher} {state.name} was in {state.where}.", now)
+        elif status is None:
+            self._report(Kind.KILLED, f"{name} ended without a word in {state.where}.", now)
+        elif number in (signal.SIGTERM, signal.SIGINT):
+            self._report(Kind.TERMINATED, f"{name} was ended by {_signal(number)} in {state.where}.", now)
+        elif number:
+            hint = " (the kernel's out-of-memory killer sends it too)" if number == signal.SIGKILL else ""
+            self._report(Kind.KILLED, f"{name} was ended by {_signal(number)}{hint} in {state.where}.", now)
+        else:
+            what = f"{name} ended with exit status {status >> 8} in {state.where}."
+            self._report(Kind.EXITED, what, now)
+
+    def lose(self, rank: int, now: float) -> None:
+        """The connection to a rank's watchdog was closed without a word."""
+        if not self.ranks[rank].ended:
+            self._report(Kind.GONE, "", now, ranks=(rank,))
+
+    def judge(self, now: float) -> Verdict | None:
+        """A verdict that has not been given before, or `None`. To be called every second or more often."""
+        if now - self.now > PAUSE_S:
+            for state in self.ranks.values():
+                state.heard += now - self.now
+        self.now = now
+        self._look_for_stops(now)
+        self._look_for_silence(now)
+        if not self._reports:
+            return None
+        first = min(self._reports, key=lambda report: report.kind)
+        if any(now - r.at >= _SETTLE_S.get(first.kind, _SETTLE_DEFAULT_S) for r in self._reports):
+            self._reports.clear()
+            return self._decide(first)
+        return None
+
+    def _decide(self, report: _Report) -> Verdict | None:
+        fatal = report.kind not in (Kind.ERROR, Kind.NETWORK)
+        known = self.verdict
+        if known is not None and known.fatal:
+            return None
+        if known is not None and report.kind in (Kind.EXITED, Kind.TERMINATED, Kind.GONE):
+            self.verdict = replace(known, fatal=True)  # ranks end because of what has been told
+            return self.verdict
+        self.verdict = Verdict(report.sentence, fatal, report.generation)
+        return self.verdict
+
+    def _look_for_stops(self, now: float) -> None:
+        living = [state for state in self.ranks.values() if not state.ended]
+        if all(state.stopped_s > 0 for state in living):
+            return  # the whole job was suspended, as by Ctrl-Z
+        for state in living:
+            for seconds, what in (
+                (state.stopped_s, f"{state.name} (pid {state.pid}) has"),
+                (state.launcher_stopped_s, f"the launcher of {state.name} has"),
+            ):
+                if seconds >= self.timeout_s:
+                    limit = f"heartbeat_timeout is {self.timeout_s:g} s"
+                    reason = f"{what} been stopped by a signal (SIGSTOP) for {seconds:.0f} s in {state.where}; {limit}."
+                    self._report(Kind.STOPPED, reason, now)
+
+    def _look_for_silence(self, now: float) -> None:
+        silent = [s for s in self.ranks.values() if not s.ended and now - s.heard > self.timeout_s]
+        if silent:
+            self._report(Kind.SILENT, "", now, ranks=tuple(s.rank for s in silent))
+        for report in self._reports:  # ranks of one host are lost together: one sentence for all of them
+            if report.kind in (Kind.SILENT, Kind.GONE):
+                lost = sorted({rank for r in self._reports if r.kind == report.kind for rank in r.ranks})
+                report.sentence = self._lost(report.kind, [self.ranks[rank] for rank in lost])
+
+    def _lost(self, kind: Kind, states: list[RankState]) -> str:
+        where = f"it was last in {states[0].where}" if len(states) == 1 else f"last in {states[0].where}"
+        if kind is Kind.GONE:
+            return f"{name_ranks(states)} ended at once with the watchdog (killed, or the host went down); {where}."
+        return (
+            f"nothing was heard from {name_ranks(states)} for {self.timeout_s:g} s (heartbeat_timeout); {where}. The "
+            "host is down or stopped, or the network to it is."
+        )
+
+    def _report(self, kind: Kind, sentence: str, now: float, generation: int = 0, ranks: tuple[int, ...] = ()) -> None:
+        if not any(r.kind == kind and (r.sentence == sentence or r.ranks == ranks != ()) for r in self._reports):
+            self._reports.append(_Report(kind, sentence, now, generation, ranks))
+
+    def all_leaving(self, generation: int) -> bool:
+        """Every rank has ended, or is about to after a failure of this generation."""
+        return all(state.ended or state.leaving >= generation for state in self.ranks.values())
+
+
+def name_ranks(states: Iterable[RankState]) -> str:
+    """ "rank 3 on host b", "ranks 2, 3 on host b and rank 4 on host c"."""
+    by_host: dict[str, list[int]] = {}
+    for state in states:
+        by_host.setdefault(state.host, []).append(state.rank)
+    return " and ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on host {host}" for host, ranks in by_host.items()
+    )
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
