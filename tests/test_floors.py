@@ -160,7 +160,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime/groups": {"cluster", "plan", "engines/group"},
     "runtime/reallocation": {"cluster", "modelspec", "engines", "realloc/*"},
     "runtime/options": {"assignment", "realloc/transfer", "runtime/alarm"},
-    "runtime/generation": {"assignment", "engines", "engines/vllm", "plan", "runtime/options"},
+    "runtime/generation": {"assignment", "engines", "engines/vllm", "plan", "runtime/alarm", "runtime/options"},
     "runtime/replica_check": {"engines", "engines/group", "engines/replicas"},
     "runtime/placement": {
         "cluster",

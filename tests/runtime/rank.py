@@ -16,7 +16,8 @@ from trl_realloc.runtime import alarm
 
 def main() -> None:
     rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    watchdog = alarm.Watchdog(rank, size, torch.distributed.FileStore(place, size), 5.0)
+    store = torch.distributed.FileStore(place, size)
+    watchdog = alarm.Watchdog(rank, size, store, 5.0)
     ring = alarm.Alarm(watchdog)
     ring.checkpoint("runs/checkpoint-7")
     ring.at(f"actor.train of update {rank}")
@@ -34,7 +35,10 @@ def main() -> None:
             except RuntimeError as error:
                 print(error, flush=True)
             ring = alarm.Alarm(watchdog)
-            time.sleep(1.0)
+            arrived = store.add(message, 1)  # runtimes are made together
+            while arrived < size:
+                time.sleep(0.05)
+                arrived = store.add(message, 0)
         return
     if what == "raise" and rank == 1:
         time.sleep(1.0)

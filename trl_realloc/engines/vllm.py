@@ -24,7 +24,7 @@ from typing import IO, Any, NoReturn
 
 from ..notices import working
 from . import Bucket, Completion, EngineDied, EngineError, GenerationRequest, Sampling
-from .process import end, how_it_ended, spawn, tail, without_launcher
+from .process import end, how_it_ended, spawn, stopped, tail, without_launcher
 from .slots import Slots, asks_for_cuda_ipc
 
 
@@ -54,6 +54,7 @@ class VLLMEngine:
         log_path: where the engine's output goes; `None` for a file without a name. Its end is in every error message.
         start_timeout_s: longest time from here to readiness.
         step_timeout_s: longest silence: for the weights of one bucket, for the step that gives each sample a token.
+        stop_timeout_s: longest time that one of the engine's processes may be stopped by a signal (SIGSTOP).
         name: how messages call this engine.
 
     Raises:
@@ -75,10 +76,12 @@ class VLLMEngine:
         log_path: str | os.PathLike[str] | None = None,
         start_timeout_s: float = 300.0,
         step_timeout_s: float = 60.0,
+        stop_timeout_s: float = 30.0,
         name: str = "actor.generate",
     ) -> None:
         self.name, self.max_model_len = name, max_model_len
         self.start_timeout_s, self.step_timeout_s = start_timeout_s, step_timeout_s
+        self.stop_timeout_s = stop_timeout_s
         self.version = -1
         self._vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
         self._ready = False
@@ -258,10 +261,17 @@ class VLLMEngine:
         self._alive()
         patience_s = self.step_timeout_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
+        moved = time.monotonic()  # when none of the engine's processes was stopped
         try:
             while not self._connection.poll(0.5):
                 if self._process.poll() is not None and not self._connection.poll():
                     self._lose(doing, how_it_ended(self._process))
+                if not (still := stopped(self._process.pid)):
+                    moved = time.monotonic()
+                elif time.monotonic() - moved > self.stop_timeout_s:
+                    which = "its worker" if self._process.pid not in still else "it"
+                    pids = ", ".join(map(str, still))
+                    self._lose(doing, f"was stopped by a signal (SIGSTOP; {which}, pid {pids})")
                 if time.monotonic() > deadline:
                     self._lose(doing, f"gave no sign of life for {patience_s:.0f} s")
             message: tuple[Any, ...] = self._connection.recv()
@@ -301,6 +311,11 @@ class VLLMEngine:
         self._finalizer()
         self._slots.clear()
         self.version = -1
+
+    @property
+    def is_dead(self) -> bool:
+        """Its process ended, or was ended because it did not answer."""
+        return self._dead is not None
 
     def close(self) -> None:
         """End the engine and everything it started. May be called twice."""

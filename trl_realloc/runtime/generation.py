@@ -6,14 +6,19 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..assignment import Assignment
 from ..engines import GenerationEngine
 from ..plan import ExecutionPlan
+from .alarm import current_watchdog, watch
 from .options import EngineOptions
+
+
+if TYPE_CHECKING:
+    from ..engines.vllm import VLLMEngine
 
 
 def start_vllm(
@@ -32,9 +37,17 @@ def start_vllm(
     place, tp = assignment.mesh.index(rank), assignment.strategy.tp
     if place % tp:
         return None
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trl_realloc_")))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trl_realloc_", ignore_cleanup_errors=True)))
+    watchdog = current_watchdog() or (watch() if plan.cluster.size == 1 else None)
+    if watchdog is not None:
+        watchdog.remove_at_end(folder)
     config.save_pretrained(folder)
-    settings = {"log_path": folder / "vllm.log", **options.vllm}
+    log = folder / "vllm.log"
+    if options.log_folder is not None:
+        log = options.log_folder / f"vllm-rank{rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+    settings = {"log_path": log, "stop_timeout_s": options.heartbeat_timeout_s, **options.vllm}
     engine = VLLMEngine(
         folder,
         name=f"actor.generate engine {place // tp} (rank {rank})",
@@ -44,8 +57,17 @@ def start_vllm(
         **_devices(plan, assignment, rank, options.device),
         **settings,
     )
+    stack.callback(_forget_log, engine, log)
     stack.callback(engine.close)
     return engine
+
+
+def _forget_log(engine: VLLMEngine, log: Path) -> None:
+    """An engine that has done its work leaves no log; that of one that died, or whose rank did, stays."""
+    if not engine.is_dead:
+        with contextlib.suppress(OSError):
+            log.unlink(missing_ok=True)
+            log.parent.rmdir()  # where it is empty
 
 
 def _dtype_name(config: Any, options: EngineOptions) -> str:
