@@ -126,6 +126,7 @@ SETTINGS: Mapping[str, Setting] = {
     "lam": _number(least=0, most=1),
     "generation_engine": _one_of("vllm", "transformers", optional=True),
     "vllm_gpu_memory_utilization": _number(above=0, most=1),
+    "heartbeat_timeout": _number(least=5, optional=True),
 }
 
 
