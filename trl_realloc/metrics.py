@@ -11,13 +11,19 @@ from .timeline import Span, Timeline
 
 
 LENGTHS = 20_000  # latest responses whose lengths are kept
+SPANS = 100_000  # latest spans that are kept: 25 MB; of 8 ranks some 2,000 updates
 
 
 class RunMetrics:
-    """Gathers updates, and the metrics of those since the last log."""
+    """Gathers updates, and the metrics of those since the last log.
 
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
+    Args:
+        spans: most spans that are kept, of whole updates; those of the latest update always are.
+    """
+
+    def __init__(self, spans: int = SPANS) -> None:
+        self._most_spans, self._kept_spans = spans, 0
+        self._spans: deque[tuple[Span, ...]] = deque()  # of each update
         self.lengths: deque[int] = deque(maxlen=LENGTHS)
         self._window: dict[str, list[float]] = defaultdict(list)
         self._losses: list[tuple[float, float]] = []
@@ -40,7 +46,8 @@ class RunMetrics:
 
     @property
     def timeline(self) -> Timeline:
-        return Timeline(tuple(self.spans))
+        """Of the latest updates."""
+        return Timeline(tuple(span for spans in self._spans for span in spans))
 
     def note(self, order: Sequence[str], iteration: Iteration, seconds: float) -> None:
         """Keep an update's metrics.
@@ -49,7 +56,10 @@ class RunMetrics:
             order: the plan's calls.
             seconds: that the update took.
         """
-        self.spans += iteration.spans
+        self._spans.append(iteration.spans)
+        self._kept_spans += len(iteration.spans)
+        while self._kept_spans > self._most_spans and len(self._spans) > 1:
+            self._kept_spans -= len(self._spans.popleft())
         samples = iteration.samples
         longest: dict[str, float] = defaultdict(float)
         for span in iteration.spans:

@@ -35,7 +35,7 @@ from .config import PPOConfig
 from .data import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader, tokenize_prompts
 from .dataflow import Role
 from .engines import Sampling
-from .metrics import RunMetrics
+from .metrics import SPANS, RunMetrics
 from .moving import Cargo
 from .notices import working
 from .optimizer import follows_metrics
@@ -165,7 +165,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
             optimizers=(self.setup.rates.scheduled, optimizers[1]),
         )
         self.create_scheduler(args.num_total_batches, self.optimizer)
-        self.metrics = RunMetrics()
+        self.metrics = RunMetrics(SPANS if self.is_world_process_zero() else 0)  # rank 0 writes the timeline
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
 

@@ -1,0 +1,400 @@
+"""Faults, one by one, in small runs under several plans: what ends them, how fast, what is said and what is left.
+
+    python benchmarks/faults.py --json benchmarks/results/faults.json [--only PATTERN] [--list]
+
+Rows are merged into the file, so a table can be made in slices; `--only` is a regular expression over
+"plan/fault/moment". Faults of disks, hosts and links need root (mounts and network namespaces).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multiprocess"), str(ROOT / "tests" / "hosts")]
+
+from test_plans import CALLS, ZERO3, split  # noqa: E402
+from test_plans import plan as written_plan  # noqa: E402
+
+
+LIMIT_S = 240.0  # a job that still runs so long after its fault has not noticed it
+START_S = 900.0  # until the fault, or the end of a run without one; the machine may be busy
+MARK = "TRL_REALLOC_FAULTS_JOB"
+
+PLANS: dict[str, dict[str, Any]] = {
+    "flatten": {"processes": 2, "plan": "flatten"},
+    "separate": {"processes": 2, "plan": "separate"},
+    "tensor x pipeline": {
+        "processes": 4,
+        "plan": written_plan(4, changed={n: split("0-3", tp=2, pp=2) for n in CALLS}),
+    },
+    "zero 3": {"processes": 2, "plan": written_plan(2, stage=3)},
+    "replan": {
+        "processes": 2,
+        "plan": written_plan(2),
+        "to": written_plan(
+            2, changed={"actor.train": split("0-1", pp=2), "critic.train": {"mesh": "0-1", "dp": 2, **ZERO3}}
+        ),
+    },
+    "auto": {"processes": 2, "plan": "auto"},
+    "vllm": {"processes": 2, "plan": "flatten", "options": {"generation_engine": "vllm", "response_length": 64}},
+    "vllm tp 2": {
+        "processes": 2,
+        "plan": written_plan(2, changed={"actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2, "engine": "vllm"}}),
+        "options": {"generation_engine": "vllm", "response_length": 64},
+    },
+    "two hosts": {"processes": 2, "plan": "flatten", "hosts": True},
+}
+TRAINING = ("actor.train", "critic.train")
+INSIDE = ("actor.generate", "critic.forward", *TRAINING)
+# plan -> fault -> moments
+TABLE: dict[str, dict[str, tuple[str, ...]]] = {
+    "flatten": {
+        "kill": ("start", *INSIDE, "save"),
+        "stop": ("start", "actor.generate", "critic.forward", "actor.train", "save"),
+        "error": INSIDE,
+        "oom": TRAINING,
+        "nan": TRAINING,
+        "launcher-kill": ("actor.generate", "actor.train"),
+        "launcher-stop": ("actor.train",),
+        "launcher-term": ("actor.generate", "actor.train"),
+        "launcher-int": ("actor.train",),
+        "launcher-int2": ("actor.train",),
+        "disk-full": ("save",),
+        "disk-readonly": ("save",),
+    },
+    "separate": {
+        "kill": (*INSIDE, "reallocation", "save"),
+        "stop": ("actor.train", "reallocation"),
+        "error": ("reallocation", "actor.train"),
+        "oom": ("reallocation",),
+    },
+    "tensor x pipeline": {
+        "kill": ("critic.forward", *TRAINING, "save"),
+        "stop": ("actor.train",),
+        "error": ("critic.forward", *TRAINING),
+        "oom": TRAINING,
+        "nan": ("actor.train",),
+    },
+    "zero 3": {
+        "kill": ("start", *INSIDE, "save"),
+        "stop": ("actor.train",),
+        "error": INSIDE,
+        "oom": ("actor.train",),
+        "nan": ("actor.train",),
+    },
+    "replan": {"kill": ("replan",), "stop": ("replan",), "error": ("replan",)},
+    "auto": {"kill": ("measuring",), "stop": ("measuring",), "error": ("measuring",)},
+    "vllm": {"engine-kill": ("actor.generate",), "engine-stop": ("actor.generate",), "kill": ("actor.generate",)},
+    "vllm tp 2": {"worker-kill": ("actor.generate",), "worker-stop": ("actor.generate",)},
+    "two hosts": {"host-lost": ("actor.train",), "link-down": ("actor.train",), "link-drop": ("actor.train",)},
+}
+# What the message must say of the cause, beside rank, host and call.
+CAUSES = {
+    "kill": r"was ended by SIGKILL",
+    "stop": r"stopped by a signal \(SIGSTOP\)",
+    "error": r"an error made by benchmarks/faults\.py",
+    "oom": r"out of memory",
+    "nan": r"not finite|nan",
+    "launcher-kill": r"the launcher on host \S+ \(pid \d+\) ended",
+    "launcher-stop": r"the launcher of rank",
+    "launcher-term": r"was ended by SIGTERM",
+    "launcher-int": r"SIGINT|KeyboardInterrupt",
+    "launcher-int2": r"SIGINT|KeyboardInterrupt|SIGKILL",
+    "engine-kill": r"was ended by SIGKILL",
+    "engine-stop": r"was stopped by a signal \(SIGSTOP; it",
+    "worker-kill": r"vLLM's worker \S+ \(pid \d+\) was ended by SIGKILL",
+    "worker-stop": r"was stopped by a signal \(SIGSTOP; its worker",
+    "disk-full": r"No space left on device",
+    "disk-readonly": r"Read-only file system",
+    "host-lost": r"ended at once with (the|its) watchdog|nothing was heard",
+    "link-down": r"nothing was heard from",
+}
+
+
+@dataclass
+class Row:
+    """One fault. `seconds`: from the fault until nothing of the job runs; `None` where it did not end."""
+
+    plan: str
+    fault: str
+    moment: str
+    seconds: float | None = None
+    cause_named: bool = False
+    left: list[str] = field(default_factory=list)
+    resumed_equal: bool = False
+    message: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.plan}/{self.fault}/{self.moment}"
+
+
+class Job:
+    """One launch, with a temporary folder and an output folder of its own."""
+
+    def __init__(self, folder: Path, row: Row, out: Path, *, fault: bool, resume: str | None = None) -> None:
+        name = f"{'fault' if fault else 'whole'}-{'resumed' if resume else 'first'}"
+        self.tmp, self.notes, log = folder / "tmp", folder / "fault.json", folder / f"{name}.log"
+        self.mark = f"{folder}/{time.time_ns()}"
+        self.tmp.mkdir(parents=True, exist_ok=True)
+        setup = PLANS[row.plan]
+        options = {
+            "plan": setup["plan"],
+            "per_device_train_batch_size": 4,
+            "num_ppo_epochs": 1,
+            "response_length": 8,
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "save_total_limit": 2,
+            **setup.get("options", {}),
+        }
+        settings = {
+            "out": str(out),
+            "notes": str(self.notes),
+            "fault": row.fault if fault else "",
+            "moment": row.moment,
+            "options": options,
+            "to": setup.get("to"),
+            "resume": resume,
+        }
+        with socket.socket() as door:
+            door.bind(("127.0.0.1", 0))
+            self.port = door.getsockname()[1]
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(self.port)]
+        command += ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        command += ["--num_processes", str(setup["processes"]), str(ROOT / "benchmarks" / "faults_job.py")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.tmp),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRL_REALLOC_CACHE": str(
+                folder / "cache" if setup["plan"] == "auto" and fault else folder.parent / "cache"
+            ),
+            MARK: self.mark,
+        }
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*command, json.dumps(settings)], env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def members(self) -> list[int]:
+        found = []
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if f"{MARK}={self.mark}\0".encode() in Path("/proc", entry, "environ").read_bytes():
+                    found.append(int(entry))
+        return found
+
+    def await_fault(self) -> float | None:
+        """When the fault happened; `None` if the job ended before."""
+        deadline = time.monotonic() + START_S
+        while not self.notes.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
+        return float(json.loads(self.notes.read_text())["time"])
+
+    def await_end(self, limit_s: float) -> bool:
+        """Whether nothing of the job runs within so many seconds. What still runs then is killed."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            self.process.poll()  # a launcher that has ended is no member, but a zombie until it is waited for
+            if not self.members():
+                self.process.wait()
+                return True
+            time.sleep(0.1)
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        return False
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def leftovers(job: Job, shared_before: set[str]) -> list[str]:
+    """Shared memory, temporary files, locks and ports that a job left."""
+    left = [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_before)]
+    left += [str(path.relative_to(job.tmp)) for path in sorted(job.tmp.iterdir())]
+    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    left += [str(path) for path in extensions.rglob("lock")] if extensions.is_dir() else []
+    with socket.socket() as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind(("127.0.0.1", job.port))
+        except OSError:
+            left.append(f"port {job.port}")
+    return left
+
+
+def sentence(row: Row, text: str) -> str:
+    """The line that names rank, host, call and cause; an empty string where there is none."""
+    call = {
+        "save": "saving",
+        "start": "starting|loading",
+        "measuring": "starting|measuring|of update",
+        "replan": "move to",
+    }
+    where = call.get(row.moment, re.escape(row.moment.replace("reallocation", "actor.generate")))
+    for line in text.splitlines():
+        needs = [r"rank ?\d|\(rank \d", r"host", CAUSES[row.fault], where]
+        if all(re.search(need, line) for need in needs):
+            return re.sub(r"^\[rank\d\]:? ?", "", line)[:400]
+    return ""
+
+
+def outcome(out: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    return json.loads((out / "log.json").read_text()), load_file(out / "weights.safetensors")
+
+
+def equal(one: Path, other: Path) -> str:
+    """What differs between two finished runs; an empty string where nothing does."""
+    (logs, weights), (logs_2, weights_2) = outcome(one), outcome(other)
+    by_step = {row["episode"]: row for row in logs_2}
+    for row in logs:
+        names = [n for n in row if not n.startswith("realloc/") and row[n] != by_step[row["episode"]].get(n)]
+        if names:
+            return f"logs at episode {row['episode']}: {', '.join(names[:4])}"
+    differing = [name for name in weights if not torch.equal(weights[name], weights_2[name])]
+    return f"weights: {', '.join(differing[:3])}" if differing else ""
+
+
+def run(row: Row, work: Path, reference: Path | None) -> Row:
+    """Let one fault happen, and resume."""
+    folder = work / re.sub(r"\W+", "-", row.key)
+    shutil.rmtree(folder, ignore_errors=True)
+    out = folder / "disk" / "out"
+    out.mkdir(parents=True)
+    disk = folder / "disk"
+    if row.fault.startswith("disk"):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
+        out.mkdir()
+    try:
+        shared = set(os.listdir("/dev/shm"))
+        job = Job(folder, row, out, fault=True)
+        at = job.await_fault()
+        if at is not None and row.fault == "disk-readonly":
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        ended = job.await_end(LIMIT_S if at else 1.0)
+        row.seconds = round(time.time() - at, 1) if at and ended else None
+        row.note = "" if at else "the fault did not happen"
+        row.message = sentence(row, job.text())
+        row.cause_named, row.left = bool(row.message), leftovers(job, shared)
+        if row.fault == "disk-readonly":
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        (disk / "filler").unlink(missing_ok=True)
+        if at and reference is not None:
+            again = Job(folder, row, out, fault=False, resume="auto")
+            again.await_end(START_S)
+            row.note = equal(out, reference) if (out / "log.json").exists() else "resuming failed"
+            row.resumed_equal = not row.note
+    finally:
+        if row.fault.startswith("disk"):
+            subprocess.run(["umount", "-l", str(disk)], check=False)
+    return row
+
+
+def make_reference(row: Row, work: Path) -> Path:
+    """The run of a plan that is never stopped."""
+    folder = work / f"reference-{re.sub(r'[^a-z0-9]+', '-', row.plan)}"
+    out = folder / "out"
+    if not (out / "log.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        out.mkdir(parents=True)
+        job = Job(folder, row, out, fault=False)
+        job.await_end(START_S)
+        if not (out / "log.json").exists():
+            print(job.text()[-3000:], file=sys.stderr)
+            raise SystemExit(f"the run without a fault failed; see {job.log}")
+    return out
+
+
+def rows() -> list[Row]:
+    return [
+        Row(plan, fault, moment)
+        for plan, faults in TABLE.items()
+        for fault, moments in faults.items()
+        for moment in moments
+    ]
+
+
+def print_table(done: list[dict[str, Any]]) -> None:
+    print("| plan | fault | moment | seconds | cause named | left | resumed equal |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in done:
+        cells = [row["plan"], row["fault"], row["moment"], row["seconds"], row["cause_named"]]
+        print("|", " | ".join(map(str, [*cells, "; ".join(row["left"]) or "nothing", row["resumed_equal"]])), "|")
+    over = sum(row["seconds"] is not None and row["seconds"] <= 60 for row in done)
+    named, clean = sum(row["cause_named"] for row in done), sum(not row["left"] for row in done)
+    same = sum(row["resumed_equal"] for row in done)
+    print(f"\n{len(done)} faults: {over} over within 60 s, {named} with their cause, {clean} left nothing,", end=" ")
+    print(f"{same} resumed equal")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="rows are merged into this file")
+    parser.add_argument("--only", default="", help="a regular expression over plan/fault/moment")
+    parser.add_argument("--missing", action="store_true", help="only what the file lacks or what went wrong in it")
+    parser.add_argument("--list", action="store_true", help="print the chosen faults and do nothing")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "trl_realloc_faults")
+    given = parser.parse_args()
+    kept: dict[str, dict[str, Any]] = {}
+    if given.json and given.json.exists():
+        kept = {Row(r["plan"], r["fault"], r["moment"]).key: r for r in json.loads(given.json.read_text())["rows"]}
+
+    def good(key: str) -> bool:
+        r = kept.get(key)
+        return r is not None and r["seconds"] is not None and r["cause_named"] and not r["left"] and r["resumed_equal"]
+
+    chosen = [r for r in rows() if re.search(given.only, r.key) and not (given.missing and good(r.key))]
+    if given.list:
+        print("\n".join(row.key for row in chosen))
+        return
+    for row in chosen:
+        if PLANS[row.plan].get("hosts"):
+            from faults_hosts import run_hosts
+
+            done = run_hosts(row, given.work)
+        else:
+            done = run(row, given.work, make_reference(row, given.work))
+        kept[row.key] = asdict(done)
+        print(json.dumps(kept[row.key]), file=sys.stderr, flush=True)
+        if given.json:
+            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+            machine = {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "torch": torch.__version__}
+            about = {"commit": commit.stdout.strip(), "machine": machine}
+            given.json.parent.mkdir(parents=True, exist_ok=True)
+            given.json.write_text(json.dumps({**about, "rows": list(kept.values())}, indent=1) + "\n")
+    print_table(list(kept.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""A rank of a job of `benchmarks/faults.py`: a small run in which something goes wrong at a given moment, once.
+
+`python faults_job.py SETTINGS` with `out` (the run's output folder), `notes` (where the moment is written down),
+`fault`, `moment`, `options` (of the config), `to` (another plan), and `resume`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / place) for place in ("trainer", "multiprocess")]
+
+import tiny  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from trl_realloc.engines.process import session_members  # noqa: E402
+from trl_realloc.moving import Cargo  # noqa: E402
+from trl_realloc.plan import ExecutionPlan  # noqa: E402
+from trl_realloc.planning import Planned  # noqa: E402
+from trl_realloc.profiling.runs import Runs  # noqa: E402
+from trl_realloc.realloc.transfer import Transfer  # noqa: E402
+from trl_realloc.runtime.alarm import Alarm  # noqa: E402
+from trl_realloc.runtime.placement import Placement  # noqa: E402
+
+
+UPDATE = 3  # in which the fault happens; two checkpoints have been written by then
+
+
+class Fault:
+    """What goes wrong on this rank, and when."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.kind, self.moment, self.notes = settings["fault"], settings["moment"], Path(settings["notes"])
+        self.out, self.where, self.done, self.trainer = Path(settings["out"]), "", False, None
+
+    def here(self) -> bool:
+        """Whether this rank is the one, in the update of the moment: the last of the call's mesh, its first for a
+        save, because that writes."""
+        if self.done or self.trainer is None or f"update {UPDATE}" not in self.where + f" update {self._update()}":
+            return False
+        plan, rank = self.trainer.plan, self.trainer.accelerator.process_index
+        calls = {"save": "actor.train", "reallocation": "actor.generate", "replan": "actor.train"}
+        ranks = list(plan.mesh(calls.get(self.moment, self.moment)).devices)
+        return rank == (ranks[0] if self.moment == "save" else ranks[-1])
+
+    def _update(self) -> int:
+        return int(self.trainer.state.global_step) if self.trainer else 0
+
+    def happen(self) -> None:
+        """Do what ends or stops a process, or raise."""
+        self.done = True
+        note = {"time": time.time(), "where": self.where, "pid": os.getpid()}
+        partial = self.notes.with_suffix(".partial")
+        partial.write_text(json.dumps(note))
+        partial.rename(self.notes)
+        if self.kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        elif self.kind == "error":
+            raise ValueError("an error made by benchmarks/faults.py")
+        elif self.kind == "oom":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB (by benchmarks/faults.py)")
+        elif self.kind.startswith("launcher"):
+            _, how = self.kind.split("-")
+            number = {"kill": 9, "stop": signal.SIGSTOP, "term": signal.SIGTERM}.get(how, signal.SIGINT)
+            os.kill(os.getppid(), number)
+            if how == "int2":
+                time.sleep(0.3)
+                os.kill(os.getppid(), number)
+            time.sleep(2.0)
+        elif self.kind.startswith(("engine", "worker")):
+            assert self.trainer is not None
+            process = self.trainer.placement.generator._process.pid
+            os.kill(self._worker(process) if self.kind.startswith("worker") else process, self._signal())
+        elif self.kind == "disk-full":
+            free = os.statvfs(self.out)
+            with (self.out.parent / "filler").open("wb") as filler:
+                filler.write(b"\0" * (free.f_bavail * free.f_frsize))
+        else:  # from outside: a host or a link
+            time.sleep(5.0)
+
+    def _signal(self) -> signal.Signals:
+        return signal.SIGKILL if self.kind.endswith("kill") else signal.SIGSTOP
+
+    @staticmethod
+    def _worker(session: int) -> int:
+        spawned = [
+            pid
+            for pid in session_members(session)
+            if pid != session and b"spawn_main" in Path("/proc", str(pid), "cmdline").read_bytes()
+        ]
+        return max(spawned)
+
+    # --- where it happens -------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Know where this rank is, as its watchdog does."""
+        at = Alarm.at
+
+        def listening(alarm: Alarm, where: str) -> None:
+            self.where = where
+            at(alarm, where)
+
+        Alarm.at = listening  # type: ignore[method-assign]
+
+    def before(self, owner: Any, name: str) -> None:
+        """Happen before a method is run."""
+        method = getattr(owner, name)
+
+        def failing(*given: Any, **named: Any) -> Any:
+            last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+            early = self.moment in ("start", "measuring") and last and not self.done
+            if early or (self.moment in ("reallocation", "replan") and self.here()):
+                self.happen()
+            return method(*given, **named)
+
+        setattr(owner, name, failing)
+
+    def inside(self, models: Sequence[nn.Module]) -> None:
+        """Happen in the middle of a call: in the last of a model's layers, at its second use in the update."""
+        for model in models:
+            leaves = [m for m in model.modules() if not list(m.children()) and list(m.parameters(recurse=False))]
+            if leaves:
+                leaves[len(leaves) // 2].register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not self.where.startswith(f"{self.moment} of update {UPDATE}") or not self.here():
+            return None
+        if self.kind == "nan":
+            self.happen()
+            return output * float("nan")
+        self.happen()
+        return None
+
+    def while_saving(self) -> None:
+        """Happen when half of a file of a checkpoint has been written."""
+        save = torch.save
+
+        def failing(content: Any, file: Any, *given: Any, **named: Any) -> Any:
+            if self.where.startswith("saving") and self.here() and not isinstance(file, io.IOBase):
+                whole = io.BytesIO()
+                save(content, whole, *given, **named)
+                if not self.kind.startswith("disk"):
+                    Path(file).write_bytes(whole.getvalue()[: whole.tell() // 2])
+                self.happen()
+            return save(content, file, *given, **named)
+
+        torch.save = failing
+
+    def while_generating(self, placement: Placement) -> None:
+        generator = placement.generator
+        if generator is None or not self.kind.startswith(("engine", "worker")):
+            return
+        generate = generator.generate
+
+        def failing(*given: Any) -> Any:
+            under_way = generate(*given)
+            if self.where.startswith(f"{self.moment} of update {UPDATE}") and self.here():
+                self.happen()
+            return under_way
+
+        generator.generate = failing  # type: ignore[method-assign]
+
+
+class Forced:
+    """In a replanner's place: the run moves to a written plan after its third update."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan, self.updates = ExecutionPlan.from_dict(plan), 0
+
+    def note(self, lengths: Sequence[int]) -> None:
+        pass
+
+    def better(self, updates_left: int, move_seconds: float) -> Planned | None:
+        return Planned(self.plan) if updates_left == 1 else None
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    out, fault = Path(settings["out"]), Fault(settings)
+    fault.listen()
+    if settings["fault"]:
+        fault.before(Placement, "_build")
+        fault.before(Runs, "observe")
+        fault.before(Transfer, "_post")
+        fault.before(Cargo, "deliver")
+        fault.while_saving()
+    given: dict[str, Any] = {"reward_model": [tiny.short, tiny.classifier(2)]}
+    made = tiny.trainer(out, given=given, **settings["options"])
+    made.replanner = Forced(settings["to"]) if settings.get("to") else None
+    if settings["fault"]:
+        fault.trainer = made
+        made.placement.start()
+        engines = [made.placement.actor, made.placement.critic, made.placement.reference]
+        engines += [*made.placement._shadows.values(), *(engine for _, engine in made.placement.reward_models)]
+        fault.inside([engine.head.model for engine in engines if engine is not None])
+        fault.while_generating(made.placement)
+    made.train(resume_from_checkpoint=settings["resume"])
+    weights = tiny.weights(made)
+    if made.accelerator.is_main_process:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, out / "weights.safetensors")
+        (out / "log.json").write_text(json.dumps(tiny.updates(made)))
+    made.accelerator.wait_for_everyone()
+    made.close()
+
+
+if __name__ == "__main__":
+    main()
