@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multiprocess"), str(ROOT / "tests" / "hosts")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / place) for place in ("trainer", "multiprocess", "hosts"))]
 
 from test_plans import CALLS, ZERO3, split  # noqa: E402
 from test_plans import plan as written_plan  # noqa: E402
