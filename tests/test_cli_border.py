@@ -199,6 +199,11 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
         ),
         "a mesh is written as 0-3",
     ),
+    "a call's name of two lines": (
+        "plan.yaml",
+        _written("plan.yaml", 'cluster: {nodes: 1, devices_per_node: 1}\ncalls: {"actor\\n.train\\x85": 7}'),
+        r"'actor\n.train\x85': an assignment reads like",
+    ),
     "many unknown keys": (
         "plan.yaml",
         _written("plan.yaml", "\n".join(f"k{n}: 1" for n in range(9000))),

@@ -134,7 +134,7 @@ class ExecutionPlan:
             calls = {}
         assignments = {}
         for call, assignment in calls.items():
-            with problems.of(shown(call) if not isinstance(call, str) else call[:120]):
+            with problems.of(call[:120] if isinstance(call, str) and call.isprintable() else shown(call)):
                 assignments[call] = Assignment.from_dict(assignment)
         if problems and cluster and graph and calls:
             unread = [call for call in calls if call not in assignments]
