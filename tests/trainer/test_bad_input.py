@@ -209,3 +209,22 @@ def test_a_recipes_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> No
     assert ended.returncode == 2
     last = ended.stderr.strip().splitlines()[-1]
     assert "no setting 'learning_rat'" in last and "'learning_rate'" in last and str(recipe) in last
+
+
+@pytest.mark.skipif(not is_vllm_available(), reason="without vLLM there is no choice")
+def test_a_model_that_vllm_cannot_serve_generates_by_transformers_or_is_refused_with_the_way_out(
+    tmp_path: Path,
+) -> None:
+    given = {"model": tiny.policy(head_dim=8)}
+    with pytest.raises(ValueError, match="heads of 32, .* not for this model's 8; set generation_engine: transformers"):
+        tiny.trainer(tmp_path, given=given, generation_engine="vllm")
+    made = tiny.trainer(tmp_path, given=given, generation_engine=None)
+    assert made.plan["actor.generate"].engine == "transformers"
+
+
+@pytest.mark.parametrize("argument", ["model", "value_model"])
+def test_a_quantized_model_is_not_trained(tmp_path: Path, argument: str) -> None:
+    model = tiny.policy() if argument == "model" else tiny.classifier()
+    model.config.quantization_config = {"load_in_4bit": True}
+    with pytest.raises(ValueError, match=f"^{argument} is quantized: .*load it without quantization_config"):
+        tiny.trainer(tmp_path, given={argument: model})

@@ -29,12 +29,27 @@ from .slots import Slots, asks_for_cuda_ipc
 
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.27
 MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
 
 
 def is_vllm_available() -> bool:
     """Whether vLLM is installed. Does not import it."""
     return importlib.util.find_spec("vllm") is not None
+
+
+def why_not_served(config: Any, on_cpu: bool) -> str | None:
+    """Why vLLM cannot generate with a model, as far as its Transformers config says; `None` where nothing speaks
+    against it."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(text, "num_attention_heads", None)
+    if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
+        return None
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if size in _CPU_HEAD_SIZES:
+        return None
+    known = ", ".join(map(str, _CPU_HEAD_SIZES))
+    return f"on a CPU vLLM has attention for heads of {known}, not for this model's {size}"
 
 
 class VLLMEngine:
@@ -300,8 +315,9 @@ class VLLMEngine:
             with contextlib.suppress(Exception):
                 self._process.wait(2)
             what = how_it_ended(self._process)
+        way_out = "" if self._ready else "If vLLM cannot serve this model, set generation_engine: transformers. "
         self._dead = (
-            f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. "
+            f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. {way_out}"
             f"The end of {self._log_name}:\n{tail(self._log)}"
         )
         self._finish()
