@@ -61,6 +61,15 @@ def test_only_shared_memory_that_the_process_made_is_unlinked(
     assert not shared.exists() and all(path.exists() for path in theirs)
 
 
+def test_the_start_of_a_process_is_not_when_it_was_first_looked_at() -> None:
+    begun = time.time()
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    time.sleep(1.5)
+    assert abs(started_at(started.pid) - begun) < 1.0
+    started.kill()
+    started.wait()
+
+
 def test_a_stopped_process_of_a_session_is_found(child: tuple[subprocess.Popen[bytes], list[Path], Path]) -> None:
     pid = child[0].pid
     assert not stopped(pid)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import patience
 
 
 HERE = Path(__file__).parent
@@ -73,6 +74,7 @@ class Job:
         )
 
     def wait(self, timeout_s: float) -> int:
+        timeout_s = patience(timeout_s)
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -94,7 +96,7 @@ class Job:
         return found
 
     def gone_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while self.members() and time.monotonic() < deadline:
             time.sleep(0.2)
         return not self.members()

@@ -142,9 +142,12 @@ def shared_memory(pids: Iterable[int], since: float) -> set[Path]:
 def started_at(pid: int) -> float:
     """When a process was started, in seconds since the epoch."""
     try:
-        return Path("/proc", str(pid)).stat().st_ctime
-    except OSError:
+        # field 22, in ticks since the machine's start
+        ticks = int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
         return time.time()
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def unlink_shared_memory(pids: Iterable[int], since: float) -> None:

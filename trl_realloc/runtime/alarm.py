@@ -109,7 +109,10 @@ class Watchdog:
             settings["token"] = secrets.token_hex(16)
             self._tell(settings=settings)
             if world_size > 1:
-                port = json.loads(self._lines.readline())["port"]
+                line = self._lines.readline()
+                if not line:
+                    raise RuntimeError(f"the watchdog of rank 0 did not start on host {HOST}; its reason is above.")
+                port = json.loads(line)["port"]
                 hosts = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
                 if not settings["everywhere"]:
                     hosts = ["127.0.0.1"]
