@@ -385,6 +385,8 @@ def main() -> None:
             done = run_hosts(row, given.work)
         else:
             done = run(row, given.work, make_reference(row, given.work))
+        if given.json and given.json.exists():  # another slice may have written to it
+            kept = {Row(r["plan"], r["fault"], r["moment"]).key: r for r in json.loads(given.json.read_text())["rows"]}
         kept[row.key] = asdict(done)
         print(json.dumps(kept[row.key]), file=sys.stderr, flush=True)
         if given.json:
