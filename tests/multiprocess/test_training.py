@@ -101,8 +101,8 @@ mixed_precision: bf16
 def test_the_launchers_offload_and_precision_are_the_engines(run: Callable[..., Path], tmp_path: Path) -> None:
     config = tmp_path / "offload.yaml"
     config.write_text(OFFLOADED)
-    # and those of copies that score and generate elsewhere: parameters arrive there in the dtype they are trained in
-    copies = {"critic.forward": whole("1"), "actor.generate": {**whole("1"), "engine": "transformers"}}
+    # and those of copies that score elsewhere: parameters arrive there in the dtype they are trained in
+    copies = {"critic.forward": whole("1"), "critic.train": {**whole("0"), "zero_stage": 2}}
     options = {**STEPS, "use_cpu": False, "save_strategy": "no", "max_steps": 2}
     options["plan"] = plan(2, stage=2, changed=copies)
     two = run("train.py", 2, options, "two", config=config)
