@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ class CheckpointMixin:
             final,
             self._run,
             self._write_checkpoint,
-            {**self._identity().to_dict(), "data_begins": self._data_begins},
+            {**self._identity.to_dict(), "data_begins": self._data_begins},
             rank=self.accelerator.process_index,
             control=control,
             limit=args.save_total_limit,
@@ -121,8 +123,10 @@ class CheckpointMixin:
         with problems.writing(folder / "plan.yaml"):
             self.plan.save(folder / "plan.yaml")
         with problems.writing(folder / STATE):
+            states = defaultdict(list)
             for callback in self._exportable():
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+                states[type(callback).__name__].append(callback.state())
+            self.state.stateful_callbacks |= {n: own[0] if len(own) == 1 else own for n, own in states.items()}
             self.state.save_to_json(str(folder / STATE))
         with problems.trying(Path(args.output_dir) / "README.md"):
             self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
@@ -144,6 +148,7 @@ class CheckpointMixin:
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
+    @cached_property
     def _identity(self) -> Identity:
         data, given = self.setup.train_dataset, self.setup.make_optimizer.args[0]
         kind: type = type(given)
@@ -164,7 +169,7 @@ class CheckpointMixin:
             policy, critic = self.setup.models_before_start
             roles = [("policy", "actor.train", policy), ("critic", "critic.train", critic)]
             shapes = {role: trained_shapes(model) for role, call, model in roles if rank in plan.mesh(call)}
-        here = Here(self._identity(), shapes, bool(self.args.ignore_data_skip))
+        here = Here(self._identity, shapes, bool(self.args.ignore_data_skip))
         if self.args.save_strategy != "no":
             check_writable(Path(self.args.output_dir), self._problems())
         found = find_checkpoint(given, Path(self.args.output_dir), here, rank=rank, control=self.placement.control)
@@ -184,7 +189,7 @@ class CheckpointMixin:
     def _load_best_model(self) -> None:
         """`load_best_model_at_end`: policy and critic as they were in the best checkpoint."""
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            here = Here(self._identity(), {})
+            here = Here(self._identity, {})
             folder, rank = Path(self.state.best_model_checkpoint), self.accelerator.process_index
             # hands hosts with a disk of their own what they lack of it
             find_checkpoint(str(folder), folder.parent, here, rank=rank, control=self.placement.control)
