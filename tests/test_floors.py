@@ -227,7 +227,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": set(),
     "checkpoint/manifest": set(),
     "checkpoint/identity": set(),
-    "checkpoint/problems": {"checkpoint", "checkpoint/manifest", "runtime/groups"},
+    "checkpoint/problems": {"checkpoint", "checkpoint/manifest", "runtime/alarm", "runtime/groups"},
     "checkpoint/state": {
         "checkpoint",
         "checkpoint/problems",

@@ -290,7 +290,9 @@ def test_a_disk_without_room_ends_the_run_in_a_sentence_and_leaves_the_older_che
         pytest.skip("this user cannot mount a small disk")
     try:
         made = tiny.trainer(disk, **{**SAVING, "save_total_limit": 1, "max_steps": 4})
-        with pytest.raises(SaveError, match=r"checkpoint-2 .*rank 0 cannot write .* MB are needed, .* MB are free"):
+        with pytest.raises(
+            SaveError, match=r"checkpoint-2 .*rank 0 on host .* cannot write .* MB are needed, .* MB are free"
+        ):
             made.train()
         assert [path.name for path in disk.glob("checkpoint-*")] == ["checkpoint-1"]
         assert newest_whole(disk) == disk / "checkpoint-1"

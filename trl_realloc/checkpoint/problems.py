@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..runtime.alarm import HOST
 from ..runtime.groups import from_every_rank
 from . import SaveError
 from .manifest import flush
@@ -44,7 +45,7 @@ class Problems:
         try:
             yield
         except Exception as error:
-            self._found.append(f"rank {self.rank} cannot write {path}: {_reason(error, path, needed)}")
+            self._found.append(f"rank {self.rank} on host {HOST} cannot write {path}: {_reason(error, path, needed)}")
 
     def flush(self) -> None:
         """What was written here reaches the disk."""
