@@ -123,7 +123,7 @@ CAUSES = {
     "engine-stop": r"was stopped by a signal \(SIGSTOP; it",
     "worker-kill": r"vLLM's worker \S+ \(pid \d+\) was ended by SIGKILL",
     "worker-stop": r"was stopped by a signal \(SIGSTOP; its worker",
-    "disk-full": r"No space left on device",
+    "disk-full": r"MB are needed, .* MB are free",
     "disk-readonly": r"Read-only file system",
     "host-lost": r"ended at once with (the|its) watchdog|nothing was heard",
     "link-down": r"nothing was heard from",
@@ -257,7 +257,7 @@ def leftovers(job: Job, shared_before: set[str]) -> list[str]:
 def sentence(row: Row, text: str) -> str:
     """The line that names rank, host, call and cause; an empty string where there is none."""
     call = {
-        "save": "saving",
+        "save": "saving|checkpoint-3",
         "start": "starting|loading",
         "measuring": "starting|measuring|of update",
         "replan": "move to",
