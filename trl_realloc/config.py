@@ -20,7 +20,7 @@ from .engines.zero_setup import leave_out_shared_memory_op
 from .errors import shown
 from .hosts import has_rendezvous, meet
 from .interfaces import set_gloo_interface
-from .launch import check_launch
+from .launch import check_launch, separate_attempts
 from .plan import ExecutionPlan
 from .ppo import PPOSettings
 from .settings import read_settings
@@ -282,6 +282,7 @@ class PPOConfig(ConfigBase):
         self._check()
         check_launch(self)
         set_gloo_interface()
+        separate_attempts()
         if not dist.is_initialized() and has_rendezvous():
             meet()  # before the lines below make a process group, which would wait for a host that cannot be reached
         if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":

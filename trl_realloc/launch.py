@@ -5,12 +5,14 @@ Which processes are on which host is in `hosts`; what a launcher says about plac
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from .hosts import Process, ranks_by_host
@@ -51,6 +53,29 @@ def _unable(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
         yield f"Accelerate's parallelism_config is asked for, and {_SHARDS}."
     if environment.get("ACCELERATE_MIXED_PRECISION") == "fp8":
         yield "mixed_precision fp8 is asked for, and no engine here trains in it; use bf16, fp16 or no."
+
+
+def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
+    """Give a job that `torchrun --max-restarts` has started again a part of its key-value store of its own; before a
+    process group is made.
+
+    The store belongs to torchrun and keeps what the ended processes wrote. Torch 2.13 takes that for the new processes'
+    own words: gloo then connects to addresses at which nobody listens any more.
+    """
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    # the module; under this name `torch.distributed` has a function
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    connect = rendezvous._create_c10d_store
+    if getattr(connect, "attempt", None) is not None:
+        return
+
+    def connect_to_part(*args: Any, **kwargs: Any) -> dist.Store:
+        return dist.PrefixStore(f"attempt_{attempt}", connect(*args, **kwargs))
+
+    connect_to_part.attempt = attempt  # type: ignore[attr-defined]
+    rendezvous._create_c10d_store = connect_to_part
 
 
 def check_device(device: torch.device) -> None:
