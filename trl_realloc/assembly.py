@@ -55,7 +55,7 @@ from .rewards import Rewards, read_rewards
 from .runtime.calls import Rules
 from .runtime.options import EngineOptions
 from .runtime.placement import Roles, copies_actor
-from .sharding import check_sharding
+from .sharding import check_sharding, shards_anyhow
 from .subject import Subject, element_bytes, spec_of, specs_of
 
 
@@ -431,6 +431,8 @@ def replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
         return None
     mine = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
     if planned.chosen is None or setup.roles.adapted or not mine or not (plugin.replan or 0.0) > 0:
+        return None
+    if not shards_anyhow(setup.make_optimizer, torch.device("cpu")):  # another plan could be one that cuts it
         return None
     return Replanner(setup.job, planned, plugin.replan or 0.0)
 

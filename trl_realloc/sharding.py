@@ -54,6 +54,11 @@ def check_sharding(args: PPOConfig, given: torch.optim.Optimizer | None, plan: E
             raise ConfigError(f"{kind} does not step each parameter by itself, so {name} under {what} {way_out}")
 
 
+def shards_anyhow(make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.device) -> bool:
+    """Whether any plan may shard what `make` makes over a role's module."""
+    return works_by_element(lambda groups: make(_Parameters([p for group in groups for p in group])), 1, device)
+
+
 def cuts(assignment: Assignment) -> str:
     """What of an assignment cuts parameters, or lays several into one flat tensor; empty where nothing does."""
     strategy = assignment.strategy
