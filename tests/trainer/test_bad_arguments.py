@@ -311,7 +311,7 @@ def _lists() -> Iterator[Any]:
     yield _Rows()
 
 
-@pytest.mark.parametrize("rows", _lists(), ids=["a list", "a tuple", "a torch data set"])
+@pytest.mark.parametrize("rows", list(_lists()), ids=["a list", "a tuple", "a torch data set"])
 def test_rows_in_other_forms_and_paths_as_models_are_taken(tmp_path: Path, saved: Path, rows: Any) -> None:
     given = {
         "model": saved / "policy",
