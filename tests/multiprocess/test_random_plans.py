@@ -15,8 +15,13 @@ from random_plans import check
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(600)]
 
 
+# a critic under stage 2 on four ranks, of which two have a reference under stage 3 too: DeepSpeed added up gradients of
+# different parameters
+STAGES_2_AND_3 = 74
+
+
 def test_random_plans_learn_what_one_process_learns(start: Callable[..., Any]) -> None:
-    seeds = list(islice((seed for seed in count() if case_of(seed)["devices"] == 4), 6))
+    seeds = [*islice((seed for seed in count() if case_of(seed)["devices"] == 4), 5), STAGES_2_AND_3]
     failures = check(seeds, 250, start)
     said = [f"seed {seed}: {json.dumps(case_of(seed))}\n  " + "\n  ".join(failures[seed]) for seed in failures]
     assert not failures, "\n".join(said)

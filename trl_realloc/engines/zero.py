@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .group import MeshGroup
 from .guard import refusal
 from .replicated import set_learning_rate, whole_parts
 from .weights import BUCKET_BYTES, buckets, check_state
-from .zero_setup import Topology, deepspeed_config, initializing, parameter_dtype
+from .zero_setup import Topology, deepspeed_config, initializing, memory_efficient_linear, parameter_dtype
 
 
 class ZeroEngine:
@@ -55,6 +56,7 @@ class ZeroEngine:
         self.frozen = make_optimizer is None
         settings = deepspeed_config(stage, config, max_grad_norm, trains=not self.frozen)
         self.compute_dtype = None if parameter_dtype(settings) else compute_dtype
+        self._linear = partial(memory_efficient_linear, stage, settings)
         if self.frozen:
             head.requires_grad_(False).eval()
         if compiles(settings):
@@ -89,9 +91,10 @@ class ZeroEngine:
             self.engine.backward(value * self.group.size)  # DeepSpeed averages over the mesh; the loss wants the sum
             self.engine.step()
 
-        statistics = run_training(
-            self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
-        )
+        with self._linear():
+            statistics = run_training(
+                self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
+            )
         self._check_step(samples, statistics)
         self.version += 1
         return statistics

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .group import MeshGroup
 
@@ -109,7 +110,7 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
     # DeepSpeed 0.19.8 calls two collectives under names that torch 2.13 has renamed, and torch says so each time
     warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated")
     _leave_out_job_wide_comparison()
-    over_all = comm.barrier
+    over_all, linear = comm.barrier, nn.functional.linear
 
     mesh = group.group
 
@@ -124,8 +125,30 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
         yield
     finally:
         comm.barrier = over_all
+        nn.functional.linear = linear  # stage 3 replaces it for the whole process: `memory_efficient_linear`
         if not launched:
             del os.environ["LOCAL_RANK"]
+
+
+@contextlib.contextmanager
+def memory_efficient_linear(stage: int, config: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, `torch.nn.functional.linear` is DeepSpeed's for stage 3, which keeps no gathered weight for the backward.
+
+    DeepSpeed would leave it so for every model of the process. Gradients of a layer's weight and bias then come in
+    another order than on ranks without a stage 3 engine, and stage 2 reduces gradients in the order in which they come:
+    where only some ranks of its mesh had another engine of stage 3, it added up gradients of different parameters.
+    """
+    if stage < 3 or not config["zero_optimization"].get("memory_efficient_linear", True):
+        yield
+        return
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    linear = nn.functional.linear
+    nn.functional.linear = zero3_linear_wrap
+    try:
+        yield
+    finally:
+        nn.functional.linear = linear
 
 
 def _leave_out_job_wide_comparison() -> None:
