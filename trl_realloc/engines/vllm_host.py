@@ -122,8 +122,10 @@ def build(settings: dict[str, Any]) -> LLM:
 
 def ended_workers(workers: Sequence[Any], wait_s: float = 0.0) -> str:
     """Which of vLLM's workers have ended, and how; an empty string while all run."""
-    wait([worker.sentinel for worker in workers], wait_s)
-    ended = [worker for worker in workers if not worker.is_alive()]
+    ready = wait([worker.sentinel for worker in workers], wait_s)
+    ended = [worker for worker in workers if worker.sentinel in ready]
+    for worker in ended:
+        worker.join(1.0)  # its exit status is there a moment after its sentinel
     return ", ".join(f"vLLM's worker {w.name} (pid {w.pid}) {_how(w.exitcode)}" for w in ended)
 
 

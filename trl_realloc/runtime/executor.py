@@ -195,10 +195,11 @@ class Executor:
         except JobFailed:
             raise
         except Exception as error:
-            unharmed = isinstance(error, RewardError)  # raised after the call's last collective
-            if together and not unharmed:
+            # both are raised after the call's last collective, and the second on every rank of its mesh
+            if together and not isinstance(error, RewardError | NonFiniteError):
                 raise
             self._failure = error
+            unharmed = isinstance(error, RewardError)  # no role has been trained yet
             piece = Failure(self.rank, name, str(error) or type(error).__name__, unharmed)
         self.exchange.publish(name, piece)
 
