@@ -171,7 +171,7 @@ def test_a_recipe_is_planned_for_a_cluster_one_does_not_have(
     for call in ppo_graph().order:
         assert call in said
     assert "flatten" in said, "what it beat"
-    assert re.search(r"[\d,]+ episodes an iteration, prompts of 64 tokens \(--prompt-tokens\), responses of 40,", said)
+    assert re.search(r"[\d,]+ episodes an iteration, prompts of 64 tokens \(--prompt-tokens\), responses of 24,", said)
     assert re.search(r"actor\.train, .* s: \d+%", said)
     plan = ExecutionPlan.load(path)
     assert plan.cluster.size == 16

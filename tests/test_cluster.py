@@ -143,7 +143,7 @@ def test_whole_nodes_and_aligned_parts_of_one_node_are_legal(mesh: str, cluster:
 def test_refusing_a_mesh_of_a_very_large_cluster_takes_no_enumeration_of_its_meshes() -> None:
     # 10^10 legal meshes: this ends only because the nearest is looked for among a few
     with pytest.raises(PlanError, match="nearest legal mesh is 800000-800001"):
-        check_mesh(DeviceMesh(800001, 2), Cluster(140_000, 8))
+        check_mesh(DeviceMesh(800001, 2), Cluster(131_072, 8))
 
 
 @given(clusters)

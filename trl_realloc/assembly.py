@@ -32,7 +32,6 @@ from .models import (
     adapters_off,
     check_classifier,
     check_trains,
-    check_unquantized,
     frozen_copy,
     has_adapters,
     load_classifier,
@@ -189,8 +188,6 @@ def prepare(
     given_optimizer, scheduler = optimizers
     config = read_config(model, "model", trained=True)
     check_classifier(value_model, "value_model")
-    for role_model, what in ((config, "model"), (read_config(value_model, "value_model"), "value_model")):
-        check_unquantized(role_model, what)
     check_optimizer(args, given_optimizer, scheduler, (model, value_model))
     rewards = _rewards(args, reward_models, reward_processing_classes)
     scorers = [reward for reward in reward_models if isinstance(reward, str) or hasattr(reward, "config")]

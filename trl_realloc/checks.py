@@ -82,7 +82,7 @@ def _check_model(model: Any, argument: str) -> None:
             f"{argument} has parameters on the meta device, which hold no values; load it with its weights, on the CPU."
         )
     if getattr(model, "is_quantized", False):
-        _refuse_quantised(argument)
+        _refuse_quantized(argument)
     base = _base(model)
     if type(base).__module__.startswith("transformers_modules"):
         raise ModelError(_own_code(argument, type(base).__name__))
@@ -101,10 +101,10 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _refuse_quantised(argument: str) -> None:
+def _refuse_quantized(argument: str) -> None:
     raise ModelError(
-        f"{argument} is quantised, and no engine trains, scores with or moves quantised parameters; load it without a "
-        f"quantization_config (memory: LoRA over a bfloat16 model, or zero_stage 3)."
+        f"{argument} is quantized: no engine trains, scores with or moves packed parameters, not even under an "
+        f"adapter; load it without quantization_config (memory: LoRA over a bfloat16 model, or zero_stage 3)."
     )
 
 
@@ -144,10 +144,10 @@ def check_config_of(config: Any, given: Any, argument: str) -> None:
         given: the model, or its name or path.
 
     Raises:
-        ModelError: quantised, an encoder-decoder, or a head of another kind than the role's.
+        ModelError: quantized, an encoder-decoder, or a head of another kind than the role's.
     """
     if getattr(config, "quantization_config", None):
-        _refuse_quantised(argument)
+        _refuse_quantized(argument)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{argument} is an encoder-decoder ({config.model_type}); PPO here is for decoders.")
     if not isinstance(given, str):

@@ -108,18 +108,6 @@ def check_classifier(model: PreTrainedModel | str, argument: str) -> None:
             )
 
 
-def check_unquantized(config: Any, argument: str) -> None:
-    """Raises:
-    ModelError: a role that is trained has quantized weights.
-    """
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{argument} is quantized: its packed weights cannot be moved between layouts nor handed to a generation "
-            f"engine, not even under an adapter; load it without quantization_config, e.g. with dtype='bfloat16' and a "
-            f"peft_config."
-        )
-
-
 def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
     """The model's structure without its weights: what a `Trainer` can hold on a rank that has no part of the role."""
     if not is_policy:

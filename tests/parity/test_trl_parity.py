@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -243,7 +244,9 @@ def test_logged_statistics_equal_trls(name: str) -> None:
         if has_padding(update, replay):
             del trls["policy/entropy_avg"]  # TRL's mean has the distributions after padding tokens in it: see below
         for key, value in trls.items():
-            assert replay.metrics[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE, nan_ok=True), key
+            if key == "val/ratio_var" and math.isnan(value):
+                value = 0.0  # of one optimizer step, whose variance TRL takes over n - 1 = 0
+            assert replay.metrics[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), key
 
 
 def test_with_padding_the_entropy_is_the_mean_over_response_tokens() -> None:
