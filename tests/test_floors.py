@@ -238,6 +238,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "checkpoint/saving": {"checkpoint", "checkpoint/manifest", "checkpoint/problems", "runtime/groups"},
     "checkpoint/resuming": {
+        "hosts",
         "checkpoint",
         "checkpoint/identity",
         "checkpoint/manifest",

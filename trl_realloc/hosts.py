@@ -66,7 +66,7 @@ def meet() -> tuple[Process, ...]:
     gpus = torch.cuda.device_count()
     place: dict[str, Any] = {
         "host": socket.gethostname(),
-        "machine": _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else "",
+        "machine": machine_id(),
         "local_rank": local_rank,
         "gpu": max(local_rank, 0) % gpus if gpus else None,  # as Accelerate deals them
         "gpus": gpus,
@@ -81,6 +81,11 @@ def meet() -> tuple[Process, ...]:
     if not _met:
         _met.append((_meet(dist.PrefixStore("trl_realloc/hosts", store), rank, size, place), store))
     return _met[0][0]
+
+
+def machine_id() -> str:
+    """Tells machines apart whose hostnames are the same: the boot id, empty where the system has none."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
 
 
 def has_rendezvous() -> bool:

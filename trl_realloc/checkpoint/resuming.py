@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging
 
 from ..finite import all_finite
+from ..hosts import machine_id
 from ..runtime.groups import from_every_rank
 from . import STATE_FILE, VALUE_FOLDER, CheckpointError
 from .identity import Identity, Shapes, other_data, other_model, other_run
@@ -32,7 +33,6 @@ STATES = {"policy": STATE_FILE, "critic": f"{VALUE_FOLDER}/{STATE_FILE}"}
 NEEDED = (STATE, SCHEDULER, *STATES.values())
 SCANNED = 1 << 30  # largest file without a checksum that is read whole to find NaN before the engines start
 CHUNK = 64 << 20
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells machines apart whose hostnames are the same
 
 Wanted = str | bool | None
 
@@ -181,7 +181,7 @@ def _look(folder: Path, here: Here, rank: int, control: Any) -> _Looked:
 
 def _place(folder: Path) -> tuple[Any, ...]:
     """The same for two ranks of one host that see the same folder, or both see none there."""
-    machine = (socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else "")
+    machine = (socket.gethostname(), machine_id())
     try:
         found = folder.stat()
         return (*machine, found.st_dev, found.st_ino)

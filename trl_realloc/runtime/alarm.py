@@ -113,7 +113,7 @@ class Watchdog:
                 if not line:
                     raise RuntimeError(f"the watchdog of rank 0 did not start on host {HOST}; its reason is above.")
                 port = json.loads(line)["port"]
-                hosts = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
+                hosts = [os.environ.get("MASTER_ADDR", ""), HOST]
                 if not settings["everywhere"]:
                     hosts = ["127.0.0.1"]
                 addresses = [(host, port) for host in dict.fromkeys(hosts) if host]
