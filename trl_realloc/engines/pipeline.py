@@ -6,7 +6,8 @@ and parameters keep their names. The schedules and the sending are torch.distrib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,11 +112,25 @@ class Pipeline:
         schedule = kind(made, len(micros), loss_fn=loss, scale_grads=False)
         target = torch.zeros(len(micros), device=self.device) if self.is_last else None
         arguments = (ids,) if is_first else ()
-        if learns:
-            schedule.step(*arguments, target=target, return_outputs=False)
-        else:
-            with torch.no_grad():
-                schedule.step(*arguments, return_outputs=False)
+        with _errors_of_stages():
+            if learns:
+                schedule.step(*arguments, target=target, return_outputs=False)
+            else:
+                with torch.no_grad():
+                    schedule.step(*arguments, return_outputs=False)
+
+
+@contextlib.contextmanager
+def _errors_of_stages() -> Iterator[None]:
+    """Let a stage's own exception out. torch's schedule raises a `RuntimeError` of the stage's arguments in its place,
+    which says nothing of the cause and hides its class (out of memory, say).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "failed to run forward" in str(error) and isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None
+        raise
 
 
 class _Stage(nn.Module):
