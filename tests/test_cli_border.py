@@ -331,13 +331,15 @@ def _mutated(value: Any, draw: st.DataObject, depth: int = 0) -> Any:
 
 
 READ_SLOWLY = ("plan", "report")  # these draw pictures
+EXAMPLES = os.environ.get("BORDER_EXAMPLES", "")  # how many, in place of what fits into a run of all tests
 
 
+@pytest.mark.timeout(300 + 20 * int(EXAMPLES or 0))
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_with_anything_in_it_changed_is_taken_or_refused_in_sentences(
     folder: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    examples = int(os.environ.get("BORDER_EXAMPLES", "8" if READERS[name][0] in READ_SLOWLY else "60"))
+    examples = int(EXAMPLES or ("8" if READERS[name][0] in READ_SLOWLY else "60"))
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(draw=st.data())
@@ -356,7 +358,8 @@ def _is_taken_or_refused(folder: Path, name: str, capsys: pytest.CaptureFixture[
             path.write_text(yaml.safe_dump(_mutated(yaml.safe_load(right), draw)))
         elif lines:
             rows = [json.loads(line) for line in right.splitlines()]
-            path.write_text("\n".join(json.dumps(row) for row in _mutated(rows, draw) or []))
+            changed = _mutated(rows, draw)  # another value in place of all rows is a file of one line
+            path.write_text("\n".join(json.dumps(row) for row in (changed if isinstance(changed, list) else [changed])))
         else:
             path.write_text(json.dumps(_mutated(json.loads(right), draw)))
         code = main(READERS[name])

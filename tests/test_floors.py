@@ -252,6 +252,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer": {"config", "dataflow", "engines"},
     "sharding": {"assignment", "config", "optimizer", "plan"},
     "policy_and_value": set(),
+    "trl_attributes": {"data", "models", "runtime/placement"},
     "subject": {"dataflow", "models", "modelspec"},
     "job": {
         "assignment",

@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 from transformers.utils import logging
 
@@ -49,6 +49,7 @@ from .runtime.calls import check_first_weights
 from .runtime.executor import EVALUATION_STEP, Iteration, make_executor
 from .runtime.placement import Placement
 from .timeline import Timeline
+from .trl_attributes import OnlineTrainerState, TrlAttributes
 
 
 logger = logging.get_logger(__name__)
@@ -56,14 +57,7 @@ logger = logging.get_logger(__name__)
 SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
 
 
-@dataclass
-class OnlineTrainerState(TrainerState):
-    """`TrainerState` with the number of episodes so far, as TRL's."""
-
-    episode: int = 0
-
-
-class PPOTrainer(CheckpointMixin, PPOTrainerBase):
+class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
     """Proximal Policy Optimization with every model function call where the execution plan puts it.
 
     Takes what TRL 1.12's `PPOTrainer` takes, in its order, and more kinds of it.
@@ -153,7 +147,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
                 reward_processing_classes=reward_processing_classes,
             )
         self.stop_token_id = self.setup.stop_token_id
-        self.ref_model, self.reward_model = ref_model, reward_model
+        self._ref_model, self.reward_model = ref_model, reward_model
         super().__init__(
             model=PolicyAndValueWrapper(*self.setup.models_before_start),
             args=args,
@@ -164,6 +158,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
             callbacks=callbacks,
             optimizers=(self.setup.rates.scheduled, optimizers[1]),
         )
+        self.state = self._new_state()
         self.create_scheduler(args.num_total_batches, self.optimizer)
         self.metrics = RunMetrics(SPANS if self.is_world_process_zero() else 0)  # rank 0 writes the timeline
         if hasattr(self.model, "add_model_tags"):
@@ -178,16 +173,6 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
     def timeline(self) -> Timeline:
         """When this run's calls were executed, as far as this rank has heard."""
         return self.metrics.timeline
-
-    @property
-    def policy_model(self) -> Any:
-        """This rank's module of the policy."""
-        return self.model.policy
-
-    @property
-    def value_model(self) -> Any:
-        """This rank's module of the critic."""
-        return self.model.value_model
 
     # --- seams of Trainer -------------------------------------------------------------------------------------------
 
@@ -347,7 +332,7 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
 
     def _start_state(self, found: Found | None) -> None:
         args = self.args
-        self.state = OnlineTrainerState(stateful_callbacks=self._exportable())
+        self.state = self._new_state()
         self._data_begins = 0
         if found is not None:
             self.state = OnlineTrainerState.load_from_json(str(found.folder / STATE))
@@ -360,6 +345,13 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
         )
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
+
+    def _new_state(self) -> OnlineTrainerState:
+        return OnlineTrainerState(
+            is_local_process_zero=self.is_local_process_zero(),
+            is_world_process_zero=self.is_world_process_zero(),
+            stateful_callbacks=self._exportable(),
+        )
 
     def _log_metrics(self) -> None:
         if metrics := self.metrics.take():
@@ -380,9 +372,8 @@ class PPOTrainer(CheckpointMixin, PPOTrainerBase):
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _show_completions(self) -> None:
-        shown = self.args.num_sample_generations
-        every = max(1, self.args.num_total_batches // shown) if shown > 0 else 0
-        if every and (self.state.global_step - 1) % every == 0:
+        shows = self.args.num_sample_generations > 0
+        if shows and (self.state.global_step - 1) % self.sample_generations_freq == 0:
             self.generate_completions(sampling=True)
 
     @contextlib.contextmanager

@@ -231,6 +231,74 @@ def test_trainer_model_is_named_as_trls_and_does_what_a_policy_does(run, tmp_pat
     assert outputs.logits.shape == (1, 3, tiny.VOCABULARY) and values.shape == (1, 3, 1)
 
 
+WITHOUT_MEANING = {"local_seed": r"from args\.seed", "local_dataloader_batch_size": r"use args\.batch_size"}
+
+
+@needs_trl_ppo
+def test_what_trls_trainer_has_this_one_has_or_says_what_to_use(run, tmp_path: Path) -> None:
+    from trl.experimental.ppo import PPOConfig as TheirConfig
+    from trl.experimental.ppo import PPOTrainer as TheirTrainer
+
+    made, _, _ = run
+    tokens, rows = tiny.tokenizer(), tiny.prompts(16)
+    ids = Dataset.from_dict({"input_ids": tokens(list(rows["prompt"]))["input_ids"]})
+    theirs = TheirTrainer(
+        args=TheirConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, total_episodes=8),
+        processing_class=tokens,
+        model=tiny.policy(),
+        ref_model=None,
+        reward_model=tiny.classifier(3),
+        train_dataset=ids,
+        value_model=tiny.classifier(),
+        eval_dataset=ids,
+    )
+    public = {name for name in dir(theirs) if not name.startswith("_")}
+    assert {name for name in public if not hasattr(made, name)} == WITHOUT_MEANING.keys()
+    for name, way_out in WITHOUT_MEANING.items():
+        with pytest.raises(AttributeError, match=way_out):
+            getattr(made, name)
+    assert {name for name in dir(theirs.model) if not name.startswith("_") and not hasattr(made.model, name)} == set()
+    fresh = tiny.trainer(tmp_path, given={"train_dataset": rows}, stop_token=None)
+    for name in ("is_peft_model", "model_adapter_name", "ref_adapter_name", "train_dataset_len", "stop_token_id"):
+        assert getattr(fresh, name) == getattr(theirs, name), name
+
+
+def test_trls_attributes_are_those_of_the_run(run, tmp_path: Path) -> None:
+    made, recorder, _ = run
+    assert recorder in made.callbacks and made.sample_generations_freq == 4 and made.train_dataset_len == 16
+    assert len(made.dataloader) == 2, "updates in a pass"
+    (batch,) = made.eval_dataloader
+    assert len(next(iter(made.dataloader))) == made.args.batch_size and len(batch) == 6
+    assert made.ref_model is made.placement.reference.head.model is not made.policy_model
+    assert not made.is_peft_model
+    with made.null_ref_context():
+        assert made.model.policy is made.policy_model
+    for name in ("dataloader", "ref_model"):
+        with pytest.raises(AttributeError, match="give"):
+            setattr(made, name, None)
+    fresh = tiny.trainer(tmp_path, given={"eval_dataset": {"a": tiny.prompts(3), "b": tiny.prompts(5)}})
+    assert fresh.state.episode == 0 and fresh.eval_dataloader is not None and len(fresh.eval_dataloader.dataset) == 3
+    assert fresh.ref_model is None and not hasattr(fresh, "sample_generations_freq"), "no tables are shown"
+
+
+def test_in_the_null_reference_context_the_policy_is_its_own_reference(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    given = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+    made = tiny.trainer(tmp_path, given=given, max_steps=1)
+    made.train()
+    assert made.is_peft_model and made.ref_model is None
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        trained = made.model.policy(input_ids=ids).logits
+        with made.null_ref_context():
+            reference = made.model.policy(input_ids=ids).logits
+        again = made.model.policy(input_ids=ids).logits
+        begun = tiny.policy()(input_ids=ids).logits
+    assert torch.allclose(reference, begun, atol=1e-5) and not torch.allclose(reference, trained, atol=1e-3)
+    assert torch.equal(trained, again)
+
+
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tmp_path: Path) -> None:
     logs = []
     for at, seed in enumerate((7, 7, 8)):
