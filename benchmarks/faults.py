@@ -105,7 +105,15 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "auto": {"kill": ("measuring",), "stop": ("measuring",), "error": ("measuring",)},
     "vllm": {"engine-kill": ("actor.generate",), "engine-stop": ("actor.generate",), "kill": ("actor.generate",)},
     "vllm tp 2": {"worker-kill": ("actor.generate",), "worker-stop": ("actor.generate",)},
-    "two hosts": {"host-lost": ("actor.train",), "link-down": ("actor.train",), "link-drop": ("actor.train",)},
+    "two hosts": {
+        "host-lost": ("actor.train",),
+        "link-down": ("actor.generate", "actor.train", "save"),
+        "link-drop": ("actor.train",),
+        "kill": ("critic.train",),
+        "stop": ("actor.train",),
+        "error": ("actor.train",),
+        "launcher-kill": ("actor.train",),
+    },
 }
 # What the message must say of the cause, beside rank, host and call.
 CAUSES = {
@@ -132,7 +140,12 @@ CAUSES = {
 
 @dataclass
 class Row:
-    """One fault. `seconds`: from the fault until nothing of the job runs; `None` where it did not end."""
+    """One fault.
+
+    Args:
+        seconds: from the fault until nothing of the job runs; `None` where it did not end.
+        resumed_equal: `None` where what resuming needs was lost with a host, and resuming says so.
+    """
 
     plan: str
     fault: str
@@ -140,7 +153,7 @@ class Row:
     seconds: float | None = None
     cause_named: bool = False
     left: list[str] = field(default_factory=list)
-    resumed_equal: bool = False
+    resumed_equal: bool | None = False
     message: str = ""
     note: str = ""
 
@@ -350,10 +363,11 @@ def print_table(done: list[dict[str, Any]]) -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in done:
         cells = [row["plan"], row["fault"], row["moment"], row["seconds"], row["cause_named"]]
-        print("|", " | ".join(map(str, [*cells, "; ".join(row["left"]) or "nothing", row["resumed_equal"]])), "|")
+        equal = "-" if row["resumed_equal"] is None else row["resumed_equal"]
+        print("|", " | ".join(map(str, [*cells, "; ".join(row["left"]) or "nothing", equal])), "|")
     over = sum(row["seconds"] is not None and row["seconds"] <= 60 for row in done)
     named, clean = sum(row["cause_named"] for row in done), sum(not row["left"] for row in done)
-    same = sum(row["resumed_equal"] for row in done)
+    same = sum(row["resumed_equal"] is True for row in done)
     print(f"\n{len(done)} faults: {over} over within 60 s, {named} with their cause, {clean} left nothing,", end=" ")
     print(f"{same} resumed equal")
 
@@ -372,7 +386,13 @@ def main() -> None:
 
     def good(key: str) -> bool:
         r = kept.get(key)
-        return r is not None and r["seconds"] is not None and r["cause_named"] and not r["left"] and r["resumed_equal"]
+        return (
+            r is not None
+            and r["seconds"] is not None
+            and r["cause_named"]
+            and not r["left"]
+            and r["resumed_equal"] is not False
+        )
 
     chosen = [r for r in rows() if re.search(given.only, r.key) and not (given.missing and good(r.key))]
     if given.list:

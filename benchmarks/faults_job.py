@@ -1,7 +1,8 @@
 """A rank of a job of `benchmarks/faults.py`: a small run in which something goes wrong at a given moment, once.
 
 `python faults_job.py SETTINGS` with `out` (the run's output folder), `notes` (where the moment is written down),
-`fault`, `moment`, `options` (of the config), `to` (another plan), and `resume`.
+`fault`, `moment`, `options` (of the config), `to` (another plan), `resume`, and `rank` (whose fault it is, where not
+by default).
 """
 
 from __future__ import annotations
@@ -44,14 +45,17 @@ class Fault:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.kind, self.moment, self.notes = settings["fault"], settings["moment"], Path(settings["notes"])
         self.out, self.where, self.done, self.trainer = Path(settings["out"]), "", False, None
+        self.rank: int | None = settings.get("rank")
 
     def here(self) -> bool:
-        """Whether this rank is the one, in the update of the moment: the last of the call's mesh, its first for a
-        save, because that writes."""
+        """Whether this rank is the one, in the update of the moment: by default the last of the call's mesh, its first
+        for a save, because that writes."""
         if self.done or self.trainer is None or f"update {UPDATE}" not in self.where + f" update {self._update()}":
             return False
         plan, rank = self.trainer.plan, self.trainer.accelerator.process_index
         calls = {"save": "actor.train", "reallocation": "actor.generate", "replan": "actor.train"}
+        if self.rank is not None:
+            return bool(rank == self.rank)
         ranks = list(plan.mesh(calls.get(self.moment, self.moment)).devices)
         return rank == (ranks[0] if self.moment == "save" else ranks[-1])
 

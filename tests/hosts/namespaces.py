@@ -133,7 +133,8 @@ class Host(Namespace):
 
     def __init__(self, name: str, number: int, folder: Path, hosts_file: str) -> None:
         self.name, self.number, self.address = name, number, f"{NETWORK}.{number + 1}"
-        self.shared, private = folder, folder / f"host-{number}"
+        self.shared, self.hosts_file = folder, hosts_file
+        self.private = private = folder / f"host-{number}"
         self.out, self.tmp = private / "out", private / "tmp"
         for path in (self.out, self.tmp, folder / "out", folder / "tmp"):
             path.mkdir(parents=True, exist_ok=True)
@@ -189,13 +190,23 @@ class Hosts:
             self._made.append(self.switch)
             for number, name in enumerate(names):
                 own = known if resolvable else f"127.0.1.1 {name}\n"
-                host = Host(name, number, folder, f"127.0.0.1 localhost\n{own}")
-                self._made.append(host)
-                self.all.append(host)
-                self._connect(host)
+                self._add(Host(name, number, folder, f"127.0.0.1 localhost\n{own}"))
         except BaseException:
             self.close()
             raise
+
+    def _add(self, host: Host) -> None:
+        self._made.append(host)
+        self.all[host.number : host.number + 1] = [host]
+        self._connect(host)
+
+    def replace(self, number: int) -> None:
+        """End a host, if it has not been, and put one of its name and address, with empty disks, in its place."""
+        old = self.all[number]
+        old.kill()
+        shutil.rmtree(old.private)
+        self.switch.sh(f"ip link delete port{number} 2>/dev/null || true")  # gone with the host, after a moment
+        self._add(Host(old.name, number, self.folder, old.hosts_file))
 
     def _connect(self, host: Host) -> None:
         port = f"port{host.number}"

@@ -124,7 +124,7 @@ class Watchdog:
         self.said_bye = self.rank_ended = self.closing = False
         self.temporary: set[str] = set()
         self._stopped: dict[int, float] = {}
-        self._beat = 0.0
+        self._beat, self._beat_where = 0.0, ""
 
     # --- what the two kinds do each in their way ------------------------------------------------------------------
 
@@ -154,8 +154,9 @@ class Watchdog:
             self.listen()
             if not self.rank_ended and process_state(self.pid) in ("", "Z", "X"):
                 self._end_of_rank(now)
-            if now - self._beat >= self.interval_s:
-                self._beat = now
+            elsewhere = self.state.where != self._beat_where  # told at once, for a link may be lost the next moment
+            if now - self._beat >= (TICK_S if elsewhere else self.interval_s):
+                self._beat, self._beat_where = now, self.state.where
                 self.state.stopped_s = self._stopped_for(self.pid, now)
                 self.state.launcher_stopped_s = self._stopped_for(self.launcher, now)
                 self.tell(beat={**asdict(self.state), "rank": self.rank})
