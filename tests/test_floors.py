@@ -284,7 +284,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "subject",
         "timeline",
     },
-    "profiling/cache": {"job", "planner/profile", "profiling/machine", "profiling/runs", "rollout", "runtime/groups"},
+    "profiling/cache": {
+        "hosts",
+        "job",
+        "planner/profile",
+        "profiling/machine",
+        "profiling/runs",
+        "rollout",
+        "runtime/groups",
+    },
     "planning": {
         "assignment",
         "cluster",

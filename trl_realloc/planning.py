@@ -28,7 +28,7 @@ from .planner.profile import Profile
 from .planner.show import beaten_table, estimate_table
 from .planner.space import Space
 from .planner.workload import Workload
-from .profiling.cache import cache_path, cached_profile
+from .profiling.cache import cached_profile, known_profile
 from .runtime.groups import from_first_rank
 from .runtime.options import EngineOptions
 from .subject import Subject
@@ -146,12 +146,14 @@ def plan_job(job: Job, *, time_limit_s: float = 5.0) -> Planned:
 
 
 def known_estimate(job: Job, plan: ExecutionPlan) -> Planned:
-    """A plan that the user named, with its estimate where this machine and these models have been measured before."""
-    path = cache_path(job)
-    if job.rank != 0 or not path.is_file():
+    """A plan that the user named, with its estimate where this machine, these models and, of several hosts, the network
+    between them have been measured before."""
+    if job.rank != 0:
         return Planned(plan)
     try:
-        profile = Profile.load(path)
+        profile = known_profile(job)
+        if profile is None:
+            return Planned(plan)
         return Planned(plan, estimate(plan, job.subject.specs, job.pricing(profile)), profile=profile)
     except PlanError:  # a split that was not measured
         return Planned(plan)

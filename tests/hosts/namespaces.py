@@ -215,9 +215,18 @@ class Hosts:
         subprocess.run(["nsenter", "-t", str(self.switch.init), "-n", "--", "bash", "-ec", cable], check=True)
         host.sh(f"ip address add {host.address}/24 dev net0; ip link set net0 up")
         if self.rate is not None:
-            shape = f"root tbf rate {self.rate} burst 256kb latency 100ms"
-            host.sh(f"tc qdisc add dev net0 {shape}")
-            self.switch.sh(f"tc qdisc add dev {port} {shape}")
+            self._shape(host, self.rate)
+
+    def _shape(self, host: Host, rate: str) -> None:
+        shape = f"root tbf rate {rate} burst 256kb latency 100ms"
+        host.sh(f"tc qdisc replace dev net0 {shape}")
+        self.switch.sh(f"tc qdisc replace dev port{host.number} {shape}")
+
+    def shape(self, rate: str) -> None:
+        """Give every link another rate."""
+        self.rate = rate
+        for host in self:
+            self._shape(host, rate)
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self.all)

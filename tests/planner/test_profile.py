@@ -127,6 +127,46 @@ def test_links_between_nodes_are_told_from_those_inside() -> None:
     assert Measured(profile).between == Measured(profile).inside
 
 
+def _over(seconds_per_byte: float) -> list[Observation]:
+    """Of 4 devices on 2 nodes: links between the nodes."""
+    rows = []
+    for size in (1 << 14, 1 << 18, 1 << 22):
+        rows.append(Observation("send", "", LATENCY + size * seconds_per_byte, 4, bytes=size, far=True))
+        ring = 2 * LATENCY + 1.5 * size * seconds_per_byte
+        rows.append(Observation("all_reduce", "", ring, 4, bytes=size, far=True))
+    return rows
+
+
+def test_an_optimizer_step_costs_the_same_whatever_the_network_that_it_was_measured_over() -> None:
+    """Gradients were reduced over the link between the nodes, which is slow; on the network of today it is fast."""
+    before, today = _over(1e-7), tuple(_over(1e-9))
+    near = made_up()
+    rows = []
+    for each in near.observations:
+        if each.work == "train":
+            fast, slow = (_over_ring(each.elements * 4, bandwidth) for bandwidth in (BANDWIDTH, 1e7))
+            each = replace(each, seconds=each.seconds - fast + slow)
+        rows.append(each)
+    profile = replace(near, nodes=2, observations=(*rows, *before))
+    elements = float(ACTOR.elements)
+    for links in ((), today):
+        rates = Measured(replace(profile, links=links))
+        assert rates.optimizer(elements, 4) == pytest.approx(Measured(near).optimizer(elements, 4), rel=1e-3)
+    assert Measured(profile).between.bandwidth == pytest.approx(1e7)
+    assert Measured(replace(profile, links=today)).between.bandwidth == pytest.approx(1e9)
+
+
+def _over_ring(size: float, bandwidth: float) -> float:
+    return 2 * LATENCY + 1.5 * size / bandwidth
+
+
+def test_devices_of_other_nodes_do_not_share_processors() -> None:
+    """Two on each of two nodes, each with two processors: none waits for another."""
+    near = made_up()
+    two = replace(near, nodes=2, sharing=Sharing.of(2.0))
+    assert Measured(two).layer(ACTOR, 100, 1000, 1) == pytest.approx(Measured(near).layer(ACTOR, 100, 1000, 1))
+
+
 def test_parameters_come_from_host_memory_as_fast_as_was_measured() -> None:
     profile = made_up()
     assert Measured(profile).host_bandwidth == 5e9, "nobody measured it"
@@ -158,8 +198,9 @@ def _times(rows: list[Observation], factor: float) -> list[Observation]:
 
 
 def test_a_profile_is_the_same_after_saving(tmp_path: Path) -> None:
-    made_up(2.0).save(tmp_path / "folder" / "profile.json")
-    assert Profile.load(tmp_path / "folder" / "profile.json") == made_up(2.0)
+    made = replace(made_up(2.0), nodes=2, links=tuple(_over(1e-9)))
+    made.save(tmp_path / "folder" / "profile.json")
+    assert Profile.load(tmp_path / "folder" / "profile.json") == made
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["profile.json"]
 
 

