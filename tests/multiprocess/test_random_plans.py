@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from drawn import case_of
-from random_plans import check
+from random_plans import check, too_far
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(600)]
@@ -22,6 +22,7 @@ STAGES_2_AND_3 = 74
 
 def test_random_plans_learn_what_one_process_learns(start: Callable[..., Any]) -> None:
     seeds = [*islice((seed for seed in count() if case_of(seed)["devices"] == 4), 5), STAGES_2_AND_3]
-    failures = check(seeds, 250, start)
+    found = check(seeds, 250, start)
+    failures = {seed: failed for seed in seeds if (failed := too_far(found[seed]))}
     said = [f"seed {seed}: {json.dumps(case_of(seed))}\n  " + "\n  ".join(failures[seed]) for seed in failures]
     assert not failures, "\n".join(said)

@@ -1,0 +1,138 @@
+"""One rank of a launch of `random_plans`: runs its cases (`drawn`) under their plans, or on one process, and writes
+their statistics and parameters. Started as a script with a folder, and with the seeds to run as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "trainer")]
+
+import in_float64  # noqa: E402
+
+
+in_float64.read_float32_as_float64()  # before anything that computes is imported
+
+import json  # noqa: E402
+from collections.abc import Mapping, Sequence  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from typing import Any  # noqa: E402
+
+import tiny  # noqa: E402
+import torch  # noqa: E402
+from drawn import case_of, config_of  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
+
+from trl_realloc.data import PromptBatch  # noqa: E402
+from trl_realloc.dataflow import Role  # noqa: E402
+from trl_realloc.rollout import Ragged, Rollouts  # noqa: E402
+
+
+UPDATES = 2
+
+
+def run(folder: Path, seeds: Sequence[int], whole: bool) -> None:
+    """Run each seed's case, under its plan or on one process, and write what it made of it."""
+    torch.set_num_threads(1)
+    for seed in seeds:
+        case = case_of(seed)
+        made = trainer(folder, case, whole)
+        before = weights(made) if whole else {}
+        metrics = [update(made, case, step) for step in range(UPDATES)]
+        for role, tensors in weights(made).items():
+            if made.placement.group({"policy": "actor.train", "critic": "critic.train"}[role]).is_leader:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{seed}.{role}")
+                if whole:
+                    save_file(before[role], folder / f"{seed}.{role}.before")
+        made.accelerator.wait_for_everyone()
+        made.close()
+        if made.accelerator.process_index == 0:
+            (folder / f"{seed}.json").write_text(json.dumps(metrics))
+
+
+def trainer(folder: Path, case: Mapping[str, Any], whole: bool) -> Any:
+    plan: Any = case["plan"]
+    devices = 1 if whole else case["devices"]
+    if whole:
+        line = {"mesh": 0, "dp": 1, "engine": "zero"}
+        calls = {
+            name: {**line, "engine": "transformers"} if name == "actor.generate" else line for name in plan["calls"]
+        }
+        plan = {"cluster": {"nodes": 1, "devices_per_node": 1}, "calls": calls}
+    model = case["model"]
+    policy = model_of(model, "policy", 1)
+    if model["lora"]:
+        from peft import LoraConfig, get_peft_model
+
+        policy = get_peft_model(policy, LoraConfig(r=4, target_modules=model["lora"], init_lora_weights=False))
+    made = tiny.trainer(
+        folder,
+        given={
+            "model": policy,
+            "ref_model": None if model["lora"] else model_of(model, "policy", 2),
+            "value_model": model_of(model, "critic", 3),
+            "reward_model": model_of(model, "critic", 4),
+        },
+        plan=plan,
+        per_device_train_batch_size=case["samples"] // devices,
+        # Adam's default epsilon of 1e-8 makes a step of the rounding noise in a gradient that is 0
+        adam_epsilon=1e-4,
+        **case["config"],
+    )
+    rules = made.executor.rules  # past the config, which wants a process's share to divide
+    made.executor.rules = replace(rules, settings=replace(rules.settings, num_mini_batches=case["mini_batches"]))
+    made.placement.start()
+    return made
+
+
+def model_of(model: Mapping[str, Any], kind: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    auto = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
+    made = auto.from_config(config_of(model, num_labels=1), dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() == 1:  # a norm of ones would hide where it is applied
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+            if "score" in name:
+                parameter.mul_(10)
+    return made
+
+
+def update(made: Any, case: Mapping[str, Any], step: int) -> dict[str, float]:
+    draw = torch.Generator().manual_seed(1000 * case["seed"] + step)
+    n = case["samples"]
+    lengths = [1, 12, *torch.randint(1, 13, (n - 2,), generator=draw).tolist()]
+    before = torch.randint(1, 9, (n,), generator=draw).tolist()
+    prompts = Ragged.of([torch.randint(2, 100, (k,), generator=draw) for k in before], torch.long)
+    responses = Ragged.of([torch.randint(2, 100, (k,), generator=draw) for k in lengths], torch.long)
+    noise = torch.randn(sum(lengths), generator=draw)
+    index = torch.arange(n)
+    generated = Rollouts(
+        index=index,
+        responses=responses,
+        logprobs=responses.like(-4.5 + 0.1 * noise),
+        has_eos=torch.tensor([k < 12 for k in lengths]),
+    )
+    batch = PromptBatch(Rollouts(index=index, prompts=prompts), [{} for _ in range(n)])
+    rates = {Role.ACTOR: 1e-2, Role.CRITIC: 2e-2}
+    metrics: dict[str, float] = made.executor.run(batch, step, rates, known={"actor.generate": generated}).metrics
+    return metrics
+
+
+def weights(made: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """The trained roles' parameters, whole on the first rank of their meshes; collective."""
+    engines = {"policy": made.placement.actor, "critic": made.placement.critic}
+    return {
+        role: {name: tensor.clone() for bucket in engine.export(merged=False) for name, tensor in bucket}
+        for role, engine in engines.items()
+        if engine is not None
+    }
+
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[2])
+    run(Path(sys.argv[1]), options["seeds"], options["whole"])
