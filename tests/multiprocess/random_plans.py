@@ -53,9 +53,9 @@ def differences(split: Path, whole: Path, seed: int) -> dict[str, float]:
 
 
 def too_far(found: Mapping[str, float]) -> list[str]:
-    """What is not as on one process, the worst first."""
+    """What is not as on one process, and by how much; the worst first."""
     worst = sorted((name for name, gap in found.items() if gap > LIMIT), key=lambda name: -found[name])
-    return [f"{name} differs by {found[name]:.2g}" for name in worst[:8]]
+    return [f"{found[name]:.2g}: {name}" for name in worst[:8]]
 
 
 def check(seeds: Sequence[int], limit_s: float, launch: Any) -> dict[int, dict[str, float]]:
