@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LIMIT_S = 240.0
 START_S = 900.0
 DROP_S = 10.0
+NEWS_S = 1.0  # the call that the fault meets has lasted so long: what a rank does is told to the others in 0.2 s
 FROM_OUTSIDE = ("host-lost", "link-down", "link-drop")
 ON_FIRST_HOST = ("stop",)  # the faults of a process that happen on the first host; the others on the second
 REFUSED = r"CheckpointError: (no checkpoint in .* is whole: .*)"
@@ -112,6 +113,7 @@ def _await_fault(hosts: Hosts, job: HostsJob) -> float | None:
 
 
 def _happen(hosts: Hosts, fault: str) -> float:
+    time.sleep(NEWS_S)
     begun = time.time()
     if fault == "host-lost":
         hosts[1].kill()

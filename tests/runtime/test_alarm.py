@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ import torch
 
 from trl_realloc.realloc.transfer import TransferError
 from trl_realloc.runtime.alarm import HOST, is_network
+from trl_realloc.runtime.liveness import Verdict
+from trl_realloc.runtime.watchdog import Hub, Wire
 
 
 Ranks = Callable[..., list[subprocess.Popen[str]]]
@@ -93,3 +96,21 @@ def test_what_gloo_and_nccl_say_of_a_lost_rank_is_told_from_what_a_rank_did_itse
     assert is_network(reset) and is_network(error)
     assert is_network(torch.distributed.DistBackendError("NCCL communicator was aborted"))
     assert not is_network(torch.OutOfMemoryError("CUDA out of memory")) and not is_network(ValueError("nan"))
+
+
+@pytest.mark.parametrize("first", ["taken", "verdict"])
+def test_a_rank_that_deals_with_a_failure_by_an_exception_is_not_killed_for_it(first: str) -> None:
+    """Its own word may reach its watchdog before the verdict does."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        settings = {"rank": 0, "world_size": 1, "pid": os.getpid(), "launcher": 0, "timeout_s": 5.0}
+        watchdog = Hub(Wire(theirs), settings)
+        steps = {
+            "taken": lambda: watchdog.hear_rank([{"taken": 2}]),
+            "verdict": lambda: watchdog.take_verdict(Verdict("no memory", fatal=False, generation=2)),
+        }
+        for step in sorted(steps, key=lambda each: each != first):
+            steps[step]()
+        assert watchdog.kill_at == float("inf")
+        watchdog.take_verdict(Verdict("of the next runtime", fatal=False, generation=3))
+        assert watchdog.kill_at < float("inf")

@@ -118,6 +118,7 @@ class Watchdog:
             self.selector.register(self.pidfd, selectors.EVENT_READ)
         self.verdict: Verdict | None = None
         self.kill_at = float("inf")
+        self.taken = -1  # the newest generation whose failure the rank deals with by itself
         self.checkpoint: str | None = None
         self.status: int | None = None
         self.ended_at = now
@@ -184,7 +185,8 @@ class Watchdog:
             elif word == "error":
                 self.tell(error=value)
             elif word == "taken":
-                if self.verdict is not None and not self.verdict.fatal and self.verdict.generation <= value:
+                self.taken = max(self.taken, value)
+                if self.verdict is not None and self._is_taken(self.verdict):
                     self.kill_at = float("inf")
             elif word == "leaving":
                 self.state.leaving = value
@@ -211,6 +213,10 @@ class Watchdog:
         self.tell(beat={**asdict(self.state), "rank": self.rank})  # what it did last
         self.tell(ended={"status": status, "bye": self.said_bye, "launcher": launcher})
 
+    def _is_taken(self, verdict: Verdict) -> bool:
+        """The rank deals with that failure by an exception; of its own it says so before the verdict comes."""
+        return not verdict.fatal and verdict.generation <= self.taken
+
     def take_verdict(self, verdict: Verdict) -> None:
         """The job has failed. The rank is told, and killed if it does not leave."""
         news = self.verdict is None or not verdict.sentence.startswith(self.verdict.sentence)
@@ -219,7 +225,8 @@ class Watchdog:
         if verdict.fatal and news:
             self.say(verdict.sentence)
         self.rank_wire.send(verdict=asdict(verdict))
-        self.kill_at = min(self.kill_at, now + LEAVE_S)
+        if not self._is_taken(verdict):
+            self.kill_at = min(self.kill_at, now + LEAVE_S)
         if verdict.fatal and self.launcher and process_state(self.launcher) == "T":
             with contextlib.suppress(OSError):
                 os.kill(self.launcher, signal.SIGCONT)  # so that it sees its ranks end, and ends
