@@ -156,6 +156,13 @@ def test_an_optimizer_step_costs_the_same_whatever_the_network_that_it_was_measu
     assert Measured(replace(profile, links=today)).between.bandwidth == pytest.approx(1e9)
 
 
+def test_a_link_that_lets_bursts_pass_has_the_rate_that_large_messages_see() -> None:
+    rows = [replace(each, seconds=2e-4) if each.bytes == 1 << 18 else each for each in _over(1e-7)]
+    between = Measured(replace(made_up(), nodes=2, links=tuple(rows))).between
+    assert between.bandwidth == pytest.approx(1e7)
+    assert between.all_reduce(4e6, 4) == pytest.approx(_over_ring(4e6, 1e7), rel=1e-3)
+
+
 def _over_ring(size: float, bandwidth: float) -> float:
     return 2 * LATENCY + 1.5 * size / bandwidth
 

@@ -232,11 +232,11 @@ class Measured:
         rings, sends = ([row for row in rows if row[0].far == far] for rows in measured)
         if not rings or not sends:
             return None
-        latency, each = _fit([(1.0, o.bytes) for o, _ in sends], [seconds for _, seconds in sends])
-        bandwidth = 1 / each if each else 1e12
-        parts = [(1.0, 2 * (o.devices - 1) / o.devices * o.bytes / bandwidth) for o, _ in rings]
-        collective, slower = _fit(parts, [seconds for _, seconds in rings])
-        return Link(bandwidth, latency, collective, 1 / slower if slower else 1.0)
+        latency, each = _line([(o.bytes, seconds) for o, seconds in sends])
+        bandwidth = 1 / each
+        parts = [(2 * (o.devices - 1) / o.devices * o.bytes / bandwidth, seconds) for o, seconds in rings]
+        collective, slower = _line(parts)
+        return Link(bandwidth, latency, collective, 1 / slower)
 
     @cached_property
     def host_bandwidth(self) -> float:
@@ -413,6 +413,14 @@ def _head_share(spec: ModelSpec, layers: int) -> float:
 
 def _dot(rates: Sequence[float], counts: Sequence[float]) -> float:
     return sum(rate * count for rate, count in zip(rates, counts, strict=True))
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of nothing, and of each unit, by the smallest and the largest of (units, seconds). Not by those between:
+    a network that lets bursts pass takes some hundred KB faster than its rate, and what is planned for is large."""
+    (few, short), (many, long) = min(points), max(points)
+    each = (long - short) / (many - few) if many > few and long > short else long / many
+    return max(0.0, short - each * few), each
 
 
 def _fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
