@@ -154,6 +154,11 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "a profile of no devices": ("profile.json", _edited("profile.json", lambda p: p.update(devices=0)), "devices is 0"),
     "an unknown key": ("profile.json", _observation(colour=1), "there is no key observations[0].colour"),
+    "an unknown key of two lines": (
+        "profile.json",
+        _observation(**{"a\x85b": 1}),
+        r"there is no key observations[0].'a\x85b'",
+    ),
     "no time at all": (
         "profile.json",
         _observation(seconds=0),

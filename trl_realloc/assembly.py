@@ -30,7 +30,6 @@ from .job import Job
 from .launch import announce, check_device
 from .models import (
     adapters_off,
-    check_classifier,
     check_trains,
     frozen_copy,
     has_adapters,
@@ -39,6 +38,7 @@ from .models import (
     read_config,
     seeded,
     shell,
+    trained_config,
     with_adapters,
     without_dropout,
 )
@@ -98,12 +98,17 @@ class Setup:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asked for: a plan, or `None` for the planner's choice."""
+    """What the user asked for: a plan, or `None` for the planner's choice.
+
+    Args:
+        policy_config: of a policy by path, as its checkpoint has it; `None` of one that is given loaded.
+    """
 
     plan: ExecutionPlan | None
     cluster: Cluster
     engine: str
     processes: Sequence[Process]
+    policy_config: Any
 
 
 def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any, model: Any) -> Wanted:
@@ -144,7 +149,7 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any, model: Any)
         )
     if "vllm" in engines and problem:
         raise ConfigError(f"{problem}; set generation_engine: transformers.")
-    return Wanted(plan, cluster, engine, processes)
+    return Wanted(plan, cluster, engine, processes, config if isinstance(model, str) else None)
 
 
 def _zero_stage(plugin: Any) -> int:
@@ -186,15 +191,15 @@ def prepare(
     if args.stop_token == "eos" and eos_token_id is None:
         raise ConfigError("stop_token is 'eos', but the tokenizer has no eos token; set stop_token_id.")
     given_optimizer, scheduler = optimizers
-    config = read_config(model, "model", trained=True)
-    check_classifier(value_model, "value_model")
+    given_config = wanted.policy_config if isinstance(model, str) else read_config(model, "model")
+    config = trained_config(given_config, model)
     check_optimizer(args, given_optimizer, scheduler, (model, value_model))
     rewards = _rewards(args, reward_models, reward_processing_classes)
     scorers = [reward for reward in reward_models if isinstance(reward, str) or hasattr(reward, "config")]
     configs = {
         Role.ACTOR: [config],
-        Role.REFERENCE: [read_config(model if ref_model is None else ref_model, "ref_model")],
-        Role.CRITIC: [read_config(value_model, "value_model", trained=True)],
+        Role.REFERENCE: [given_config if ref_model is None else read_config(ref_model, "ref_model")],
+        Role.CRITIC: [trained_config(read_config(value_model, "value_model"), value_model)],
         Role.REWARD: [read_config(reward, "reward_model") for reward in scorers],
     }
     checks.check_roles(configs, model, ref_model, value_model, scorers, rewards, processing_class, stop_token_id)
@@ -338,12 +343,7 @@ def _special_tokens(processing_class: Any) -> tuple[int, int | None]:
 
 
 def _rewards(args: PPOConfig, reward_model: Any, processing_classes: Any) -> Rewards:
-    for reward in as_list(reward_model):
-        if isinstance(reward, str) or hasattr(reward, "config"):
-            check_classifier(reward, "reward_model")
-
     load = partial(_loaded, args.seed, load_classifier, trained=False)
-
     return read_rewards(reward_model, load, processing_classes, args.reward_weights)
 
 

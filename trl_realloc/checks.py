@@ -47,7 +47,8 @@ def by_name(model: Any) -> Any:
 
 
 def check_models(model: Any, ref_model: Any, value_model: Any, reward_models: Sequence[Any]) -> None:
-    """Refuse models that are none, that are one object for two roles, or that no engine can run.
+    """Refuse models that are none, that are one object for two roles, that no engine can run, or that have not the head
+    of their role. Of models by path the config is held against the role later (`check_config_of`).
 
     Raises:
         ModelError: naming the argument.
@@ -94,6 +95,18 @@ def _check_model(model: Any, argument: str) -> None:
             f"{argument} ({type(base).__name__}) is a language model; load it with "
             f"AutoModelForSequenceClassification.from_pretrained(…, num_labels=1)."
         )
+    if argument in ("value_model", "reward_model"):
+        labels = getattr(model.config, "num_labels", 1)
+        if labels != 1:
+            raise ModelError(
+                f"{argument} has {labels} outputs (num_labels), but a value or a reward is one number; load it with "
+                f"AutoModelForSequenceClassification.from_pretrained(…, num_labels=1)."
+            )
+        if argument == "value_model" and not hasattr(base, "score"):
+            raise ModelError(
+                f"value_model ({type(base).__name__}) has no `score` layer to read a value at every token with; use a "
+                f"decoder's AutoModelForSequenceClassification."
+            )
 
 
 def _base(model: Any) -> Any:

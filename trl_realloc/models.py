@@ -23,9 +23,9 @@ class ModelError(ValueError):
     """A model that cannot play its role. The message names the argument and what to do."""
 
 
-def read_config(model: PreTrainedModel | str, argument: str, *, trained: bool = False) -> Any:
-    """A model's Transformers config without loading its weights. Its `dtype` is that of the parameters in this run: a
-    loaded model's own; of one by path float32 where it is `trained`, otherwise the checkpoint's.
+def read_config(model: PreTrainedModel | str, argument: str) -> Any:
+    """A model's Transformers config without loading its weights. Its `dtype` is that of a loaded model's parameters, of
+    one by path the checkpoint's.
 
     Raises:
         ModelError: a name or path under which there is no model.
@@ -34,8 +34,7 @@ def read_config(model: PreTrainedModel | str, argument: str, *, trained: bool = 
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), model.config.dtype)
         return _in_dtype(model.config, dtype)
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        return _in_dtype(config, torch.float32) if trained else config
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # whatever a damaged config makes its class raise
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -49,6 +48,12 @@ def read_config(model: PreTrainedModel | str, argument: str, *, trained: bool = 
             else (str(error) or type(error).__name__).splitlines()[0]
         )
         raise ModelError(f"{argument}: cannot read a model from {model!r}: {what}") from None
+
+
+def trained_config(config: Any, model: PreTrainedModel | str) -> Any:
+    """The config of a model that is to be trained, in the dtype of its parameters in this run: one by path is loaded in
+    float32 (`load_policy`)."""
+    return _in_dtype(config, torch.float32) if isinstance(model, str) else config
 
 
 def _in_dtype(config: Any, dtype: torch.dtype) -> Any:
@@ -84,28 +89,6 @@ def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedMo
     dtype = torch.float32 if trained else "auto"
     with created_whole():
         return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype)
-
-
-def check_classifier(model: PreTrainedModel | str, argument: str) -> None:
-    """Refuse, before anything is loaded, a critic or reward model that has not one output, or no layer for it.
-
-    Raises:
-        ModelError
-    """
-    config = read_config(model, argument)
-    if not isinstance(model, str):
-        labels = getattr(config, "num_labels", 1)
-        if labels != 1:
-            raise ModelError(
-                f"{argument} has {labels} outputs (num_labels), but a value or a reward is one number; load it with "
-                f"AutoModelForSequenceClassification.from_pretrained(…, num_labels=1)."
-            )
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if argument == "value_model" and not hasattr(base, "score"):
-            raise ModelError(
-                f"value_model ({type(base).__name__}) has no `score` layer to read a value at every token with; use a "
-                f"decoder's AutoModelForSequenceClassification."
-            )
 
 
 def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from .errors import MOST_LISTED, PlanError, shown
+from .errors import LONGEST_WORD, MOST_LISTED, PlanError, shown
 
 
 def checked(kind: Any, value: object, where: str, *, key: str = "") -> Any:
@@ -42,7 +42,12 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _sentence(place: tuple[int | str, ...], error: Any, key: str) -> str:
     path = key
     for part in place:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+        if isinstance(part, int):
+            path += f"[{part}]"
+            continue
+        # a key may hold a line's end or be long
+        name = part if part.isprintable() and len(part) <= LONGEST_WORD else shown(part)
+        path += f".{name}" if path else name
     if error["type"] == "missing":
         return f"{path} is missing."
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

@@ -422,9 +422,7 @@ def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausal
     next(completions)
     os.kill(workers[1], signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(
-        EngineDied, match=r"vLLM's worker \S+ \(pid \d+\) (was ended by SIGKILL|ended), while generating"
-    ):
+    with pytest.raises(EngineDied, match=r"vLLM's worker \S+ \(pid \d+\) was ended by SIGKILL, while generating"):
         list(completions)
     assert time.monotonic() - began < 10
     assert_gone(session, shared_before)

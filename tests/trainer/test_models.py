@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 
+from trl_realloc import models
 from trl_realloc.engines.replicas import base_names, copy_tensors, model_tensors
-from trl_realloc.models import frozen_copy, read_config
+from trl_realloc.models import frozen_copy, read_config, trained_config
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=32)
@@ -136,12 +138,28 @@ def test_in_bfloat16_the_ratio_of_the_first_pass_is_1_to_rounding(tmp_path: Path
     assert row["policy/approxkl_avg"] < 1e-3 and abs(row["objective/kl"]) < 0.1
 
 
+def test_the_config_of_a_policy_by_path_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.policy().save_pretrained(tmp_path / "policy")
+    names: list[str] = []
+
+    class Counting(models.AutoConfig):
+        @classmethod
+        def from_pretrained(cls, name: str, **how: Any) -> Any:
+            names.append(name)
+            return super().from_pretrained(name, **how)
+
+    monkeypatch.setattr(models, "AutoConfig", Counting)
+    made = tiny.trainer(tmp_path, given={"model": str(tmp_path / "policy")})
+    assert names == [str(tmp_path / "policy")]
+    assert made.model.policy.dtype is torch.float32
+
+
 def test_a_config_has_the_dtype_of_the_parameters_in_the_run(tmp_path: Path) -> None:
     """By it models are measured, and vLLM is started."""
     tiny.policy().bfloat16().save_pretrained(tmp_path)
-    assert read_config(str(tmp_path), "model", trained=True).dtype is torch.float32
+    assert trained_config(read_config(str(tmp_path), "model"), str(tmp_path)).dtype is torch.float32
     assert read_config(str(tmp_path), "ref_model").dtype is torch.bfloat16
     loaded = tiny.policy()
     before = loaded.config.dtype
-    assert read_config(loaded.bfloat16(), "model", trained=True).dtype is torch.bfloat16
+    assert trained_config(read_config(loaded.bfloat16(), "model"), loaded).dtype is torch.bfloat16
     assert loaded.config.dtype is before  # the user's is left as it was

@@ -124,8 +124,9 @@ def ended_workers(workers: Sequence[Any], wait_s: float = 0.0) -> str:
     """Which of vLLM's workers have ended, and how; an empty string while all run."""
     ready = wait([worker.sentinel for worker in workers], wait_s)
     ended = [worker for worker in workers if worker.sentinel in ready]
-    deadline = time.monotonic() + 1.0
-    # its exit status is there a moment after its sentinel, and vLLM's own thread may be the one that collects it
+    deadline = time.monotonic() + 10.0
+    # its exit status is there a moment after its sentinel, on a busy machine seconds, and vLLM's own thread may be the
+    # one that collects it
     while any(worker.exitcode is None for worker in ended) and time.monotonic() < deadline:
         time.sleep(0.01)
     return ", ".join(f"vLLM's worker {w.name} (pid {w.pid}) {_how(w.exitcode)}" for w in ended)

@@ -29,7 +29,7 @@ from ..engines.tensor import local
 from ..engines.transformers import TransformersEngine
 from ..engines.weights import checkpoint_names
 from ..engines.zero import ZeroEngine
-from ..engines.zero_setup import ensure_process_group, parameter_dtype
+from ..engines.zero_setup import cast_parameters, ensure_process_group, parameter_dtype
 from ..plan import ExecutionPlan
 from ..rewards import RewardModelSource
 from .generation import start_vllm
@@ -261,8 +261,9 @@ class Placement:
             model = copy.deepcopy(actor) if copied else None
             self._follow("actor.generate", actor, model)
             if model is not None:
-                alone, dtype = self._groups[DeviceMesh(self.rank, 1)], self.options.compute_dtype
-                head = PolicyHead(self._in_trained_dtype("actor.train", model), self.options.temperature)
+                alone = self._groups[DeviceMesh(self.rank, 1)]
+                dtype = None if self._cast_as_trained("actor.train", model) else self.options.compute_dtype
+                head = PolicyHead(model, self.options.temperature)
                 self._shadows["actor.generate"] = ReplicatedEngine(
                     head, alone, self.options.device, compute_dtype=dtype
                 )
@@ -293,8 +294,8 @@ class Placement:
             model = copy.deepcopy(critic) if scores and trains else critic if scores else None
             self._follow("critic.forward", critic, model)
             if model is not None:
-                model = self._in_trained_dtype("critic.train", model)
-                self._shadows["critic.forward"] = self._engine("critic.forward", ValueHead(model))
+                autocast = not self._cast_as_trained("critic.train", model)
+                self._shadows["critic.forward"] = self._engine("critic.forward", ValueHead(model), autocast=autocast)
         if trains:
             self.critic = self._engine("critic.train", ValueHead(critic))
 
@@ -321,10 +322,13 @@ class Placement:
             follow(trained if self.rank == source else copied, source, target, self.rank, self.control, adapted=adapted)
         self._equalize(call, copied)
 
-    def _in_trained_dtype(self, home: str, model: Any) -> Any:
-        """A copy of a role in the dtype in which its parameters will come from the training."""
+    def _cast_as_trained(self, home: str, model: Any) -> bool:
+        """Cast a copy of a role as DeepSpeed casts the model that it trains. Returns whether it does; the training then
+        computes without autocast, and so does the copy."""
         dtype = parameter_dtype(self.options.deepspeed) if self.plan[home].strategy.zero_stage else None
-        return model if dtype is None else model.to(dtype)
+        if dtype is not None:
+            cast_parameters(model, dtype)
+        return dtype is not None
 
     def _reallocation(self, call: str, edge: Edge) -> Reallocation:
         trained: TrainedEngine | None = self.critic if call == "critic.forward" else self.actor
@@ -352,7 +356,7 @@ class Placement:
             checksum=self.options.checksums,
         )
 
-    def _engine(self, call: str, head: RoleHead) -> TrainedEngine:
+    def _engine(self, call: str, head: RoleHead, *, autocast: bool = True) -> TrainedEngine:
         assignment, options = self.plan[call], self.options
         trains = self.plan.graph.call(call).trains
         if trains and options.gradient_checkpointing:
@@ -361,7 +365,7 @@ class Placement:
             if hasattr(head.model, "enable_input_require_grads") and hasattr(head.model, "peft_config"):
                 head.model.enable_input_require_grads()
         shared: dict[str, Any] = {
-            "compute_dtype": options.compute_dtype,
+            "compute_dtype": options.compute_dtype if autocast else None,
             "make_optimizer": options.make_optimizer if trains else None,
             "max_grad_norm": options.max_grad_norm,
         }
