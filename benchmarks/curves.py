@@ -26,9 +26,9 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trl_realloc.cluster import Cluster  # noqa: E402
-from trl_realloc.plan import ExecutionPlan  # noqa: E402
-from trl_realloc.planner.presets import flatten  # noqa: E402
+from trl_realloc.plan.cluster import Cluster  # noqa: E402
+from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
+from trl_realloc.plan.presets import flatten  # noqa: E402
 
 
 def plans() -> dict[str, ExecutionPlan]:

@@ -26,14 +26,14 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / place) for place in ("
 import tiny  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from trl_realloc.engines.process import session_members  # noqa: E402
-from trl_realloc.moving import Cargo  # noqa: E402
-from trl_realloc.plan import ExecutionPlan  # noqa: E402
-from trl_realloc.planning import Planned  # noqa: E402
-from trl_realloc.profiling.runs import Runs  # noqa: E402
+from trl_realloc.engines.child_process import session_members  # noqa: E402
+from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
+from trl_realloc.profiling.auto_plan import Planned  # noqa: E402
+from trl_realloc.profiling.short_runs import Runs  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer  # noqa: E402
 from trl_realloc.runtime.alarm import Alarm  # noqa: E402
 from trl_realloc.runtime.placement import Placement  # noqa: E402
+from trl_realloc.runtime.run_state import Cargo  # noqa: E402
 
 
 UPDATE = 3  # in which the fault happens; two checkpoints have been written by then

@@ -24,10 +24,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from trl_realloc.assignment import Assignment, ParallelStrategy
-from trl_realloc.cluster import Cluster, DeviceMesh
-from trl_realloc.dataflow import CallKind, Role, ppo_graph
-from trl_realloc.modelspec import ModelSpec
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.dataflow import CallKind, Role, ppo_graph
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import DEVICES, Analytic, Device, Link
 from trl_realloc.planner.problem import Found, Problem

@@ -24,8 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trl_realloc.planner.presets import AUTO, PRESETS
-from trl_realloc.timeline import Timeline
+from trl_realloc.plan.presets import AUTO, PRESETS
+from trl_realloc.plan.timeline import Timeline
 
 
 # (hidden, layers) of actor and critic; reference is the actor's, reward the critic's shape

@@ -33,8 +33,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trl_realloc.cluster import Cluster, DeviceMesh  # noqa: E402
-from trl_realloc.modelspec import ModelSpec  # noqa: E402
+from trl_realloc.plan.cluster import Cluster, DeviceMesh  # noqa: E402
+from trl_realloc.plan.model_spec import ModelSpec  # noqa: E402
 from trl_realloc.realloc import layout as layouts  # noqa: E402
 from trl_realloc.realloc.layout import Layout  # noqa: E402
 from trl_realloc.realloc.schedule import TransferSchedule, make_schedule  # noqa: E402

@@ -18,7 +18,7 @@ from papers import SETTINGS, spec_of
 from rich.console import Console
 from rich.table import Table
 
-from trl_realloc.dataflow import Role, ppo_graph
+from trl_realloc.plan.dataflow import Role, ppo_graph
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Analytic, parse_cluster

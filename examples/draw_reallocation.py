@@ -14,8 +14,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from trl_realloc.cluster import Cluster, DeviceMesh
-from trl_realloc.modelspec import ModelSpec
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.layout import Layout, megatron_layout, zero3_layout
 from trl_realloc.realloc.schedule import TransferSchedule, make_schedule
 

@@ -5,8 +5,8 @@ python examples/plan_4096_devices.py
 
 import sys
 
-from trl_realloc.cluster import Cluster
-from trl_realloc.planner.presets import flatten, interleave
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import flatten, interleave
 
 
 cluster = Cluster(nodes=512, devices_per_node=8)

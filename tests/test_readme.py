@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import yaml
 
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "trainer"))
-
-import tiny  # noqa: E402
 
 
 def blocks(document: Path, language: str) -> list[str]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).parent / "trainer"))
-
-import tiny  # noqa: E402
+import tiny
 import torch  # noqa: E402
 import trl  # noqa: E402
 from transformers import AutoModelForCausalLM, Trainer  # noqa: E402
 
-from trl_realloc.compat import HAS_TRL_PPO  # noqa: E402
+from trl_realloc.trainer.trl_compat import HAS_TRL_PPO  # noqa: E402
 
 
 pytestmark = pytest.mark.trl_next

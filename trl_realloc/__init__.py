@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .cluster import Cluster, DeviceMesh
-    from .config import PPOConfig
-    from .dataflow import DataflowGraph
-    from .errors import PlanError
-    from .plan import Assignment, ExecutionPlan, ParallelStrategy
-    from .plugin import ReallocationPlugin
-    from .trainer import PPOTrainer
+    from .common.errors import PlanError
+    from .plan.cluster import Cluster, DeviceMesh
+    from .plan.dataflow import DataflowGraph
+    from .plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
+    from .trainer.accelerate_plugin import ReallocationPlugin
+    from .trainer.ppo_config import PPOConfig
+    from .trainer.ppo_trainer import PPOTrainer
 
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Assignment": "plan",
-    "Cluster": "cluster",
-    "DataflowGraph": "dataflow",
-    "DeviceMesh": "cluster",
-    "ExecutionPlan": "plan",
-    "PPOConfig": "config",
-    "PPOTrainer": "trainer",
-    "ParallelStrategy": "plan",
-    "PlanError": "errors",
-    "ReallocationPlugin": "plugin",
+    "Assignment": "plan.execution_plan",
+    "Cluster": "plan.cluster",
+    "DataflowGraph": "plan.dataflow",
+    "DeviceMesh": "plan.cluster",
+    "ExecutionPlan": "plan.execution_plan",
+    "PPOConfig": "trainer.ppo_config",
+    "PPOTrainer": "trainer.ppo_trainer",
+    "ParallelStrategy": "plan.execution_plan",
+    "PlanError": "common.errors",
+    "ReallocationPlugin": "trainer.accelerate_plugin",
 }
 
 __all__ = [

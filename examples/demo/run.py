@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from stories import right_end
 
-from trl_realloc.report import load_metrics, print_summary, report_run
+from trl_realloc.trainer.report import load_metrics, print_summary, report_run
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from trl_realloc import PPOConfig, PPOTrainer
-from trl_realloc.callbacks import CompactProgress, MetricsWriter
-from trl_realloc.cli import plan_table
-from trl_realloc.recipe import parse_recipe, run
+from trl_realloc.cli.main import plan_table
+from trl_realloc.cli.recipe import parse_recipe, run
+from trl_realloc.trainer.callbacks import CompactProgress, MetricsWriter
 
 
 @dataclass

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from replay import rollouts  # noqa: E402
 from torch import nn
 
-from trl_realloc.engines import EngineError
-from trl_realloc.engines.forward import PolicyHead, TokenLogprobs, ValueHead
-from trl_realloc.engines.group import MeshGroup, SplitGroups, split_ranks
-from trl_realloc.engines.masters import _owners
-from trl_realloc.engines.megatron import MegatronEngine, check_model
-from trl_realloc.engines.replicated import ReplicatedEngine
-from trl_realloc.ppo import TokenLoss
-
-
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("trainer", "multiprocess")]
-import tiny  # noqa: E402
-from replay import rollouts  # noqa: E402
+from trl_realloc.algorithms.ppo import TokenLoss
+from trl_realloc.engines.base import EngineError
+from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
+from trl_realloc.engines.training.master_weights import _owners
+from trl_realloc.engines.training.megatron import MegatronEngine, check_model
+from trl_realloc.engines.training.packed_forward import PolicyHead, TokenLogprobs, ValueHead
+from trl_realloc.engines.training.replicated import ReplicatedEngine
 
 
 CPU, ALONE = torch.device("cpu"), MeshGroup((0,), 0)
@@ -106,7 +101,7 @@ def test_optimizer_state_is_dealt_out_evenly() -> None:
 def test_logprobs_of_a_vocabulary_on_one_rank_are_those_of_the_whole() -> None:
     import torch.distributed as dist
 
-    from trl_realloc.engines.vocabulary import SplitLogprobs
+    from trl_realloc.engines.training.vocab_parallel import SplitLogprobs
 
     made_here = not dist.is_initialized()
     if made_here:

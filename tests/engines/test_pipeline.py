@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
-
-from trl_realloc.engines.forward import ValueHead
-from trl_realloc.engines.group import MeshGroup
-from trl_realloc.engines.pipeline import Pipeline
-
-
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("trainer", "multiprocess")]
-import tiny  # noqa: E402
 from replay import rollouts  # noqa: E402
+
+from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.training.packed_forward import ValueHead
+from trl_realloc.engines.training.pipeline import Pipeline
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from trl_realloc import ppo
-from trl_realloc.engines import GROUP
-from trl_realloc.engines.forward import PolicyHead, RoleHead, ValueHead, cut
-from trl_realloc.engines.group import MeshGroup
-from trl_realloc.engines.replicated import ReplicatedEngine, set_learning_rate
-from trl_realloc.rollout import Ragged, Rollouts, balance
+from trl_realloc.algorithms import ppo
+from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance
+from trl_realloc.engines.base import GROUP
+from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead, cut
+from trl_realloc.engines.training.replicated import ReplicatedEngine, set_learning_rate
 
 
 RULES = ppo.PPOSettings(response_length=9)

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from trl_realloc.engines import Completion, EngineDied, EngineError, GenerationEngine, GenerationRequest, Sampling
-from trl_realloc.engines.process import session_members
-from trl_realloc.engines.transformers import TransformersEngine
-from trl_realloc.engines.vllm import VLLMEngine, _environment, is_vllm_available
+from trl_realloc.engines.base import Completion, EngineDied, EngineError, GenerationEngine, GenerationRequest, Sampling
+from trl_realloc.engines.child_process import session_members
+from trl_realloc.engines.generation.transformers import TransformersEngine
+from trl_realloc.engines.generation.vllm import VLLMEngine, _environment, is_vllm_available
 
 
 pytestmark = [
@@ -435,13 +435,13 @@ def test_nothing_outlives_a_killed_parent(processes: int, tmp_path: Path) -> Non
     generate = processes == 1
     script = f"""
         import sys, torch
-        from trl_realloc.engines.vllm import VLLMEngine
+        from trl_realloc.engines.generation.vllm import VLLMEngine
         engine = VLLMEngine({str(tmp_path)!r}, max_model_len={LENGTH}, tensor_parallel_size={processes},
                             cpu_cores=[0] * {processes}, kv_cache_gib=0.25)
         print(engine._process.pid, flush=True)
         if {generate}:
             from transformers import AutoConfig, AutoModelForCausalLM
-            from trl_realloc.engines import GenerationRequest, Sampling
+            from trl_realloc.engines.base import GenerationRequest, Sampling
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(tmp_path)!r}))
             engine.load([list(model.named_parameters())], 1)
             samples = engine.generate([GenerationRequest(i, (1, 2), i) for i in range(5000)], Sampling(200, 1.0))

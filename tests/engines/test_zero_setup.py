@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trl_realloc.engines.zero_setup import cast_parameters, deepspeed_config
+from trl_realloc.engines.training.zero_setup import cast_parameters, deepspeed_config
 
 
 LAUNCHED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}

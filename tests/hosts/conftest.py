@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "trainer")]
-
 from namespaces import Hosts, missing  # noqa: E402
 
 

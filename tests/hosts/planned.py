@@ -12,7 +12,7 @@ import tiny
 import torch.distributed as dist
 
 from trl_realloc.planner.profile import Measured
-from trl_realloc.profiling import cache
+from trl_realloc.profiling import profile_cache as cache
 
 
 def main() -> None:

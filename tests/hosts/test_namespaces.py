@@ -58,7 +58,6 @@ def test_a_host_is_lost_with_all_that_runs_on_it_and_the_other_is_not(make_hosts
 def test_hosts_end_with_a_killed_maker(can_make_hosts: None, tmp_path: Path) -> None:
     text = f"""
 import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from namespaces import Hosts
 hosts = Hosts(Path({str(tmp_path / "hosts")!r}))

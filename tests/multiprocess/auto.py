@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tiny
 
-from trl_realloc.profiling import cache
+from trl_realloc.profiling import profile_cache as cache
 
 
 def main() -> None:

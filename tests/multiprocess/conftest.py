@@ -19,7 +19,6 @@ from limits import patience
 
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "trainer"))
 
 
 def _free_port() -> int:

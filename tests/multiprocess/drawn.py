@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from trl_realloc.assembly import check_layouts
-from trl_realloc.cluster import Cluster, DeviceMesh, legal_meshes
-from trl_realloc.dataflow import CallKind, Role, ppo_graph
-from trl_realloc.modelspec import FAMILIES
-from trl_realloc.plan import ExecutionPlan, PlanError
+from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
+from trl_realloc.plan.dataflow import CallKind, Role, ppo_graph
+from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
+from trl_realloc.plan.model_spec import FAMILIES
+from trl_realloc.trainer.setup import check_layouts
 
 
 SIZES = {

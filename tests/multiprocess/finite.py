@@ -13,9 +13,9 @@ from typing import Any
 import tiny
 import torch
 
-from trl_realloc.dataflow import Role
-from trl_realloc.ppo import TokenLoss
-from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.ppo import TokenLoss
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.runtime.alarm import JobFailed
 
 

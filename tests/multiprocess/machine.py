@@ -12,14 +12,14 @@ import tiny
 import torch
 import torch.distributed as dist
 
-from trl_realloc.cluster import Cluster
-from trl_realloc.config import PPOConfig
-from trl_realloc.dataflow import Role
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.planner.profile import Measured
-from trl_realloc.planning import job_of
-from trl_realloc.profiling import cache
+from trl_realloc.profiling import profile_cache as cache
+from trl_realloc.profiling.auto_plan import job_of
+from trl_realloc.profiling.job_models import Subject, specs_of
 from trl_realloc.profiling.machine import links, sharing
-from trl_realloc.subject import Subject, specs_of
+from trl_realloc.trainer.ppo_config import PPOConfig
 
 
 DEPTH = 6

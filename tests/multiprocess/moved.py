@@ -10,8 +10,8 @@ from typing import Any
 
 import tiny
 
-from trl_realloc.plan import ExecutionPlan
-from trl_realloc.planning import Planned
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.profiling.auto_plan import Planned
 
 
 class Forced:

@@ -12,11 +12,11 @@ import tiny
 import torch
 import torch.distributed as dist
 
-from trl_realloc.cluster import Cluster
-from trl_realloc.engines import Bucket, EngineError
-from trl_realloc.engines.forward import PolicyHead
-from trl_realloc.engines.group import MeshGroup
-from trl_realloc.engines.replicated import ReplicatedEngine
+from trl_realloc.engines.base import Bucket, EngineError
+from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.replicated import ReplicatedEngine
+from trl_realloc.plan.cluster import Cluster
 from trl_realloc.runtime.reallocation import GeneratorSink, Reallocation
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import tiny
 from transformers import TrainerCallback
 
-from trl_realloc import planning
-from trl_realloc.job import Job
 from trl_realloc.planner.profile import Observation, Profile, model_key
+from trl_realloc.profiling import auto_plan as planning
+from trl_realloc.profiling.job import Job
 
 
 SHORT, LONG = 4, 24

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from trl_realloc import PPOTrainer
-from trl_realloc.data import PromptBatch
-from trl_realloc.dataflow import Role
-from trl_realloc.modelspec import ModelSpec
+from trl_realloc.algorithms.prompts import PromptBatch
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.plan.dataflow import Role
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.layout import layout_of
-from trl_realloc.rollout import Ragged, Rollouts
 
 
 def rollouts(n: int) -> Rollouts:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 
 from trl_realloc import PPOTrainer
-from trl_realloc.engines.tensor import box_of, local
+from trl_realloc.engines.training.tensor_parallel import box_of, local
 from trl_realloc.runtime.replica_check import ReplicaError, check_replicas
 
 

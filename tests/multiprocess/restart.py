@@ -16,7 +16,7 @@ from test_plans import plan
 from transformers import TrainerCallback
 
 from trl_realloc import PPOTrainer
-from trl_realloc.checkpoint import SaveError
+from trl_realloc.trainer.checkpoint import SaveError
 
 
 OPTIONS: dict[str, Any] = {

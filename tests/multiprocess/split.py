@@ -19,14 +19,14 @@ from replay import rollouts
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from trl_realloc.engines.forward import PolicyHead, RoleHead, ValueHead
-from trl_realloc.engines.group import MeshGroup, SplitGroups, split_ranks
-from trl_realloc.engines.megatron import MegatronEngine
-from trl_realloc.engines.replicated import ReplicatedEngine
-from trl_realloc.modelspec import ModelSpec
-from trl_realloc.ppo import PolicyLoss, ValueLoss
+from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
+from trl_realloc.algorithms.rollout import Rollouts, balance
+from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
+from trl_realloc.engines.training.megatron import MegatronEngine
+from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead
+from trl_realloc.engines.training.replicated import ReplicatedEngine
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.layout import megatron_layout
-from trl_realloc.rollout import Rollouts, balance
 
 
 SIZES = {
@@ -206,7 +206,7 @@ def layout_gap(engine: MegatronEngine, case: Mapping[str, Any], head: str, tp: i
     """What the engine holds is what the layout says that is made from the config alone."""
     if "lora" in case or "frozen" in case:
         return
-    from trl_realloc.cluster import DeviceMesh
+    from trl_realloc.plan.cluster import DeviceMesh
 
     kind = "lm" if head == "policy" else "score"
     spec = ModelSpec.from_config(engine.head.model.config, kind, bytes_per_element=4)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trl_realloc.plan import ExecutionPlan
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.planner.profile import Measured, Profile
-from trl_realloc.timeline import Timeline
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]

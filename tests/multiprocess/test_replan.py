@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from test_plans import ZERO3, plan, split
 
-from trl_realloc.plan import ExecutionPlan
+from trl_realloc.plan.execution_plan import ExecutionPlan
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1800)]

@@ -96,8 +96,8 @@ def test_every_split_trains_scores_and_resumes_as_the_whole_model_does(
 def test_a_family_that_cannot_be_split_is_refused_by_name() -> None:
     from transformers import OPTConfig, OPTForCausalLM
 
-    from trl_realloc.engines import EngineError
-    from trl_realloc.engines.megatron import check_model
+    from trl_realloc.engines.base import EngineError
+    from trl_realloc.engines.training.megatron import check_model
 
     sizes = {"hidden_size": 8, "ffn_dim": 8, "num_attention_heads": 2, "word_embed_proj_dim": 8}
     model = OPTForCausalLM(OPTConfig(vocab_size=10, num_hidden_layers=1, **sizes))

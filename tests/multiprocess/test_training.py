@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from test_plans import plan, split, whole
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from trl_realloc.cluster import Cluster
-from trl_realloc.planner.presets import separate
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import separate
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1800)]

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trl_realloc.cluster import Cluster, DeviceMesh
-from trl_realloc.modelspec import ModelSpec
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc import layout as layouts
 from trl_realloc.realloc.layout import Layout
 from trl_realloc.realloc.schedule import make_schedule

@@ -13,8 +13,8 @@ from moved import Forced
 from test_plans import ZERO3, plan
 
 from trl_realloc import PPOTrainer
-from trl_realloc.cluster import Cluster
-from trl_realloc.planner.presets import separate
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import separate
 
 
 LAST = {"mesh": "2-3", "dp": 2, **ZERO3}

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from trl_realloc import ppo
-from trl_realloc.engines.forward import PolicyHead, ScoreHead, ValueHead
-from trl_realloc.engines.group import MeshGroup
-from trl_realloc.engines.replicated import ReplicatedEngine
-from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.algorithms import ppo
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, ValueHead
+from trl_realloc.engines.training.replicated import ReplicatedEngine
 
 
 pytest.importorskip("trl.experimental.ppo", reason="from 1.13 on TRL has no PPO to compare with")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llamas import llama, pricing, specs, work
 
-from trl_realloc.assignment import Assignment, ParallelStrategy
-from trl_realloc.cluster import Cluster, DeviceMesh, legal_meshes
-from trl_realloc.dataflow import GRAPHS, CallKind, ppo_graph
-from trl_realloc.errors import PlanError
+from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
+from trl_realloc.plan.dataflow import GRAPHS, CallKind, ppo_graph
 from trl_realloc.planner import search as searching
 from trl_realloc.planner.choose import choose, why_slower
 from trl_realloc.planner.cost import CallCost

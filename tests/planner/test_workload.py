@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llamas import work
 
-from trl_realloc.errors import PlanError
+from trl_realloc.common.errors import PlanError
 from trl_realloc.planner.workload import Workload
 
 

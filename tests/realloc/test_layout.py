@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_realloc.assignment import Assignment, ParallelStrategy
-from trl_realloc.cluster import DeviceMesh
-from trl_realloc.modelspec import ModelSpec
-from trl_realloc.plan import PlanError
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.cluster import DeviceMesh
+from trl_realloc.plan.execution_plan import PlanError
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.layout import (
     Layout,
     chunks,

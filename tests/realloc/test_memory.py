@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from trl_realloc.dataflow import Role
-from trl_realloc.modelspec import ModelSpec
-from trl_realloc.plan import ExecutionPlan, PlanError
+from trl_realloc.plan.dataflow import Role
+from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.memory import check_memory, resident_bytes
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_realloc.cluster import Cluster, DeviceMesh
-from trl_realloc.modelspec import Cut, ModelSpec, ParameterSpec
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.model_spec import Cut, ModelSpec, ParameterSpec
 from trl_realloc.realloc.layout import (
     Box,
     Layout,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trl_realloc.cluster import Cluster, DeviceMesh
-from trl_realloc.plan import Assignment, ExecutionPlan, ParallelStrategy
-from trl_realloc.planner.presets import flatten
-from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
+from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.timeline import Span
 from trl_realloc.runtime.alarm import JobFailed
 from trl_realloc.runtime.exchange import Exchange, Failure, Piece, sources
-from trl_realloc.timeline import Span
 
 
 SPAN = Span("actor.generate", 0, 1.0, 2.0, 0, 5)

@@ -3,22 +3,16 @@ nowhere."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import tiny
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trl_realloc.engines.forward import PolicyHead
-from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.engines.training.packed_forward import PolicyHead
 from trl_realloc.runtime.residency import Dropped, Residency
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-import tiny  # noqa: E402
 
 
 def test_a_forward_brings_the_parameters_in_once_and_release_takes_them_back() -> None:

@@ -1,7 +1,1 @@
 """Makes `tiny` importable by the tests beside it."""
-
-import sys
-from pathlib import Path
-
-
-sys.path.insert(0, str(Path(__file__).parent))

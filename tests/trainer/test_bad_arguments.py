@@ -19,12 +19,12 @@ from transformers import T5Config
 from transformers import TrainingArguments as PlainArguments
 
 from trl_realloc import PPOTrainer
-from trl_realloc.assembly import check_plan
-from trl_realloc.cluster import Cluster
-from trl_realloc.config import ConfigError
-from trl_realloc.planner.presets import flatten
-from trl_realloc.rewards import FunctionReward, RewardError
-from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.rewards import FunctionReward, RewardError
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import flatten
+from trl_realloc.trainer.ppo_config import ConfigError
+from trl_realloc.trainer.setup import check_plan
 
 
 NAN, INF = math.nan, math.inf
@@ -329,6 +329,6 @@ def test_a_critic_from_a_language_model_is_taken_and_said(
     tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("trl_realloc.checks.logger.warning", said.append)
+    monkeypatch.setattr("trl_realloc.trainer.input_checks.logger.warning", said.append)
     tiny.trainer(tmp_path, given={"value_model": str(saved / "policy")})
     assert any("the critic begins with a new, random score layer" in line for line in said)

@@ -13,12 +13,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import OPTConfig
 
-from trl_realloc.assembly import check_layouts
-from trl_realloc.cluster import Cluster
-from trl_realloc.dataflow import Role, grpo_graph
-from trl_realloc.engines.vllm import is_vllm_available
-from trl_realloc.plan import ExecutionPlan, PlanError
-from trl_realloc.planner.presets import flatten
+from trl_realloc.engines.generation.vllm import is_vllm_available
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.dataflow import Role, grpo_graph
+from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
+from trl_realloc.plan.presets import flatten
+from trl_realloc.trainer.setup import check_layouts
 
 
 def _long() -> Dataset:
@@ -184,7 +184,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else found(name, *rest)
 import pathlib, tiny
-from trl_realloc.recipe import parse_recipe, run
+from trl_realloc.cli.recipe import parse_recipe, run
 from trl_realloc import PPOConfig
 folder = pathlib.Path({str(folder)!r})
 def main():

@@ -17,14 +17,14 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_realloc import PPOConfig, PPOTrainer
-from trl_realloc.checkpoint import CheckpointError, SaveError
-from trl_realloc.checkpoint.manifest import MANIFEST, checkpoints_in
-from trl_realloc.checkpoint.problems import Problems
-from trl_realloc.checkpoint.resuming import newest_whole, read_wanted
-from trl_realloc.checkpoint.saving import save_checkpoint, surplus
-from trl_realloc.config import ConfigError
-from trl_realloc.finite import NonFiniteError
-from trl_realloc.recipe import parse_recipe
+from trl_realloc.algorithms.nonfinite import NonFiniteError
+from trl_realloc.cli.recipe import parse_recipe
+from trl_realloc.trainer.checkpoint import CheckpointError, SaveError
+from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in
+from trl_realloc.trainer.checkpoint.problems import Problems
+from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_wanted
+from trl_realloc.trainer.checkpoint.saving import save_checkpoint, surplus
+from trl_realloc.trainer.ppo_config import ConfigError
 
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "response_length": 4, "num_ppo_epochs": 1}

@@ -22,8 +22,8 @@ from transformers import (
 from trl import TrlParser
 
 from trl_realloc import PPOConfig, PPOTrainer
-from trl_realloc.compat import HAS_TRL_PPO
-from trl_realloc.completions import show_completions
+from trl_realloc.trainer.completions import show_completions
+from trl_realloc.trainer.trl_compat import HAS_TRL_PPO
 
 
 if HAS_TRL_PPO:

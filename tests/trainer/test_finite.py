@@ -13,8 +13,8 @@ import tiny
 import torch
 
 from trl_realloc import PPOTrainer
-from trl_realloc.finite import NonFiniteError, problem_of
-from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.nonfinite import NonFiniteError, problem_of
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.runtime.alarm import JobFailed
 
 

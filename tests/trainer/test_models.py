@@ -10,9 +10,9 @@ import tiny
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 
-from trl_realloc import models
-from trl_realloc.engines.replicas import base_names, copy_tensors, model_tensors
-from trl_realloc.models import frozen_copy, read_config, trained_config
+from trl_realloc.engines import models
+from trl_realloc.engines.models import frozen_copy, read_config, trained_config
+from trl_realloc.engines.training.replica_sync import base_names, copy_tensors, model_tensors
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=32)

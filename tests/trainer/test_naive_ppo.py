@@ -13,7 +13,7 @@ import tiny
 import torch
 from naive_ppo import Batch, Settings, ppo
 
-from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 
 
 UPDATES, LIMIT = 3, 12

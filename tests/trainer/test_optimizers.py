@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
 
-from trl_realloc.config import ConfigError
-from trl_realloc.dataflow import Role
-from trl_realloc.engines.replicated import set_learning_rate
-from trl_realloc.optimizer import LearningRates, check_optimizer, make_optimizer, part_of
+from trl_realloc.engines.training.replicated import set_learning_rate
+from trl_realloc.plan.dataflow import Role
+from trl_realloc.trainer.optimizers import LearningRates, check_optimizer, make_optimizer, part_of
+from trl_realloc.trainer.ppo_config import ConfigError
 
 
 OPTIM = torch.optim

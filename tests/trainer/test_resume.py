@@ -11,7 +11,7 @@ import tiny
 import torch
 from peft import LoraConfig
 
-from trl_realloc.checkpoint import CheckpointError
+from trl_realloc.trainer.checkpoint import CheckpointError
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_realloc.rewards import FunctionReward, RewardError, Texts, weighted_scores
-from trl_realloc.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.rewards import FunctionReward, RewardError, Texts, weighted_scores
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.runtime.alarm import JobFailed
 
 

@@ -11,7 +11,7 @@ import tiny
 from datasets import DatasetDict
 from transformers import AutoModelForCausalLM
 
-from trl_realloc.compat import HAS_TRL_PPO
+from trl_realloc.trainer.trl_compat import HAS_TRL_PPO
 
 
 OURS = "from trl_realloc import PPOConfig, PPOTrainer"

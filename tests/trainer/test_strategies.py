@@ -11,8 +11,8 @@ import tiny
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from trl_realloc.config import ConfigError
-from trl_realloc.data import SeededOrder, batches_of
+from trl_realloc.algorithms.prompts import SeededOrder, batches_of
+from trl_realloc.trainer.ppo_config import ConfigError
 
 
 def test_epoch_strategies_log_evaluate_and_save_after_every_pass(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Choosing an execution plan: pure, and without torch."""
+"""Deciding: the cost of a call, the memory of a plan, the search for the fastest plan. No torch."""

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..cluster import Cluster
-from ..dataflow import DataflowGraph, ppo_graph
-from ..errors import PlanError
-from ..modelspec import ModelSpec
+from ..common.errors import PlanError
+from ..plan.cluster import Cluster
+from ..plan.dataflow import DataflowGraph, ppo_graph
+from ..plan.model_spec import ModelSpec
+from ..plan.presets import PRESETS
 from .cost import PARTS, CallCost, Pricing
-from .presets import PRESETS
 from .problem import Found, Problem
 from .search import Outcome, search
 from .space import Space

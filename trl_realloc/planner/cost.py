@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..assignment import Assignment, ParallelStrategy
-from ..cluster import Cluster
-from ..dataflow import Call, CallKind
-from ..modelspec import ModelSpec
+from ..plan.assignment import Assignment, ParallelStrategy
+from ..plan.cluster import Cluster
+from ..plan.dataflow import Call, CallKind
+from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, state_bytes
 from ..realloc.schedule import TransferSchedule
 from .hardware import Link, Rates

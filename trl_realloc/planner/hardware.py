@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..cluster import Cluster
-from ..errors import PlanError, nearest, shown
-from ..modelspec import ModelSpec
+from ..common.errors import PlanError, nearest, shown
+from ..plan.cluster import Cluster
+from ..plan.model_spec import ModelSpec
 
 
 MOST_PLANNED = 8192  # devices; choosing for 4,096 takes a minute

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..assignment import Assignment, in_place
-from ..plan import ExecutionPlan
+from ..plan.assignment import Assignment, in_place
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.timeline import Timeline
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
-from ..timeline import Timeline
 from .cost import CallCost, move_seconds, quick_move_seconds
 from .simulate import Task, simulate, steady_seconds
 from .space import Choice, Space

@@ -19,11 +19,11 @@ import numpy as np
 from annotated_types import Ge, Le
 from pydantic import ConfigDict, PositiveInt
 
-from ..cluster import MOST_DEVICES
-from ..errors import PlanError
-from ..files import MOST_RECORD_BYTES, read_json_mapping
-from ..modelspec import ModelSpec
-from ..schema import checked
+from ..common.errors import PlanError
+from ..common.files import MOST_RECORD_BYTES, read_json_mapping
+from ..common.schema import checked
+from ..plan.cluster import MOST_DEVICES
+from ..plan.model_spec import ModelSpec
 from .hardware import Link, Sharing
 
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cluster import DeviceMesh
-from ..errors import PlanError
+from ..common.errors import PlanError
+from ..plan.cluster import DeviceMesh
 from .problem import Problem, State
 from .space import Choice
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ..cluster import DeviceMesh
-from ..plan import ExecutionPlan
-from ..timeline import Span, Timeline
+from ..plan.cluster import DeviceMesh
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.timeline import Span, Timeline
 from .hardware import Sharing
 
 

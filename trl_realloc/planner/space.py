@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..assignment import ABILITIES, Assignment, ParallelStrategy
-from ..cluster import Cluster, DeviceMesh, legal_meshes
-from ..dataflow import Call, CallKind, DataflowGraph
-from ..errors import PlanError
-from ..modelspec import ModelSpec
+from ..common.errors import PlanError
+from ..plan.assignment import ABILITIES, Assignment, ParallelStrategy
+from ..plan.cluster import Cluster, DeviceMesh, legal_meshes
+from ..plan.dataflow import Call, CallKind, DataflowGraph
+from ..plan.model_spec import ModelSpec
 from .cost import CallCost, Pricing
 
 

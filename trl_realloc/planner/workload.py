@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
 
-from ..errors import PlanError, Problems
+from ..common.errors import PlanError, Problems
 
 
 QUANTILES = 32  # a measured distribution is kept as so many of them

@@ -1,1 +1,1 @@
-"""What the planner is told about a machine: `machine` and `runs` measure, `cache` remembers, `job` is one by itself."""
+"""A job as the planner sees it: its models, measurements of its machine, its plan and a later one."""

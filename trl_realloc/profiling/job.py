@@ -1,63 +1,51 @@
-"""The job behind `trl-realloc profile`: as many processes as the run will have measure a recipe's models.
-
-accelerate launch --num_processes N -m trl_realloc.profiling.job RECIPE OUTPUT PROMPT_TOKENS [thorough]
-"""
+"""What there is to know of a job before a model is loaded: its devices, models, engines' settings, and one iteration's
+size. What planning and measuring are handed."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-import tempfile
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from accelerate import PartialState
-from transformers import AutoConfig
 
-from ..config import PPOConfig
-from ..dataflow import Role
-from ..hosts import cluster_of, meet
-from ..planner.task import read_recipe, read_task
-from ..planning import job_of, mixed_precision
-from ..recipe import run
-from ..subject import Subject, specs_of
-from .cache import cached_profile
+from ..plan.assignment import CACHED_TOKENS
+from ..plan.cluster import Cluster
+from ..planner.cost import Pricing
+from ..planner.profile import Measured, Profile
+from ..planner.workload import Workload
+from ..realloc.memory import MOMENTS
+from ..runtime.engine_options import EngineOptions
+from .job_models import Subject
 
 
-def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None:
-    task = read_task(recipe, prompt_tokens)
-    given = read_recipe(task.recipe)
-    known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
-    own = {key: value for key, value in given.items() if key in known}
-    with tempfile.TemporaryDirectory() as folder:
-        args = PPOConfig(**{**own, "output_dir": folder, "report_to": "none"})
-    args.device  # noqa: B018 - makes the process group
-    world = PartialState()
-    configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in task.folders.items()}
-    for role in (Role.CRITIC, Role.REWARD):
-        configs[role][0].num_labels = 1
-    for role in (Role.ACTOR, Role.CRITIC):  # as the run trains models by path
-        configs[role][0].dtype = torch.float32
-    cluster, mixed = cluster_of(meet()), mixed_precision(args)
-    pad = configs[Role.ACTOR][0].pad_token_id
-    job = job_of(
-        args,
-        cluster,
-        world.process_index,
-        task.engine,
-        Subject(configs, specs_of(configs, mixed=mixed), mixed=mixed),
-        prompt_tokens=task.prompt_tokens,
-        context_length=round(task.prompt_tokens + args.response_length),
-        pad_token_id=0 if pad is None else pad,
-    )
-    profile, _ = cached_profile(job, thorough=thorough)
-    if job.rank == 0:
-        profile.save(output)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+@dataclass(frozen=True)
+class Job:
+    """One rank's view of it.
 
+    Args:
+        engine: that generates.
+        vllm_share: of a GPU's memory that a vLLM engine takes.
+    """
 
-if __name__ == "__main__":
-    run(lambda: main(sys.argv[1], sys.argv[2], float(sys.argv[3]), thorough="thorough" in sys.argv[4:]))
+    cluster: Cluster
+    rank: int
+    engine: str
+    subject: Subject
+    options: EngineOptions
+    workload: Workload
+    vllm_share: float = 0.3
+
+    def pricing(self, profile: Profile, workload: Workload | None = None) -> Pricing:
+        device = self.options.device
+        on_gpu = device.type == "cuda"
+        memory = float(torch.cuda.get_device_properties(device).total_memory) * 0.95 if on_gpu else None
+        if self.cluster.memory_gb is not None:
+            memory = self.cluster.memory_gb * 1e9
+        return Pricing(
+            self.cluster,
+            workload or self.workload,
+            Measured(profile),
+            memory=memory,
+            vllm_share=self.vllm_share,
+            moments=MOMENTS,
+            default_cap=None if on_gpu else CACHED_TOKENS,
+        )

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..cluster import Cluster
+from ..plan.cluster import Cluster
 from ..planner.hardware import Sharing
 from ..planner.profile import Observation
 

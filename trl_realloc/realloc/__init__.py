@@ -1,1 +1,1 @@
-"""Where parameters are and how they get elsewhere: `layout` and `schedule` are pure, `transfer` moves."""
+"""Where parameters are and how they move between layouts."""

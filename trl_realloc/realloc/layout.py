@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ..assignment import Assignment
-from ..cluster import DeviceMesh
-from ..errors import PlanError
-from ..modelspec import Cut, ModelSpec, ParameterSpec
+from ..common.errors import PlanError
+from ..plan.assignment import Assignment
+from ..plan.cluster import DeviceMesh
+from ..plan.model_spec import Cut, ModelSpec, ParameterSpec
 
 
 # Half-open intervals of indices, one for each dimension of the parameter; empty for a scalar.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ..assignment import Assignment, in_place
-from ..dataflow import Role
-from ..errors import PlanError
-from ..modelspec import ModelSpec
-from ..plan import ExecutionPlan
+from ..common.errors import PlanError
+from ..plan.assignment import Assignment, in_place
+from ..plan.dataflow import Role
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.model_spec import ModelSpec
 from .layout import layout_of, vllm_layout
 
 

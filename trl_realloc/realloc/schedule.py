@@ -16,8 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..cluster import Cluster
-from ..modelspec import ModelSpec
+from ..plan.cluster import Cluster
+from ..plan.model_spec import ModelSpec
 from .layout import Box, Layout, Placed, volume
 
 

@@ -1,1 +1,1 @@
-"""Runs an execution plan: where engines live (`placement`), how samples travel (`exchange`), the loop (`executor`)."""
+"""Executing a plan on the ranks of a job."""

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from .. import ppo
-from ..dataflow import Role
-from ..engines import Completion, GenerationRequest, Rate, Sampling
-from ..finite import NonFiniteError, all_finite, check_rates, with_text
-from ..ppo import PPOSettings
-from ..rewards import FunctionReward, ModelReward, decode, weighted_scores
-from ..rollout import Ragged, Rollouts, balance
+from ..algorithms import ppo
+from ..algorithms.nonfinite import NonFiniteError, all_finite, check_rates, with_text
+from ..algorithms.ppo import PPOSettings
+from ..algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
+from ..algorithms.rollout import Ragged, Rollouts, balance
+from ..engines.base import Completion, GenerationRequest, Rate, Sampling
+from ..plan.dataflow import Role
 from .exchange import sources
-from .groups import from_every_rank
 from .placement import Placement
+from .process_groups import from_every_rank
 from .replica_check import check_replicas, is_due
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..plan import ExecutionPlan
-from ..rollout import Rollouts
-from ..timeline import Span
+from ..algorithms.rollout import Rollouts
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.timeline import Span
 from .alarm import HOST, JobFailed
 
 

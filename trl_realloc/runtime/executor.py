@@ -15,14 +15,14 @@ from itertools import zip_longest
 import torch
 from transformers.utils import logging
 
-from .. import ppo
-from ..data import PromptBatch
-from ..dataflow import CallKind, Role
-from ..engines import EngineError, Rate, Sampling
-from ..finite import NonFiniteError, problem_of, with_text
-from ..rewards import RewardError
-from ..rollout import Rollouts
-from ..timeline import Span
+from ..algorithms import ppo
+from ..algorithms.nonfinite import NonFiniteError, problem_of, with_text
+from ..algorithms.prompts import PromptBatch
+from ..algorithms.rewards import RewardError
+from ..algorithms.rollout import Rollouts
+from ..engines.base import EngineError, Rate, Sampling
+from ..plan.dataflow import CallKind, Role
+from ..plan.timeline import Span
 from . import calls
 from .alarm import Alarm, JobFailed, current_watchdog
 from .calls import Rules

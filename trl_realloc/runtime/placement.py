@@ -16,27 +16,27 @@ from typing import Any
 
 from torch import nn
 
-from ..cluster import DeviceMesh
-from ..dataflow import Role
-from ..engines import GenerationEngine
-from ..engines.forward import PolicyHead, RoleHead, ScoreHead, ValueHead
-from ..engines.group import MeshGroup
-from ..engines.megatron import MegatronEngine
-from ..engines.process import die_with_launcher
-from ..engines.replicas import copy_tensors, equalize, follow
-from ..engines.replicated import ReplicatedEngine
-from ..engines.tensor import local
-from ..engines.transformers import TransformersEngine
-from ..engines.weights import checkpoint_names
-from ..engines.zero import ZeroEngine
-from ..engines.zero_setup import cast_parameters, ensure_process_group, parameter_dtype
-from ..plan import ExecutionPlan
-from ..rewards import RewardModelSource
-from .generation import start_vllm
-from .groups import Edge, make_edges, make_groups, make_split_groups
-from .options import EngineOptions
+from ..algorithms.rewards import RewardModelSource
+from ..engines.base import GenerationEngine
+from ..engines.child_process import die_with_launcher
+from ..engines.generation.transformers import TransformersEngine
+from ..engines.mesh_group import MeshGroup
+from ..engines.training.megatron import MegatronEngine
+from ..engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
+from ..engines.training.replica_sync import copy_tensors, equalize, follow
+from ..engines.training.replicated import ReplicatedEngine
+from ..engines.training.tensor_parallel import local
+from ..engines.training.weight_export import checkpoint_names
+from ..engines.training.zero import ZeroEngine
+from ..engines.training.zero_setup import cast_parameters, ensure_process_group, parameter_dtype
+from ..plan.cluster import DeviceMesh
+from ..plan.dataflow import Role
+from ..plan.execution_plan import ExecutionPlan
+from .engine_options import EngineOptions
+from .process_groups import Edge, make_edges, make_groups, make_split_groups
 from .reallocation import STALE, FeedingSink, GeneratorSink, Moved, Reallocation, ShadowSink, Sink
 from .residency import Dropped, Residency, Versioned
+from .vllm_start import start_vllm
 
 
 TrainedEngine = ReplicatedEngine | ZeroEngine | MegatronEngine

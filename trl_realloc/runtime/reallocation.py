@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cluster import Cluster
-from ..engines import Bucket, EngineError, GenerationEngine
-from ..modelspec import ModelSpec
+from ..engines.base import Bucket, EngineError, GenerationEngine
+from ..plan.cluster import Cluster
+from ..plan.model_spec import ModelSpec
 from ..realloc.layout import Box, Layout, whole
 from ..realloc.schedule import TransferSchedule, make_schedule
 from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S, Parts, Transfer, TransferError

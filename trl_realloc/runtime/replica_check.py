@@ -1,7 +1,7 @@
 """Compares the replicas of a role that is trained: every part of a parameter that several ranks hold has the same bits
 on all of them.
 
-What makes replicas equal at the start is `engines/replicas`.
+What makes replicas equal at the start is `engines/training/replica_sync`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..engines import EngineError
-from ..engines.group import MeshGroup
-from ..engines.replicas import digest
+from ..engines.base import EngineError
+from ..engines.mesh_group import MeshGroup
+from ..engines.training.replica_sync import digest
 
 
 EVERY = 10  # updates; a check reads the parameters once and gathers 24 bytes for each parameter and rank

@@ -36,7 +36,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trl_realloc.runtime.liveness import Liveness, RankState, Verdict
+from .liveness import Liveness, RankState, Verdict
 
 
 TICK_S = 0.2

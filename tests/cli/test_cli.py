@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+import trl_realloc
+from trl_realloc.cli.main import main
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.dataflow import ppo_graph
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import PRESETS, flatten, interleave
+from trl_realloc.plan.timeline import Span, Timeline
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_written_as_a_plan_that_runs(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", preset, "--devices", "1"]) == 0
+    assert ExecutionPlan.from_yaml(capsys.readouterr().out) == PRESETS[preset](Cluster(1, 1))
+    assert main(["plan", preset, "--devices", "6", "--nodes", "2"]) == 0
+    printed = ExecutionPlan.from_yaml(capsys.readouterr().out)
+    assert printed == PRESETS[preset](Cluster(2, 3))
+    path = tmp_path / "plan.yaml"
+    assert main(["plan", preset, "--devices", "6", "--nodes", "2", "-o", str(path)]) == 0
+    assert ExecutionPlan.load(path) == printed
+    assert str(path) in capsys.readouterr().out.replace("\n", "")
+
+
+def test_the_engine_and_the_stage_of_a_preset_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "flatten", "--devices", "2", "--engine", "transformers", "--zero-stage", "3"]) == 0
+    expected = flatten(Cluster(1, 2), generation_engine="transformers", zero_stage=3)
+    assert ExecutionPlan.from_yaml(capsys.readouterr().out) == expected
+
+
+def test_a_plan_is_shown_as_a_table_with_a_row_for_each_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = interleave(Cluster(1, 4), zero_stage=2)
+    plan.save(tmp_path / "mine.yaml")
+    for command in (
+        ["show", "interleave", "--devices", "4", "--zero-stage", "2"],
+        ["show", str(tmp_path / "mine.yaml")],
+    ):
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert "interleave: 1 node of 4 devices" in out
+        rows = {cells[1]: cells for line in out.splitlines() if len(cells := [c.strip() for c in line.split("│")]) == 7}
+        assert list(rows) == list(plan.order)
+        for name, (_, _, mesh, engine, strategy, offload, _) in rows.items():
+            assert (mesh, engine) == (str(plan.mesh(name)), plan[name].engine)
+            assert strategy == str(plan[name].strategy)
+            assert offload == ""
+    assert "dp4 zero2" in out
+
+
+def test_a_plans_name_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(flatten(Cluster(1, 1)), name="[/bold] [red]").save(tmp_path / "mine.yaml")
+    assert main(["show", str(tmp_path / "mine.yaml")]) == 0
+    assert capsys.readouterr().out.splitlines()[0].strip() == "[/bold] [red]: 1 node of 1 device"
+
+
+def test_a_written_plan_is_checked_against_the_size_of_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flatten(Cluster(1, 4)).save(tmp_path / "mine.yaml")
+    assert main(["show", str(tmp_path / "mine.yaml"), "--devices", "4"]) == 0
+    assert main(["show", str(tmp_path / "mine.yaml"), "--devices", "2"]) == 2
+    assert "is for 4 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("show flaten --devices 2", "did you mean 'flatten'?"),
+        ("show nope.yaml", "there is no plan file 'nope.yaml'"),
+        ("show flatten", "say --devices N, for instance flatten --devices 8"),
+        ("plan flaten --devices 2", "'flaten' is neither a recipe nor a preset; did you mean 'flatten'?"),
+        ("plan flatten", "say --devices N"),
+        ("plan flatten --devices two", "'two' is not a valid integer"),
+        ("plan flatten --devices 0", "both are 1 or more"),
+        ("plan flatten --devices 5 --nodes 2", "each node has equally many devices"),
+        ("plan flatten --devices 2 --nodes 0", "both are 1 or more"),
+        ("plan flatten --devices 2 --engine vlm", "'vlm' is not one of 'vllm', 'transformers'"),
+        ("plan flatten --devices 2 --zero-stage 4", "4 is not in the range 0<=x<=3"),
+        ("plan flatten --devices 2 -o /nonexistent/plan.yaml", "cannot be written to /nonexistent/plan.yaml"),
+        ("shwo flatten", "No such command 'shwo'"),
+        ("show", "Missing argument 'PLAN'"),
+        ("show flatten --device 2", "No such option"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_on_stderr_and_exit_code_2(
+    command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert err.startswith("trl-realloc: ")
+    assert err.count("\n") == 1
+
+
+def test_every_problem_of_a_plan_file_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.yaml").write_text("cluster: {nodes: 1, devices_per_node: 2}\ncalls: {actor.trian: {mesh: 0-1}}")
+    assert main(["show", str(tmp_path / "bad.yaml")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 7  # the engine, the call's name, and the five other calls
+    assert all(line.startswith(f"trl-realloc: {tmp_path}/bad.yaml: ") for line in lines)
+
+
+def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["-h"], ["plan", "--help"], ["--version"]):
+        assert main(command) == 0
+        out, err = capsys.readouterr()
+        assert "trl-realloc" in out
+        assert err == ""
+
+
+def test_the_command_exits_with_2_and_no_traceback_as_a_process_too() -> None:
+    command = [sys.executable, "-m", "trl_realloc.cli.main", "show", "flaten", "--devices", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        "trl-realloc: 'flaten' is neither a file nor one of the presets flatten, interleave, separate; "
+        "did you mean 'flatten'?\n"
+    )
+
+
+def test_two_runs_are_compared_call_by_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seconds in (("a", 1.0), ("b", 0.5)):
+        (tmp_path / name).mkdir()
+        spans = [Span("actor.train", 0, 2 * step, 2 * step + seconds, step) for step in range(3)]
+        Timeline(spans).save(tmp_path / name / "timeline.json")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert any("actor.train" in row and "1.000" in row and "0.500" in row and "0.50x" in row for row in rows)
+    assert any("whole" in row and "1.667" in row and "1.500" in row for row in rows)
+
+
+def test_a_run_without_a_timeline_is_refused_with_what_saves_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
+    assert "save one with trainer.timeline.save(path)" in capsys.readouterr().err
+
+
+# --- planning a recipe ------------------------------------------------------------------------------------------------
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "demo" / "ppo.yaml"
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_a_recipe_is_planned_for_a_cluster_one_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], printed: None
+) -> None:
+    path = tmp_path / "plan.yaml"
+    asked = ["plan", str(RECIPE), "--cluster", "h100:2x8", "-o", str(path), "--explain", "actor.train"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    for call in ppo_graph().order:
+        assert call in said
+    assert "flatten" in said, "what it beat"
+    assert re.search(r"[\d,]+ episodes an iteration, prompts of 64 tokens \(--prompt-tokens\), responses of 24,", said)
+    assert re.search(r"actor\.train, .* s: \d+%", said)
+    plan = ExecutionPlan.load(path)
+    assert plan.cluster.size == 16
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    trace = json.loads((tmp_path / "plan.trace.json").read_text())
+    assert {row["name"] for row in trace["traceEvents"]} >= set(ppo_graph().order)
+
+
+def test_planning_a_recipe_leaves_torch_out(tmp_path: Path) -> None:
+    output = str(tmp_path / "plan.yaml")
+    code = (
+        "import sys; from trl_realloc.cli.main import main; "
+        f"main(['plan', {str(RECIPE)!r}, '--cluster', 'h100:8', '-o', {output!r}]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--cluster", "h100"], "written as h100:16x8"),
+        (["--cluster", "h10:2x8"], "no specification of 'h10'; did you mean 'h100'"),
+        (["--profile", "absent.json"], "cannot be read"),
+        (["--cluster", "h100:8", "--explain", "actor.tarin"], "did you mean 'actor.train'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(RECIPE), "-o", str(tmp_path / "plan.yaml"), *arguments]) == 2
+    assert complaint in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_plan_that_could_not_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(RECIPE), "-o", str(tmp_path / "nowhere" / "plan.yaml")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_recipe_without_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("response_length: 16\n")
+    assert main(["plan", str(recipe), "--cluster", "h100:8"]) == 2
+    assert "names no models" in capsys.readouterr().err
+    recipe.write_text("sft_model_path: nowhere\nreward_model_path: nowhere\n")
+    assert main(["plan", str(recipe), "--cluster", "h100:8"]) == 2
+    assert "no config.json in 'nowhere'" in capsys.readouterr().err
+
+
+def test_a_recipes_misspelt_key_is_refused_and_a_scripts_own_key_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, plan = tmp_path / "ppo.yaml", str(tmp_path / "plan.yaml")
+    demo = RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent))
+    recipe.write_text(demo.replace("response_length:", "respones_length:"))
+    assert main(["plan", str(recipe), "--cluster", "h100:8", "-o", plan]) == 2
+    assert "no setting 'respones_length'; did you mean 'response_length'?" in capsys.readouterr().err
+    recipe.write_text(demo + "\nour_curriculum: 3\n")
+    assert main(["plan", str(recipe), "--cluster", "h100:8", "-o", plan]) == 0
+
+
+def test_the_planner_knows_every_setting_that_a_recipe_may_have() -> None:
+    """The list is written down, for reading it off the classes takes seconds of imports."""
+    from trl import ModelConfig, ScriptArguments
+
+    from trl_realloc import PPOConfig
+
+    listed = Path(trl_realloc.__file__).parent.joinpath("planner", "settings.txt").read_text().split()
+    assert listed == sorted(set(listed))
+    kinds = (ScriptArguments, PPOConfig, ModelConfig)
+    settings = {field.name for kind in kinds for field in fields(kind) if field.init}
+    assert settings <= set(listed), sorted(settings - set(listed))
+
+
+def test_a_folder_without_a_model_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(tmp_path / "nowhere")]) == 2
+    assert "no config.json in" in capsys.readouterr().err

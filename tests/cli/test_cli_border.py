@@ -1,0 +1,394 @@
+"""Whatever file and option the command line is given, it ends in sentences: no traceback, no hang, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trl_realloc.cli.main import main
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.planner.hardware import Sharing
+from trl_realloc.planner.profile import Observation, Profile, model_key
+from trl_realloc.planner.recipe import read_task
+from trl_realloc.trainer.report import SCORES
+
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+ON = ["--cluster", "h100:2", "--time-limit", "0.2"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with its models' configs, a plan, a profile and a run, all of them right; and the current folder."""
+    for model in ("policy", "reward"):
+        shutil.copytree(DEMO / model, tmp_path / model)
+    (tmp_path / "ppo.yaml").write_text("sft_model_path: policy\nreward_model_path: reward\nresponse_length: 16\n")
+    flatten(Cluster(1, 2)).save(tmp_path / "plan.yaml")
+    specs = [part[0] for part in read_task(tmp_path / "ppo.yaml").specs().values()]
+    counts: dict[str, Any] = {"steps": 1.0, "grown": 9.0, "cached": 99.0}
+    rows = tuple(
+        Observation(work, key, 0.1 * n, 1, tokens=100.0 * n, squared=1e4 * n, answered=50.0 * n, **counts)
+        for key in sorted({model_key(spec) for spec in specs})
+        for work in ("forward", "train", "generate")
+        for n in (1, 2)
+    )
+    Profile("a machine", {"torch": "2"}, 2, Sharing(((2, 1.5),)), False, rows).save(tmp_path / "profile.json")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("timeline.json", "estimate.json"):
+        Timeline(Span("actor.train", 0, 2.0 * n, 2.0 * n + 1, n) for n in range(3)).save(run / name)
+    updates = [{"step": n, SCORES: 0.1 * n, "time/step": 1.0, "tokens/s": 9.0, "episode": n} for n in range(12)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(update) + "\n" for update in updates))
+    completions = [{"query": "a", "model response": "b", "score": 1.0}]
+    (run / "completions.json").write_text(json.dumps({"before": completions, "after": completions}))
+    shutil.copy(tmp_path / "plan.yaml", run / "plan.yaml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# What each kind of file is read by.
+READERS: dict[str, list[str]] = {
+    "plan.yaml": ["show", "plan.yaml"],
+    "ppo.yaml": ["plan", "ppo.yaml", *ON],
+    "policy/config.json": ["plan", "ppo.yaml", *ON],
+    "profile.json": ["plan", "ppo.yaml", "--profile", "profile.json", "--time-limit", "0.2"],
+    "run/timeline.json": ["compare", "run", "run"],
+    "run/metrics.jsonl": ["report", "run"],
+    "run/completions.json": ["report", "run"],
+    "run/estimate.json": ["report", "run"],
+}
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The sentences on stderr, after a command that has to end with exit code 2."""
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert all(line.startswith("trl-realloc: ") and len(line) < 1500 for line in err.splitlines()), err
+    return err
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x7fELF\0\1", "name: ä".encode("latin-1"), "name: a".encode("utf-16"), b"[" * 100_000, b'{"a": ', b"7"],
+    ids=["empty", "binary", "latin-1", "utf-16", "nested", "torn", "a number"],
+)
+def test_a_file_of_another_kind_is_refused_by_its_name(
+    folder: Path, name: str, data: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / name).write_bytes(data)
+    told = refusal(READERS[name], capsys)
+    if name != "run/metrics.jsonl" or data:  # of empty metrics too few updates are said
+        assert Path(name).name in told
+
+
+def _edited(name: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
+    """The JSON file with one thing in it changed."""
+
+    def edit(folder: Path) -> None:
+        value = json.loads((folder / name).read_text())
+        change(value)
+        (folder / name).write_text(json.dumps(value))
+
+    return edit
+
+
+def _written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def _recipe(line: str) -> Callable[[Path], None]:
+    return _written("ppo.yaml", f"sft_model_path: policy\nreward_model_path: reward\n{line}\n")
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    return _edited("policy/config.json", lambda config: config.update(changes))
+
+
+def _observation(**changes: Any) -> Callable[[Path], None]:
+    return _edited("profile.json", lambda profile: profile["observations"][0].update(changes))
+
+
+WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "text for a number": (
+        "ppo.yaml",
+        _recipe("response_length: many"),
+        "response_length must be a whole number from 1",
+    ),
+    "nothing for a number": ("ppo.yaml", _recipe("num_ppo_epochs:"), "num_ppo_epochs must be a whole number from 1"),
+    "a list for a number": ("ppo.yaml", _recipe("num_mini_batches: [1]"), "not [1]"),
+    "a batch of none": ("ppo.yaml", _recipe("per_device_train_batch_size: 0"), "from 1, not 0"),
+    "an absurd batch": ("ppo.yaml", _recipe("per_device_train_batch_size: 99999999999"), "than the 10,000,000 that"),
+    "an unknown engine": ("ppo.yaml", _recipe("generation_engine: sglang"), "'vllm' or 'transformers' (or None), not"),
+    "a share above 1": ("ppo.yaml", _recipe("vllm_gpu_memory_utilization: 2"), "above 0 to 1, not 2"),
+    "a discount above 1": ("ppo.yaml", _recipe("gamma: 2.0"), "gamma must be a finite number from 0 to 1"),
+    "a number that is none": ("ppo.yaml", _recipe("kl_coef: .nan"), "kl_coef must be a finite number, not nan"),
+    "a key twice": ("ppo.yaml", _recipe("sft_model_path: other"), "'sft_model_path' is written twice (line 3)"),
+    "a model that is a number": ("ppo.yaml", _recipe("value_model_path: 5"), "is a model's name or path, not 5"),
+    "a model with a long name": ("ppo.yaml", _recipe(f"value_model_path: {'x' * 5000}"), "no config.json in"),
+    "a plan as a recipe": ("ppo.yaml", lambda at: shutil.copy(at / "plan.yaml", at / "ppo.yaml") and None, "is a plan"),
+    "a date that is none": ("ppo.yaml", _recipe("run_name: 2020-13-45"), "month must be in 1..12"),
+    "no heads": ("policy/config.json", _config(num_attention_heads=0), "num_attention_heads must be a whole number"),
+    "negative layers": ("policy/config.json", _config(num_hidden_layers=-2), "must be a whole number from 1 to 10,000"),
+    "absurd layers": ("policy/config.json", _config(num_hidden_layers=10**9), "it is 1000000000"),
+    "no vocabulary": ("policy/config.json", _edited("policy/config.json", lambda c: c.pop("vocab_size")), "is missing"),
+    "text for a size": ("policy/config.json", _config(hidden_size="wide"), "it is 'wide'"),
+    "uneven key heads": ("policy/config.json", _config(num_key_value_heads=3), "cannot share 3 key/value heads"),
+    "a family that is a list": ("policy/config.json", _config(model_type=["llama"]), "cannot be split"),
+    "a profile without devices": (
+        "profile.json",
+        _edited("profile.json", lambda p: p.pop("devices")),
+        "devices is missing",
+    ),
+    "a profile of no devices": ("profile.json", _edited("profile.json", lambda p: p.update(devices=0)), "devices is 0"),
+    "an unknown key": ("profile.json", _observation(colour=1), "there is no key observations[0].colour"),
+    "an unknown key of two lines": (
+        "profile.json",
+        _observation(**{"a\x85b": 1}),
+        r"there is no key observations[0].'a\x85b'",
+    ),
+    "no time at all": (
+        "profile.json",
+        _observation(seconds=0),
+        "observations[0].seconds is 0, but work takes some time",
+    ),
+    "negative time": ("profile.json", _observation(seconds=-1), "observations[0].seconds is -1"),
+    "time that is text": ("profile.json", _observation(seconds="long"), "observations[0].seconds is 'long'"),
+    "no tokens": ("profile.json", _observation(tokens=0), "observations[0].tokens is 0"),
+    "sharing that is text": (
+        "profile.json",
+        _edited("profile.json", lambda p: p.update(sharing="yes")),
+        "sharing is 'yes'",
+    ),
+    "a profile of other models": (
+        "profile.json",
+        _edited("profile.json", lambda p: [row.update(model="m") for row in p["observations"]]),
+        "profile.json has no measurements of llama of",
+    ),
+    "a plan of no nodes": (
+        "plan.yaml",
+        _written("plan.yaml", "cluster: {nodes: 0, devices_per_node: 2}"),
+        "from 1, not 0",
+    ),
+    "an absurd cluster": (
+        "plan.yaml",
+        _written("plan.yaml", "cluster: {nodes: 99999999, devices_per_node: 99999999}"),
+        "than the 1,048,576 devices",
+    ),
+    "aliases of aliases": (
+        "plan.yaml",
+        _written(
+            "plan.yaml",
+            "a: &a [x,x,x,x,x,x,x,x,x]\n"
+            + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+        ),
+        "more than 20,000 values",
+    ),
+    "a mesh of many digits": (
+        "plan.yaml",
+        _written(
+            "plan.yaml",
+            f"cluster: {{nodes: 1, devices_per_node: 1}}\ncalls: {{actor.train: {{mesh: '0-{'9' * 5000}'}}}}",
+        ),
+        "a mesh is written as 0-3",
+    ),
+    "a call's name of two lines": (
+        "plan.yaml",
+        _written("plan.yaml", 'cluster: {nodes: 1, devices_per_node: 1}\ncalls: {"actor\\n.train\\x85": 7}'),
+        r"'actor\n.train\x85': an assignment reads like",
+    ),
+    "many unknown keys": (
+        "plan.yaml",
+        _written("plan.yaml", "\n".join(f"k{n}: 1" for n in range(9000))),
+        "8,990 more keys",
+    ),
+    "metrics without a rate": (
+        "run/metrics.jsonl",
+        _written("run/metrics.jsonl", json.dumps({"step": 1, SCORES: 1.0, "time/step": 1.0})),
+        "line 1: there is no 'tokens/s'",
+    ),
+    "metrics of text": (
+        "run/metrics.jsonl",
+        _written("run/metrics.jsonl", json.dumps({"step": 1, SCORES: "good", "time/step": 1.0, "tokens/s": 1})),
+        "'objective/scores' is 'good', and must be a finite number",
+    ),
+    "an update in no time": (
+        "run/metrics.jsonl",
+        _written("run/metrics.jsonl", json.dumps({"step": 1, SCORES: 1.0, "time/step": 0, "tokens/s": 1})),
+        "'time/step' is 0",
+    ),
+    "completions without scores": (
+        "run/completions.json",
+        _written("run/completions.json", '{"before": [{"query": "a"}], "after": []}'),
+        "before[0].score is missing",
+    ),
+    "a span of no device": (
+        "run/timeline.json",
+        _edited("run/timeline.json", lambda t: t["spans"][0].__setitem__(1, -1)),
+        "spans[0].device is -1",
+    ),
+    "a span that is short": (
+        "run/timeline.json",
+        _edited("run/timeline.json", lambda t: t["spans"][1].pop()),
+        "spans[1] has 6 values for 7 columns",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_value_is_refused_with_the_file_and_the_key(
+    folder: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, wrong, told = WRONG[case]
+    wrong(folder)
+    said = refusal(READERS[name], capsys)
+    assert told in said
+    assert Path(name).name in said
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_files_as_they_are_here_are_taken(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(READERS[name]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("plan ppo.yaml --cluster h100:99999999x99999999", "than the 1,048,576 devices"),
+        ("plan ppo.yaml --cluster h100:1024x1024", "1,048,576 devices, and the planner chooses for 8,192 at most"),
+        ("plan ppo.yaml --cluster h100:0", "from 1, not 0"),
+        ("plan ppo.yaml --cluster h100:8 --devices 8", "leave --devices out"),
+        ("plan ppo.yaml --cluster h100:8 --profile profile.json", "keep one"),
+        ("plan ppo.yaml --cluster h100:8 --time-limit nan", "--time-limit is a number of seconds above 0"),
+        ("plan ppo.yaml --cluster h100:8 --time-limit inf", "--time-limit is a number of seconds above 0"),
+        ("plan ppo.yaml --cluster h100:8 --prompt-tokens nan", "--prompt-tokens is a number from 1"),
+        ("plan ppo.yaml --cluster h100:8 --prompt-tokens 0", "--prompt-tokens is a number from 1"),
+        ("plan ppo.yaml --cluster h100:8 --explain actor.trian", "--explain: there is no call 'actor.trian'; did you"),
+        ("plan ppo.yaml --cluster h100:8 -o run/plan.yaml/x.yaml", "cannot be written"),
+        ("plan ppo.yaml --devices -1", "1 or more, not -1"),
+        ("plan ppo.yaml --devices 100000", "so many processes would be started"),
+        ("plan ppo.yaml --profile profile.json --nodes 3", "each node has equally many devices"),
+        ("plan ppo.yaml --profile profile.json --devices 5", "was measured on 2 devices, but --devices is 5"),
+        ("plan flatten --devices 99999999999999", "1,048,576 devices at most"),
+        ("show plan.yaml --devices -1", "both are 1 or more"),
+        (f"show {'x' * 5000}", "is neither a file nor one of the presets"),
+        (f"plan {'x' * 5000}", "is neither a recipe nor a preset"),
+        ("show /dev/zero", "no regular file"),
+        ("show run", "it is a folder"),
+        ("plan run", "it is a folder"),
+        ("profile ppo.yaml -o nowhere/profile.json", "there is no folder nowhere"),
+        ("profile ppo.yaml --devices -1", "give a number from 1"),
+        ("profile ppo.yaml policy reward", "not 3 arguments"),
+        ("profile nowhere", "no config.json in"),
+        ("report policy", "holds no metrics.jsonl"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_measured(
+    folder: Path, command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refusal(command.split(), capsys)
+
+
+def test_an_accelerate_config_that_says_no_number_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "accelerate.yaml").write_text("num_processes: .inf\n")
+    assert "accelerate.yaml: num_processes is a whole number from 1" in refusal(["plan", "ppo.yaml"], capsys)
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**9)
+    | st.floats()
+    | st.text(max_size=10)
+    | st.sampled_from(["zero", "vllm", "0-1", "0", "policy", "reward"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def _mutated(value: Any, draw: st.DataObject, depth: int = 0) -> Any:
+    """The value with one of its parts replaced, left out, doubled or added to."""
+    into = isinstance(value, dict | list) and value and depth < 4 and draw.draw(st.integers(0, 3)) > 0
+    if not into:
+        return draw.draw(values)
+    if isinstance(value, dict):
+        key = draw.draw(st.sampled_from(sorted(value)))
+        kind = draw.draw(st.sampled_from(["change", "change", "change", "drop", "add"]))
+        if kind == "drop":
+            return {name: part for name, part in value.items() if name != key}
+        if kind == "add":
+            return {**value, draw.draw(st.text(max_size=8)): draw.draw(values)}
+        return {**value, key: _mutated(value[key], draw, depth + 1)}
+    at = draw.draw(st.integers(0, len(value) - 1))
+    return [*value[:at], _mutated(value[at], draw, depth + 1), *value[at + 1 :]]
+
+
+READ_SLOWLY = ("plan", "report")  # these draw pictures
+EXAMPLES = os.environ.get("BORDER_EXAMPLES", "")  # how many, in place of what fits into a run of all tests
+
+
+@pytest.mark.timeout(300 + 20 * int(EXAMPLES or 0))
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_with_anything_in_it_changed_is_taken_or_refused_in_sentences(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = int(EXAMPLES or ("8" if READERS[name][0] in READ_SLOWLY else "60"))
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(draw=st.data())
+    def holds(draw: st.DataObject) -> None:
+        _is_taken_or_refused(folder, name, capsys, draw)
+
+    holds()
+
+
+def _is_taken_or_refused(folder: Path, name: str, capsys: pytest.CaptureFixture[str], draw: st.DataObject) -> None:
+    path = folder / name
+    right = path.read_text()
+    lines = name.endswith(".jsonl")
+    try:
+        if name.endswith(".yaml"):
+            path.write_text(yaml.safe_dump(_mutated(yaml.safe_load(right), draw)))
+        elif lines:
+            rows = [json.loads(line) for line in right.splitlines()]
+            changed = _mutated(rows, draw)  # another value in place of all rows is a file of one line
+            path.write_text("\n".join(json.dumps(row) for row in (changed if isinstance(changed, list) else [changed])))
+        else:
+            path.write_text(json.dumps(_mutated(json.loads(right), draw)))
+        code = main(READERS[name])
+        err = capsys.readouterr().err
+        assert code in (0, 2)
+        assert code == 0 or all(line.startswith("trl-realloc: ") and len(line) < 1500 for line in err.splitlines())
+    finally:
+        path.write_text(right)
+
+
+def test_measuring_that_fails_says_the_jobs_own_sentence_and_leaves_no_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs: list[Path] = []
+
+    def failing(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        outputs.extend(Path(part) for part in command if part.endswith("profile.json"))
+        assert outputs[-1].parent.is_dir()
+        said = "error: model: there is none.\nTraceback (most recent call last):\n  in the launcher\n"
+        return subprocess.CompletedProcess(command, 1, "", said)
+
+    monkeypatch.setattr("trl_realloc.cli.main.subprocess.run", failing)
+    for command in (["plan", "ppo.yaml"], ["profile", "ppo.yaml", "--devices", "2"]):
+        told = refusal(command, capsys)
+        assert told.rstrip().endswith("processes failed: model: there is none.")
+    assert len(outputs) == 2
+    assert not any(path.parent.exists() for path in outputs)

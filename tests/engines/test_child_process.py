@@ -1,0 +1,88 @@
+"""A child process's end: what of it is removed, and what is not its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trl_realloc.engines import child_process as process
+from trl_realloc.engines.child_process import end, session_members, started_at, stopped, unlink_shared_memory
+
+
+SHARES = """
+    import mmap, sys, time
+    from multiprocessing import shared_memory
+    held = []
+    for path in sys.argv[1:]:
+        file = open(path, "r+b")
+        held.append(mmap.mmap(file.fileno(), 0))
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    print(memory.name, flush=True)
+    time.sleep(60)
+    """
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[Path], Path]]:
+    """A process with shared memory of its own, and files in /dev/shm that it has only mapped; the latter of a user's
+    model, an environment's folder, and another program's shared memory from before."""
+    mine = Path("/dev/shm", f"trl_realloc_test_{os.getpid()}")
+    mine.mkdir()
+    theirs = [mine / "libuser.so", Path(f"{mine}.safetensors"), Path("/dev/shm", f"psm_{os.getpid():08x}")]
+    for path in theirs:
+        path.write_bytes(b"x" * 4096)
+    time.sleep(1.2)
+    command = [sys.executable, "-c", textwrap.dedent(SHARES), *map(str, theirs)]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert started.stdout is not None
+    yield started, theirs, Path("/dev/shm", started.stdout.readline().decode().strip())
+    started.kill()
+    started.wait()
+    started.stdout.close()
+    for path in theirs:
+        path.unlink(missing_ok=True)
+    mine.rmdir()
+
+
+def test_only_shared_memory_that_the_process_made_is_unlinked(
+    child: tuple[subprocess.Popen[bytes], list[Path], Path],
+) -> None:
+    started, theirs, shared = child
+    assert shared.exists()
+    unlink_shared_memory(session_members(started.pid), started_at(started.pid))
+    assert not shared.exists() and all(path.exists() for path in theirs)
+
+
+def test_the_start_of_a_process_is_not_when_it_was_first_looked_at() -> None:
+    begun = time.time()
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    time.sleep(1.5)
+    assert abs(started_at(started.pid) - begun) < 1.0
+    started.kill()
+    started.wait()
+
+
+def test_a_stopped_process_of_a_session_is_found(child: tuple[subprocess.Popen[bytes], list[Path], Path]) -> None:
+    pid = child[0].pid
+    assert not stopped(pid)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    assert stopped(pid) == [pid]
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_process_that_the_kernel_does_not_let_go_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    monkeypatch.setattr(process, "session_members", lambda session: [session])
+    begun = time.monotonic()
+    end(started, grace_s=0.1, patience_s=0.2)
+    assert time.monotonic() - begun < 30
+    started.wait()

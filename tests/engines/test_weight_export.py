@@ -1,0 +1,198 @@
+"""A model's parameters leave it under the names and with the values that its checkpoint would have."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+
+from trl_realloc.engines.training.weight_export import buckets
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "tied llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SMALL),
+    "tied gemma3": Gemma3TextConfig(**SMALL, head_dim=8),
+    "gpt2": GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+}
+ADAPTERS: dict[str, tuple[str, PeftConfig]] = {
+    "lora": ("llama", LoraConfig(target_modules="all-linear")),
+    "scaled lora": ("llama", LoraConfig(target_modules=["q_proj", "down_proj"], lora_alpha=64, use_rslora=True)),
+    "lora on layers with biases": ("qwen2", LoraConfig(target_modules=["q_proj", "v_proj"])),
+    "lora with biases": ("qwen2", LoraConfig(target_modules=["q_proj", "v_proj"], lora_bias=True)),
+    "lora on transposed weights": ("gpt2", LoraConfig(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
+    "lora on embeddings": ("llama", LoraConfig(target_modules=["embed_tokens", "q_proj"])),
+    "dora": ("llama", LoraConfig(target_modules="all-linear", use_dora=True)),
+    "ia3": ("qwen2", IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "lora beside whole modules": ("llama", LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+}
+
+
+def causal(name: str) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name])
+
+
+def shaken(model: Any) -> Any:
+    """Every parameter moved, so that no adapter is at its neutral start."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def exported(model: nn.Module, **options: Any) -> dict[str, Tensor]:
+    named = [(name, tensor.clone()) for bucket in buckets(model, **options) for name, tensor in bucket]
+    assert len(dict(named)) == len(named), "a name came twice"
+    return dict(named)
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, msg=f"{name}: {{}}".format, **tolerance)
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict without the second names of tied tensors."""
+    names = {name for name, _ in model.named_parameters()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_and_tensors_are_those_of_the_saved_checkpoint(name: str, tmp_path: Path) -> None:
+    model = causal(name)
+    model.save_pretrained(tmp_path)
+    assert_same(exported(model), load_file(tmp_path / "model.safetensors"), rtol=0, atol=0)
+
+
+def test_a_tied_tensor_comes_once_under_its_first_name() -> None:
+    names = exported(causal("tied llama")).keys()
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_merged_as_peft_merges_them(name: str) -> None:
+    base, config = ADAPTERS[name]
+    model = shaken(get_peft_model(causal(base), config))
+    merged = copy.deepcopy(model).merge_and_unload()
+    assert_same(exported(model), own_tensors(merged), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_exporting_leaves_the_model_as_it_was(name: str) -> None:
+    base, config = ADAPTERS[name]
+    model = shaken(get_peft_model(causal(base), config))
+    parameters = {n: (p, p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()}
+    exported(model)
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    for n, parameter in model.named_parameters():
+        before, address, value = parameters[n]
+        assert parameter is before and parameter.data_ptr() == address and torch.equal(parameter, value)
+    assert not any(getattr(module, "merged", False) for module in model.modules())
+
+
+def test_only_the_active_adapter_is_merged() -> None:
+    model = get_peft_model(causal("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
+    shaken(model)
+    for adapter in ("default", "other"):
+        model.set_adapter(adapter)
+        merged = copy.deepcopy(model)
+        merged.delete_adapter("other" if adapter == "default" else "default")
+        assert_same(exported(model), own_tensors(merged.merge_and_unload()), rtol=1e-6, atol=1e-6)
+
+
+def test_a_classifier_with_adapters_brings_its_trained_head() -> None:
+    config = LlamaConfig(**SMALL, num_labels=1)
+    lora = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])
+    model = shaken(get_peft_model(AutoModelForSequenceClassification.from_config(config), lora))
+    ours = exported(model)
+    assert torch.equal(ours["score.weight"], model.get_base_model().score.modules_to_save["default"].weight)
+    assert_same(ours, own_tensors(copy.deepcopy(model).merge_and_unload()), rtol=1e-6, atol=1e-6)
+
+
+def test_unmerged_names_are_the_modules_own() -> None:
+    model = shaken(get_peft_model(causal("llama"), LoraConfig(target_modules=["q_proj"])))
+    assert_same(exported(model, merged=False), {n: p.detach() for n, p in model.named_parameters()}, rtol=0, atol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(bucket_bytes=st.integers(1, 40_000), lora=st.booleans())
+def test_a_bucket_keeps_its_size_unless_one_tensor_is_larger(bucket_bytes: int, lora: bool) -> None:
+    model = LORA if lora else PLAIN
+    seen = []
+    for bucket in buckets(model, bucket_bytes=bucket_bytes):
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= bucket_bytes
+        seen += [name for name, _ in bucket]
+    assert seen == (WHOLE_LORA if lora else WHOLE_PLAIN)
+
+
+def test_what_makes_a_bucket_is_gathered_once_and_only_while_it_is_out() -> None:
+    model = get_peft_model(causal("qwen2"), LoraConfig(target_modules=["q_proj"], lora_bias=True))
+    out: list[nn.Parameter] = []
+    gathered: list[nn.Parameter] = []
+
+    @contextlib.contextmanager
+    def gather(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        assert not out, "two buckets were gathered at a time"
+        assert len({id(p) for p in parameters}) == len(parameters)
+        out.extend(parameters)
+        gathered.extend(parameters)
+        yield
+        out.clear()
+
+    for bucket in buckets(model, gather, bucket_bytes=3_000):
+        assert out and len(bucket) <= len(out)
+    assert not out
+    assert {id(p) for p in gathered} == {id(p) for p in model.parameters()}
+
+
+PLAIN = causal("llama")
+LORA = get_peft_model(causal("llama"), LoraConfig(target_modules=["q_proj", "down_proj"]))
+WHOLE_PLAIN = list(exported(PLAIN))
+WHOLE_LORA = list(exported(LORA))
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mixtral", "llama"])
+def test_the_names_are_those_of_a_saved_checkpoint(kind: str, tmp_path: Path) -> None:
+    """What vLLM's loader knows: `embed_out` for GPT-NeoX, each expert by itself for a mixture."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = AutoConfig.for_model(kind, num_attention_heads=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    made = {name: tensor for bucket in buckets(model, bucket_bytes=4000) for name, tensor in bucket}
+    assert made.keys() == saved.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in saved.items())

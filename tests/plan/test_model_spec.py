@@ -1,0 +1,114 @@
+"""What a config says of a model's parameters, held against the models that Transformers makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from trl_realloc.plan.execution_plan import PlanError
+from trl_realloc.plan.model_spec import FAMILIES, ModelSpec, stage_layers
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_labels": 1,
+    "pad_token_id": 0,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "a key for each head": {"num_key_value_heads": 4},
+}
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(family, **{**SIZES, **changes})
+
+
+@pytest.mark.parametrize("head", ["lm", "score"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_names_shapes_and_bytes_are_the_models(family: str, variant: str, head: str) -> None:
+    config = config_of(family, **VARIANTS[variant])
+    kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    real = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    for given_as in (config, config.to_dict()):
+        spec = ModelSpec.from_config(given_as, head, bytes_per_element=2)  # type: ignore[arg-type]
+        assert [(p.name, p.shape) for p in spec.parameters] == real
+        assert spec.bytes == 2 * sum(p.numel() for p in model.parameters())
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_stages_have_all_layers_in_order_and_differ_by_one_at_most(layers: int, pp: int) -> None:
+    stages = stage_layers(layers, pp)
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+    sizes = [len(stage) for stage in stages]
+    assert len(sizes) == pp and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+def test_a_tied_embedding_is_held_by_the_first_and_the_last_stage() -> None:
+    spec = ModelSpec.from_config(config_of("llama", tie_word_embeddings=True), bytes_per_element=4)
+    assert spec.stages_of(spec.by_name["model.embed_tokens.weight"], 3) == (0, 2)
+    assert spec.stages_of(spec.by_name["model.norm.weight"], 3) == (2,)
+    apart = ModelSpec.from_config(config_of("llama"), bytes_per_element=4)
+    assert apart.stages_of(apart.by_name["model.embed_tokens.weight"], 3) == (0,)
+    assert apart.stages_of(apart.by_name["lm_head.weight"], 3) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "told"),
+    [
+        (4, 1, "tp 4 cannot share the 2 key/value heads of a llama model evenly; use tp 1 or 2"),
+        (3, 1, "use tp 1 or 2"),
+        (1, 4, "pp 4 is more than the model's 3 layers; use pp 3 or less"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_with_what_can(tp: int, pp: int, told: str) -> None:
+    spec = ModelSpec.from_config(config_of("llama"), bytes_per_element=4)
+    with pytest.raises(PlanError, match=told):
+        spec.check_strategy(tp, pp)
+    spec.check_strategy(2, 3)
+
+
+def test_a_family_that_no_table_describes_is_refused_with_those_that_are() -> None:
+    with pytest.raises(PlanError, match=r"'opt' cannot be split .* gemma, gpt_neox, llama"):
+        ModelSpec.from_config({"model_type": "opt"}, bytes_per_element=4)
+    with pytest.raises(PlanError, match="known by its shapes alone"):
+        ModelSpec.of_shapes([("w", (4, 4))], bytes_per_element=4).check_strategy(2, 1)
+
+
+def test_flops_of_a_forward_are_counted_as_published_for_llama_2_7b() -> None:
+    """ReaL's formula, L(4sh² + 2s²h + 3shi) + 2svh multiply-adds for one sequence of length s with heads of its own
+    keys; ours has both matrix products of attention at 2 FLOPs each."""
+    layers, hidden, inner, vocabulary, length = 32, 4096, 11008, 32000, 1024
+    spec = ModelSpec.from_config(
+        config_of(
+            "llama",
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            head_dim=128,
+            vocab_size=vocabulary,
+        ),
+        bytes_per_element=2,
+    )
+    s, h = length, hidden
+    published = 2 * layers * (4 * s * h**2 + 2 * s**2 * h + 3 * s * h * inner) + 2 * s * vocabulary * h
+    assert spec.forward_flops(s, s**2) == pytest.approx(published, rel=1e-6)

@@ -1,0 +1,69 @@
+"""A recipe as the planner sees it: which dtype each call's model has in the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llamas import llama, pricing
+
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.dataflow import Role, ppo_graph
+from trl_realloc.planner.recipe import DEFAULTS, Task
+
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 100,
+    "dtype": "bfloat16",
+}
+
+
+def task(folder: Path, **settings: object) -> Task:
+    """Checkpoints in bfloat16."""
+    for role in Role:
+        (folder / role).mkdir()
+        (folder / role / "config.json").write_text(json.dumps(CONFIG))
+    return Task(folder / "recipe.yaml", {role: folder / role for role in Role}, {**DEFAULTS, **settings}, 64.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trains", "generates", "scores"),
+    [
+        ({}, (4, 2), (2, 2), (2, 2)),
+        ({"bf16": False}, (4, 4), (4, 4), (2, 2)),
+        ({"generation_engine": "transformers"}, (4, 2), (4, 2), (2, 2)),
+    ],
+)
+def test_what_is_trained_is_priced_in_float32_and_what_is_frozen_as_its_checkpoint_has_it(
+    tmp_path: Path,
+    settings: dict[str, object],
+    trains: tuple[int, int],
+    generates: tuple[int, int],
+    scores: tuple[int, int],
+) -> None:
+    """(bytes of a parameter, bytes of an activation)."""
+    specs = task(tmp_path, **settings).specs()
+    found = {name: (spec.bytes_per_element, spec.activation_bytes) for name, (spec,) in specs.items()}
+    assert found["actor.train"] == found["critic.train"] == found["critic.forward"] == trains
+    assert found["actor.generate"] == generates
+    assert found["reference.forward"] == found["reward.forward"] == scores
+
+
+def test_training_takes_16_bytes_a_parameter_in_both_dtypes_and_twice_the_wire_in_float32() -> None:
+    """float32: weight, gradient, two moments; bfloat16: weight and gradient of half the size, a master, two moments."""
+    low = llama(7)
+    wide = replace(low, bytes_per_element=4, activation_bytes=2)
+    call, mesh = ppo_graph().call("actor.train"), Cluster(1, 8).mesh
+    costs = [pricing().price(call, [s], Assignment(mesh, ParallelStrategy(8), "zero")) for s in (wide, low)]
+    assert [cost.static / low.elements for cost in costs] == [16.0, 16.0]
+    assert costs[0].transient == costs[1].transient
+    assert costs[0].parts["data"] > 1.5 * costs[1].parts["data"]

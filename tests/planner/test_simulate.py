@@ -1,0 +1,155 @@
+"""A plan's timeline from its calls' seconds: who waits for whom, by hand and in general."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
+from trl_realloc.plan.presets import PRESETS, flatten, interleave, separate
+from trl_realloc.planner.hardware import Sharing
+from trl_realloc.planner.simulate import Task, iteration_seconds, run, simulate
+
+
+CALLS = ("actor.generate", "reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")
+ONE = dict.fromkeys(CALLS, 1.0)
+
+
+def on(**meshes: str) -> ExecutionPlan:
+    """Eight devices; every call on all but those put elsewhere."""
+    assignments = {}
+    for name in CALLS:
+        mesh = DeviceMesh.parse(meshes.get(name.replace(".", "__"), "0-7"))
+        engine = "vllm" if name == "actor.generate" else "zero"
+        assignments[name] = Assignment(mesh, ParallelStrategy(mesh.size), engine)
+    return ExecutionPlan(Cluster(1, 8), assignments)
+
+
+def end(plan: ExecutionPlan, seconds: Mapping[str, float], iterations: int = 1) -> float:
+    return max(span.end for span in simulate(plan, seconds, iterations=iterations).spans)
+
+
+def test_on_one_mesh_calls_run_one_after_the_other() -> None:
+    assert end(flatten(Cluster(1, 4)), ONE) == 6
+    assert end(flatten(Cluster(1, 4)), ONE, iterations=3) == 18
+
+
+def test_calls_on_disjoint_meshes_overlap() -> None:
+    assert end(interleave(Cluster(1, 4)), ONE) == 5
+
+
+def test_a_long_training_beside_five_short_calls_takes_120_seconds_in_five_iterations() -> None:
+    """ReaL's simulator says 104 s, for a successor there may start before all of its predecessors have ended."""
+    five = {name.replace(".", "__"): "4-7" for name in CALLS if name != "actor.train"}
+    assert end(on(actor__train="0-3", **five), {**ONE, "actor.train": 20.0}, iterations=5) == 120
+
+
+def test_the_critics_training_runs_beside_the_next_generation() -> None:
+    """ReaL's case study."""
+    apart = on(actor__train="0-3", critic__train="4-7", actor__generate="0-3")
+    timeline = simulate(apart, {**ONE, "critic.train": 1.5}, iterations=2)
+    spans = {(span.call, span.step): span for span in timeline.spans}
+    training, generation = spans["critic.train", 0], spans["actor.generate", 1]
+    assert generation.start < training.end, "the actor's devices do not wait for the critic's"
+    assert spans["critic.forward", 1].start >= training.end
+
+
+def test_a_move_keeps_both_of_its_meshes_busy_and_is_charged_once() -> None:
+    """Device 0 trains both roles till 6. Without moves device 1 generates from 5 on, when the actor is trained; a move
+    needs device 0 too, so it waits for the critic's training: 6 to 8, and the critic's own 11 to 11.5."""
+    plan = separate(Cluster(1, 2))
+    moves = {"actor.generate": 2.0, "critic.forward": 0.5}
+    still, moved = (simulate(plan, ONE, each, iterations=2) for each in ({}, moves))
+    assert max(span.end for span in still.spans) == 11
+    assert max(span.end for span in moved.spans) == 14.5
+    busy = sorted(span for span in moved.spans if span.call == "actor.train -> actor.generate")
+    assert [(span.device, span.start, span.end) for span in busy] == [(0, 6, 8), (1, 6, 8)], "once, in the second step"
+    assert iteration_seconds(plan, ONE, {}) == 5
+    assert iteration_seconds(plan, ONE, moves) == 8.5
+    assert iteration_seconds(plan, ONE, moves, barrier=True) == 8.5
+    assert iteration_seconds(plan, ONE, {}, barrier=True) == 6, "the critic's training is waited for"
+
+
+def test_a_move_between_equal_layouts_costs_nothing_whatever_is_said() -> None:
+    plan = flatten(Cluster(1, 2))
+    assert iteration_seconds(plan, ONE, {"actor.generate": 9.0}) == 6
+
+
+def test_a_call_without_seconds_is_missed() -> None:
+    with pytest.raises(KeyError, match="critic.train"):
+        simulate(flatten(Cluster(1, 1)), {name: 1.0 for name in CALLS if name != "critic.train"})
+
+
+times = st.fixed_dictionaries(dict.fromkeys(CALLS, st.floats(0.01, 10)))
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.integers(1, 8), times, st.integers(1, 4))
+def test_no_device_does_two_things_at_once_and_nothing_starts_before_what_it_needs(
+    preset: str, devices: int, seconds: dict[str, float], iterations: int
+) -> None:
+    plan = PRESETS[preset](Cluster(1, devices))
+    timeline = simulate(plan, seconds, {"actor.generate": 0.3}, iterations=iterations)
+    for device in timeline.devices:
+        mine = sorted((span for span in timeline.spans if span.device == device), key=lambda span: span.start)
+        assert all(one.end <= other.start + 1e-9 for one, other in zip(mine, mine[1:], strict=False))
+    ends = {(span.call, span.step): span.end for span in timeline.spans}
+    for span in timeline.spans:
+        for edge in plan.graph.data_edges:
+            if edge.consumer == span.call:
+                assert span.start >= ends[edge.producer, span.step] - 1e-9
+        for source, target in plan.graph.parameter_edges:
+            if target == span.call and span.step:
+                assert span.start >= ends[source, span.step - 1] - 1e-9
+    longest = max(sum(seconds[name] for name in plan.calls_on(device)) for device in range(devices))
+    one_by_one = sum(seconds.values()) + 0.3
+    assert longest * iterations <= max(ends.values()) + 1e-6 <= one_by_one * iterations + 1
+
+
+# --- devices that share processors ---
+
+
+def test_calls_side_by_side_on_shared_processors_slow_each_other_down() -> None:
+    """Four devices on two processors: what runs beside the other takes as long as one after the other."""
+    tasks = [Task("one", (DeviceMesh(0, 2),), 3.0), Task("other", (DeviceMesh(2, 2),), 3.0)]
+    apart = run(tasks)[0]
+    shared = run(tasks, sharing=Sharing.of(2))[0]
+    assert [end for _, end in apart] == [3, 3]
+    assert [end for _, end in shared] == pytest.approx([6, 6])
+
+
+def test_a_processor_that_is_set_free_speeds_up_the_rest() -> None:
+    tasks = [Task("short", (DeviceMesh(0, 2),), 1.0), Task("long", (DeviceMesh(2, 2),), 3.0)]
+    ends = [end for _, end in run(tasks, sharing=Sharing.of(2))[0]]
+    assert ends == pytest.approx([2, 4])
+
+
+def test_a_device_beside_another_is_slowed_as_two_of_them_are() -> None:
+    """Two devices that do not take turns but disturb each other: by 1.25, as measured, where both compute."""
+    tasks = [Task("one", (DeviceMesh(0, 1),), 2.0), Task("other", (DeviceMesh(1, 1),), 3.0)]
+    ends = [end for _, end in run(tasks, sharing=Sharing(((2, 1.25), (4, 3.0))))[0]]
+    assert ends == pytest.approx([2.5, 3.5])
+
+
+@given(devices=st.lists(st.integers(1, 64), min_size=2, max_size=2).map(sorted), processors=st.floats(1, 16))
+def test_more_devices_never_slow_each_other_down_less(devices: list[int], processors: float) -> None:
+    sharing = Sharing.of(processors)
+    few, many = (sharing.slowdown(n) for n in devices)
+    assert 1 <= few <= many + 1e-9
+    assert sharing.slowdown(1) == 1
+    assert sharing.slowdown(64) == pytest.approx(max(1, 64 / processors))
+
+
+@given(
+    seconds=st.lists(st.floats(0.01, 10), min_size=1, max_size=6),
+    firsts=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
+def test_enough_processors_are_as_good_as_one_each(seconds: list[float], firsts: list[int]) -> None:
+    tasks = [Task(str(at), (DeviceMesh(firsts[at], 1),), each) for at, each in enumerate(seconds)]
+    alone, shared = (run(tasks, iterations=2, sharing=each) for each in (None, Sharing.of(4)))
+    for one, other in zip(alone, shared, strict=True):
+        for (start, end), (began, ended) in zip(one, other, strict=True):
+            assert (began, ended) == pytest.approx((start, end), abs=1e-9)

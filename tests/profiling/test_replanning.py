@@ -1,0 +1,39 @@
+"""When a run looks for another plan: rank 0 decides, and all ranks meet in the same broadcast."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trl_realloc.profiling import replanning
+from trl_realloc.profiling.replanning import Replanner
+
+
+@pytest.mark.parametrize("estimate", [1.0, 5.0])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
+    rank: int, estimate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPUs of two ranks may differ, and with them their estimates: a rank that decided by its own would leave the
+    others waiting."""
+    broadcasts: list[Any] = []
+
+    def from_first_rank(value: Any) -> Any:
+        broadcasts.append(value)
+        return 5.0, None
+
+    better = SimpleNamespace(best=SimpleNamespace(seconds=4.99))  # by too little to move
+    monkeypatch.setattr(replanning, "from_first_rank", from_first_rank)
+    monkeypatch.setattr(replanning, "at_lengths", lambda *_: SimpleNamespace(seconds=estimate))
+    monkeypatch.setattr(replanning, "choose", lambda *_, **__: better)
+    workload = SimpleNamespace(of_lengths=lambda lengths: None)
+    subject = SimpleNamespace(specs={})
+    job = SimpleNamespace(rank=rank, engine="vllm", subject=subject, workload=workload, pricing=lambda *_: None)
+    planned = SimpleNamespace(found=SimpleNamespace(seconds=1.0), profile=object(), chosen=object())
+    watcher = Replanner(job, planned, threshold=0.1)  # type: ignore[arg-type]
+    watcher.note([3, 4])
+    assert watcher.better(updates_left=10, move_seconds=0.0) is None
+    assert len(broadcasts) == 1
+    assert watcher.planned is planned

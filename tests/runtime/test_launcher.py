@@ -1,0 +1,81 @@
+"""What a launcher was asked for: said where something else runs, refused where the trainer cannot do it."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.hosts import Process
+from trl_realloc.runtime.launcher import LaunchError, asked_for, check_device, check_launch, what_runs
+
+
+def test_a_start_says_how_many_processes_on_how_many_hosts_under_which_plan() -> None:
+    two = [Process(name, name, local) for name in ("alpha", "beta") for local in range(2)]
+    assert list(what_runs(two, flatten(Cluster(2, 2)), (4, "WORLD_SIZE=4"))) == [
+        "trl_realloc: 4 processes on 2 hosts (alpha, beta), 2 on each; plan flatten; generation by vllm."
+    ]
+    assert "1 process on 1 host (alpha); plan" in next(what_runs([two[0]], flatten(Cluster(1, 1)), (1, "")))
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher", "told"),
+    [
+        (
+            {},
+            ["python", "/bin/accelerate", "launch", "--num_processes", "2", "train.py", "--num_processes", "9"],
+            r"2 processes were asked for \(accelerate launch --num_processes 2\), but 1 process runs .*--multi_gpu",
+        ),
+        ({}, ["python", "-m", "accelerate.commands.launch", "--num-processes=2", "train.py"], "2 processes were asked"),
+        ({"OMPI_COMM_WORLD_SIZE": "16"}, ["mpirun"], r"16 .* \(OMPI_COMM_WORLD_SIZE=16\), but 1 .* with torchrun or"),
+    ],
+)
+def test_a_start_says_where_fewer_processes_run_than_were_asked_for(
+    environment: dict[str, str], launcher: list[str], told: str
+) -> None:
+    said = " ".join(what_runs([Process("alpha")], flatten(Cluster(1, 1)), asked_for(environment, launcher)))
+    assert re.search(told, said), said
+
+
+def test_nothing_more_is_said_of_a_job_that_is_as_it_was_asked_for() -> None:
+    asked = asked_for({"WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}, ["torchrun", "--num_processes", "4"])
+    assert asked == (2, "WORLD_SIZE=2")
+    assert len(list(what_runs([Process("a", "", 0), Process("a", "", 1)], flatten(Cluster(1, 2)), asked))) == 1
+
+
+def test_gpus_that_are_left_over_and_a_compiler_that_is_not_used_are_said() -> None:
+    said = list(what_runs([Process("a", "", -1, 0, 8)], flatten(Cluster(1, 1)), (1, ""), "INDUCTOR"))
+    assert "sees 8 GPUs and the job uses 1" in said[1] and "torch.compile (inductor) is asked for and not" in said[2]
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "told"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP is asked for, and the execution plan says how models are sharded"),
+        ({}, {"fsdp": True}, "FSDP is asked for"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "Megatron-LM plugin"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "parallelism_config"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, "use bf16, fp16 or no"),
+    ],
+)
+def test_a_launch_config_that_no_engine_follows_is_refused_with_what_to_use(
+    environment: dict[str, str], arguments: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(LaunchError, match=told):
+        check_launch(SimpleNamespace(**arguments), environment)
+
+
+def test_launches_by_data_parallelism_and_deepspeed_are_not_refused() -> None:
+    check_launch(SimpleNamespace(fsdp=None), {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "bf16"})
+
+
+def test_a_device_that_no_engine_runs_on_is_refused() -> None:
+    check_device(torch.device("cuda", 1))
+    check_device(torch.device("cpu"))
+    with pytest.raises(LaunchError, match="device is xpu:0, .* set use_cpu=True"):
+        check_device(torch.device("xpu", 0))

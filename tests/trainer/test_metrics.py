@@ -1,0 +1,25 @@
+"""What a run keeps of its updates."""
+
+from __future__ import annotations
+
+import torch
+
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.plan.timeline import Span
+from trl_realloc.runtime.executor import Iteration
+from trl_realloc.trainer.metrics import RunMetrics
+
+
+def test_of_a_long_run_the_spans_of_the_latest_updates_are_kept() -> None:
+    samples = Rollouts(
+        index=torch.tensor([0]),
+        prompts=Ragged.of([[5]], torch.long),
+        responses=Ragged.of([[7, 8]], torch.long),
+    )
+    for most, kept in ((10, [17, 18, 19]), (0, [19])):
+        metrics = RunMetrics(spans=most)
+        for step in range(20):
+            spans = tuple(Span("actor.generate", rank, step, step + 1.0, step) for rank in range(3))
+            metrics.note(["actor.generate"], Iteration(samples, {}, spans), 1.0)
+        assert sorted({span.step for span in metrics.timeline.spans}) == kept
+        assert len(metrics.timeline.spans) == 3 * len(kept)

@@ -1,0 +1,112 @@
+"""Which optimizers may be sharded: seen on small matrices, and refused with the plan's word where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import flatten
+from trl_realloc.trainer.optimizer_sharding import (
+    check_sharding,
+    given_maker,
+    named_maker,
+    works_by_element,
+    works_by_parameter,
+)
+from trl_realloc.trainer.ppo_config import ConfigError
+
+
+CPU = torch.device("cpu")
+
+
+class Normed(torch.optim.Optimizer):
+    """Steps by a gradient over the norm of all gradients: no parameter by itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        parameters = [(group["lr"], p) for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for _, p in parameters if p.grad is not None]).norm()
+        for rate, p in parameters:
+            if p.grad is not None:
+                p -= rate * p.grad / norm
+
+
+MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, bool]] = {
+    "AdamW": (torch.optim.AdamW, True, True),
+    "AdamW, fused": (lambda ps: torch.optim.AdamW(ps, fused=True), True, True),
+    "Adam, amsgrad": (lambda ps: torch.optim.Adam(ps, amsgrad=True, weight_decay=0.1), True, True),
+    "SGD": (lambda ps: torch.optim.SGD(ps, lr=0.0, momentum=0.9, nesterov=True), True, True),
+    "RMSprop": (torch.optim.RMSprop, True, True),
+    "Adagrad": (torch.optim.Adagrad, True, True),
+    "RAdam": (torch.optim.RAdam, True, True),
+    "Rprop": (torch.optim.Rprop, True, True),
+    "Adafactor": (torch.optim.Adafactor, False, True),
+    "Muon": (torch.optim.Muon, False, True),
+    "one norm of everything": (Normed, False, False),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_an_optimizer_is_seen_to_step_each_element_or_each_parameter_by_itself(name: str) -> None:
+    kind, by_element, by_parameter = MADE[name]
+    groups = [{"params": [nn.Parameter(torch.ones(3, 2))]}, {"params": [nn.Parameter(torch.ones(3, 2))], "lr": 1e-3}]
+    maker = given_maker(kind(groups))
+    assert works_by_element(maker, 2, CPU) is by_element
+    assert works_by_parameter(maker, 2, CPU) is by_parameter
+
+
+@pytest.mark.parametrize(
+    ("named", "by_element"), [("adamw_torch", True), ("adamw_torch_fused", True), ("sgd", True), ("adafactor", False)]
+)
+def test_named_optimizers_are_seen_the_same_way(tmp_path: Path, named: str, by_element: bool) -> None:
+    maker = named_maker(tiny.arguments(tmp_path, optim=named, weight_decay=0.1))
+    assert works_by_element(maker, 1, CPU) is by_element and works_by_parameter(maker, 1, CPU)
+
+
+def _plan(**training: Any) -> ExecutionPlan:
+    made = flatten(Cluster(1, 4), generation_engine="transformers").to_dict()
+    made["calls"]["critic.train"] = {"mesh": "0-3", **training}
+    return ExecutionPlan.from_dict(made)
+
+
+@pytest.mark.parametrize(
+    ("training", "refused"),
+    [
+        ({"engine": "zero", "dp": 4}, ""),
+        ({"engine": "megatron", "dp": 4}, ""),
+        ({"engine": "megatron", "dp": 4, "zero_stage": 1}, ""),
+        ({"engine": "megatron", "dp": 2, "pp": 2}, ""),
+        ({"engine": "zero", "dp": 4, "zero_stage": 1}, "critic.train under zero_stage: 1 would not train"),
+        ({"engine": "zero", "dp": 4, "zero_stage": 3}, "critic.train under zero_stage: 3 would not train"),
+        ({"engine": "megatron", "dp": 2, "tp": 2}, "critic.train under tp: 2 would not train"),
+    ],
+)
+def test_adafactor_is_refused_where_a_plan_cuts_parameters(
+    tmp_path: Path, training: dict[str, Any], refused: str
+) -> None:
+    args = tiny.arguments(tmp_path, optim="adafactor")
+    if not refused:
+        check_sharding(args, None, _plan(**training))
+        return
+    with pytest.raises(ConfigError, match=f"optim='adafactor' does not step each element .*{refused}.*zero_stage: 0"):
+        check_sharding(args, None, _plan(**training))
+
+
+@pytest.mark.parametrize("training", [{"dp": 2, "pp": 2}, {"dp": 4, "zero_stage": 1}])
+def test_an_optimizer_with_a_norm_of_everything_is_refused_where_parameters_are_dealt_out(
+    tmp_path: Path, training: dict[str, Any]
+) -> None:
+    given = Normed([nn.Parameter(torch.ones(3, 2))])
+    with pytest.raises(ConfigError, match="Normed does not step each parameter by itself, so critic.train under"):
+        check_sharding(tiny.arguments(tmp_path), given, _plan(engine="megatron", **training))

@@ -1,0 +1,145 @@
+"""What a run did, for a person: the summary, the tables, the picture, and the recipes that people start from."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import TrlParser
+
+from trl_realloc import PPOConfig
+from trl_realloc.cli.main import main
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.trainer.callbacks import MetricsWriter
+from trl_realloc.trainer.report import call_times, load_metrics, report_run, reward_summary, write_report
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(scores: list[float]) -> list[dict[str, float]]:
+    return [
+        {
+            "step": at + 1,
+            "objective/scores": score,
+            "episode": 8.0 * (at + 1),
+            "time/actor.generate": 1.0,
+            "time/actor.train": 2.0,
+            "time/step": 4.0,
+            "tokens/s": 100.0,
+        }
+        for at, score in enumerate(scores)
+    ]
+
+
+def test_a_rise_is_clear_beyond_three_standard_errors() -> None:
+    flat = [1.0, 1.1, 0.9, 1.0, 1.05]
+    assert not reward_summary(rows(flat * 2)).rose_clearly
+    assert reward_summary(rows([*flat, *(score + 1 for score in flat)])).rose_clearly
+    assert not reward_summary(rows([*(score + 1 for score in flat), *flat])).rose_clearly
+
+
+@given(st.lists(st.floats(-10, 10), min_size=10, max_size=40))
+def test_the_summary_is_of_the_first_and_last_updates(scores: list[float]) -> None:
+    summary = reward_summary(rows(scores))
+    assert summary.first == pytest.approx(sum(scores[:5]) / 5, abs=1e-9)
+    assert summary.last == pytest.approx(sum(scores[-5:]) / 5, abs=1e-9)
+    variance = sum((x - summary.last) ** 2 for x in scores[-5:]) / 4
+    assert summary.last_error == pytest.approx(math.sqrt(variance / 5), abs=1e-9)
+
+
+def test_too_few_updates_are_refused() -> None:
+    with pytest.raises(ValueError, match="need 10, there are 9"):
+        reward_summary(rows([0.0] * 9))
+
+
+def test_the_report_has_the_reward_the_times_the_plan_and_completions(tmp_path: Path) -> None:
+    made = rows([at / 10 for at in range(20)])
+    before = [{"query": "a | b", "model response": "x<eos>", "score": 1.0}]
+    path = write_report(tmp_path, made, "name: flatten\n", before, before)
+    text = path.read_text()
+    assert "![" in text and (tmp_path / "reward.png").stat().st_size > 5000
+    assert "| actor.train | 2.000 | 50% |" in text and "name: flatten" in text and "a \\| b" in text
+    assert call_times(made) == {"actor.generate": (1.0, 0.25), "actor.train": (2.0, 0.5)}
+
+
+def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
+    moved = {"realloc/bytes/critic.forward": 2.5e6, "realloc/seconds/critic.forward": 0.25}
+    text = write_report(tmp_path, [{**row, **moved} for row in rows([0.1] * 10)], "name: apart\n").read_text()
+    assert "| critic.forward | 2.5 | 0.250 |" in text
+
+
+def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows([0.1] * 12)))
+    flatten(Cluster(1, 1)).save(tmp_path / "plan.yaml")
+    order = list(enumerate(flatten(Cluster(1, 1)).order))
+    starts = [(call, 4 * step + at / 2, step) for step in range(12) for at, call in order]
+    spans = [Span(call, 0, start, start + 0.5, step) for call, start, step in starts]
+    Timeline(spans).save(tmp_path / "timeline.json")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "written to" in capsys.readouterr().out
+    text = (tmp_path / "report.md").read_text()
+    assert "name: flatten" in text and "timeline.png" in text and (tmp_path / "timeline.png").stat().st_size > 3000
+    assert "the plan's timeline takes 3.000 s per update; measured were 4.000 s. The rest, 25%" in text
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 1 + 12 * 6
+
+
+def test_what_was_expected_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows([0.1] * 12)))
+    measured = [Span("actor.generate", 0, 10.0 * step, 10.0 * step + 2.0, step) for step in range(3)]
+    slow = Span("actor.generate", 0, 0.0, 8.0, 0)  # the first update warms up, and is left out
+    Timeline([slow, *measured[1:]]).save(tmp_path / "timeline.json")
+    Timeline([Span("actor.generate", 0, 0.0, 3.0, 1)]).save(tmp_path / "estimate.json")
+    report = report_run(tmp_path).read_text()
+    assert "| actor.generate | 3.000 s | 2.000 s | +50% |" in report
+    assert "| iteration | 3.000 s | 2.000 s | +50% |" in report
+    assert "estimate.png" in report
+    assert (tmp_path / "estimate.png").is_file()
+
+
+def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no metrics.jsonl; train with callbacks="):
+        report_run(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+
+
+def test_metrics_are_written_once_per_step_also_after_resuming(tmp_path: Path) -> None:
+    class State:
+        is_world_process_zero = True
+        global_step = 0
+
+    writer, state = MetricsWriter(tmp_path / "run" / "metrics.jsonl"), State()
+    for first, last in ((0, 4), (2, 6)):  # stopped at 4, resumed from 2
+        state.global_step = first
+        writer.on_train_begin(None, state, None)
+        for step in range(first + 1, last + 1):
+            state.global_step = step
+            writer.on_log(None, state, None, logs={"objective/scores": step + first / 10})
+    assert [row["objective/scores"] for row in load_metrics(writer.path)] == [1.0, 2.0, 3.2, 4.2, 5.2, 6.2]
+    assert all(json.loads(line)["step"] for line in writer.path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_recipe_can_be_loaded(path: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    if "calls" in content:
+        assert ExecutionPlan.load(path).to_dict()
+    elif "compute_environment" in content:
+        from accelerate.commands.config.config_args import load_config_from_file
+
+        assert load_config_from_file(str(path)).num_processes >= 1
+    else:
+        known = {key: value for key, value in content.items() if key in PPOConfig.__dataclass_fields__}
+        assert set(content) - set(known) <= {"dataset_path"}
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(known))
+        (args,) = TrlParser([PPOConfig]).parse_args_and_config(args=["--config", str(recipe)])
+        assert args.max_steps > 0

@@ -1,0 +1,312 @@
+"""Prompts: from a user's dataset (tokenised, text or conversations) to token ids with the columns beside them.
+
+Everything that can be wrong with the data is found here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from accelerate import PartialState
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch.utils.data import DataLoader, Sampler
+
+from ..common.errors import shown
+from .rollout import Ragged, Rollouts
+
+
+class DataError(ValueError):
+    """A dataset that PPO cannot train on. The message names the rows and what to do."""
+
+
+def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: int | None = None) -> Dataset:
+    """A dataset with `input_ids` (lists without padding) and all its other columns, `prompt` among them where it had
+    one.
+
+    Args:
+        dataset: with `input_ids`, or with `prompt`: text, or a conversation (a list of messages), to which the
+            tokenizer's chat template is applied with a generation prompt.
+        what: `train_dataset` or `eval_dataset`, for messages.
+
+    Raises:
+        DataError: no rows, or neither column.
+    """
+    dataset = as_dataset(dataset, what)
+    columns = dataset.column_names
+    if "input_ids" in columns:
+        return dataset
+    if "prompt" not in columns:
+        raise DataError(
+            f"{what} has neither a `prompt` column (text or a conversation) nor `input_ids` (token ids); it has "
+            f"{', '.join(map(repr, columns))}. Rename one, e.g. dataset.rename_column({columns[0]!r}, 'prompt')."
+        )
+
+    def encode(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        prompts = batch["prompt"]
+        if prompts and not isinstance(prompts[0], str):
+            try:
+                ids = processing_class.apply_chat_template(
+                    list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
+                )["input_ids"]
+            except Exception as error:  # no template, or one that refuses these roles
+                raise DataError(f"{what}: the tokenizer's chat template cannot be applied ({error}).") from None
+        else:
+            ids = processing_class(text=list(prompts))["input_ids"]
+        return {"input_ids": ids}
+
+    # one process of a host tokenizes, and the others read its cache; a dataset in memory has none
+    cached = bool(getattr(dataset, "cache_files", None))
+    with PartialState().local_main_process_first() if cached else contextlib.nullcontext():
+        return dataset.map(  # type: ignore[no-any-return]
+            encode, batched=True, num_proc=num_proc, desc=f"Tokenizing {what}"
+        )
+
+
+def as_dataset(given: Any, what: str) -> Dataset:
+    """A dataset of prompts as a `Dataset`: as it is, or of a list of rows, or of any sequence of rows.
+
+    Raises:
+        DataError: a stream, several splits, or what holds no rows.
+    """
+    if not isinstance(given, Dataset):
+        given = _converted(given, what)
+    if len(given) == 0:
+        raise DataError(f"{what} is empty; PPO needs prompts to respond to.")
+    for column in ("input_ids",) if "input_ids" in given.column_names else ("prompt",):
+        if column in given.column_names:
+            _check_column(given, column, what)
+    return given
+
+
+def _converted(given: Any, what: str) -> Dataset:
+    if given is None:
+        raise DataError(f"`{what}` is required: the prompts to respond to.")
+    if isinstance(given, DatasetDict | IterableDatasetDict):
+        splits = ", ".join(map(repr, given))
+        raise DataError(f"{what} has the splits {splits}; pass one of them, like dataset[{next(iter(given), '')!r}].")
+    if isinstance(given, IterableDataset | torch.utils.data.IterableDataset):
+        raise DataError(
+            f"{what} is a stream ({type(given).__name__}), whose number of rows is not known; take as many as the run "
+            f"needs, like Dataset.from_list(list(dataset.take(10_000)))."
+        )
+    if isinstance(given, Mapping):
+        raise DataError(f"{what} is a mapping; make a dataset of its columns with Dataset.from_dict(…).")
+    if isinstance(given, str | bytes | os.PathLike):
+        raise DataError(
+            f"{what} must be a Dataset, not the name {shown(given)}; load it with datasets.load_dataset(…)."
+        )
+    try:
+        rows = [given[at] for at in range(len(given))]
+    except (TypeError, KeyError, IndexError):
+        raise DataError(f"{what} must be a datasets.Dataset or a list of rows, not {shown(given)}.") from None
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise DataError(f"{what}: its rows must be dicts like {{'prompt': …}}, not like {shown(rows[0])}.")
+    try:
+        return Dataset.from_list([dict(row) for row in rows])
+    except (TypeError, ValueError) as error:  # pyarrow's are of these kinds
+        raise DataError(f"{what}: its rows are not all alike ({str(error).splitlines()[0]}).") from None
+
+
+def _check_column(dataset: Dataset, column: str, what: str) -> None:
+    """Raises `DataError` where the prompts are neither text nor conversations, or `input_ids` no token ids."""
+    kind = dataset.features[column]
+    item = getattr(kind, "feature", kind[0] if isinstance(kind, list) and kind else None)
+    if column == "input_ids":
+        right, wanted = _is_value(item, "int"), "lists of token ids"
+    else:
+        conversation = isinstance(item, Mapping) and {"role", "content"} <= set(item)
+        right, wanted = _is_value(kind, "string") or conversation, "text, or conversations (lists of role and content)"
+    if not right:
+        raise DataError(f"{what}: the column {column!r} must hold {wanted}, and holds {_named(kind)}.")
+    cells = dataset.data.column(column)
+    absent = cells.null_count or (column == "input_ids" and pc.list_flatten(cells).null_count)
+    if absent or (item is not None and pc.min(pc.list_value_length(cells)).as_py() == 0 and column == "prompt"):
+        rows = [at for at, cell in enumerate(dataset.with_format(None)[column]) if _lacks(cell)]
+        if rows:
+            raise DataError(
+                f"{what}: {_rows(rows)} no {column!r}, an empty one, or one with None in it; filter {_them(rows)} out."
+            )
+
+
+def _lacks(cell: Any) -> bool:
+    return cell is None or (not isinstance(cell, str) and (len(cell) == 0 or any(part is None for part in cell)))
+
+
+def _is_value(kind: Any, of: str) -> bool:
+    name = str(getattr(kind, "dtype", ""))
+    return name.removeprefix("u").startswith(of) or (of == "string" and name in ("large_string", "string_view"))
+
+
+def _named(kind: Any) -> str:
+    return str(getattr(kind, "dtype", None) or kind)[:120]
+
+
+def check_prompts(
+    dataset: Any,
+    what: str,
+    response_length: int,
+    context_length: int | None,
+    vocab_size: int,
+    collate: Callable[[list[Any]], PromptBatch],
+    *,
+    all_columns: bool = False,
+) -> list[int]:
+    """Refuse prompts that leave no room for the response, that are empty, or whose ids the model does not know. Reads
+    the dataset once.
+
+    Args:
+        collate: as in training (`collate_prompts`): what it makes of the rows is looked at.
+        all_columns: it reads others than `input_ids` and `attention_mask`.
+
+    Returns:
+        Each prompt's tokens, without padding.
+
+    Raises:
+        DataError: naming the first rows concerned.
+    """
+    lengths: list[int] = []
+    empty: list[int] = []
+    unknown: list[int] = []
+    for rows in _chunks(dataset, all_columns):
+        for ids in collate(rows).prompts.ragged("prompts").rows():
+            at = len(lengths)
+            lengths.append(len(ids))
+            if not len(ids):
+                empty.append(at)
+            elif int(ids.max()) >= vocab_size or int(ids.min()) < 0:
+                unknown.append(at)
+    if empty:
+        raise DataError(f"{what}: {_rows(empty)} no tokens; remove {_them(empty)} or give the tokenizer a bos token.")
+    if unknown:
+        raise DataError(
+            f"{what}: {_rows(unknown)} token ids outside the model's vocabulary of {vocab_size}; tokenize with the "
+            f"model's own tokenizer."
+        )
+    room = (context_length or 1 << 60) - response_length
+    long = [at for at, length in enumerate(lengths) if length > room]
+    if long:
+        raise DataError(
+            f"{what}: {_rows(long)} a prompt longer than the {max(room, 0)} tokens that the model's context of "
+            f"{context_length} leaves beside response_length {response_length} (the longest has {max(lengths)}); "
+            f"filter {_them(long)} out or lower response_length."
+        )
+    return lengths
+
+
+def _chunks(dataset: Any, all_columns: bool, rows: int = 1000) -> Iterator[list[dict[str, Any]]]:
+    """The rows in turn, some at a time; other columns are not decoded unless they are asked for."""
+    if not hasattr(dataset, "select_columns"):
+        yield from ([dataset[at] for at in range(i, min(i + rows, len(dataset)))] for i in range(0, len(dataset), rows))
+        return
+    if not all_columns:
+        dataset = dataset.select_columns([n for n in ("input_ids", "attention_mask") if n in dataset.column_names])
+    for batch in dataset.iter(rows):
+        yield [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
+
+
+def _rows(at: Sequence[int]) -> str:
+    shown = ", ".join(map(str, at[:5])) + (f" and {len(at) - 5} more" if len(at) > 5 else "")
+    return f"row {shown} has" if len(at) == 1 else f"rows {shown} have"
+
+
+def _them(at: Sequence[int]) -> str:
+    return "it" if len(at) == 1 else "them"
+
+
+class PromptBatch:
+    """One global batch: `prompts` as `Rollouts` (`index`, `prompts`) and each sample's other columns as a dict."""
+
+    def __init__(self, prompts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.prompts, self.rows = prompts, tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class SeededOrder(Sampler[int]):
+    """A new order of the rows for every pass, from (seed, pass): so a position in the data is a number, and a resumed
+    run reads on where the other stopped. Another seed gives other orders in every pass."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed, self.epoch = size, seed, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        seed = int(np.random.SeedSequence((self.seed, self.epoch)).generate_state(1, np.uint64)[0])
+        generator = torch.Generator().manual_seed(seed >> 1)
+        yield from torch.randperm(self.size, generator=generator).tolist()
+
+
+def collate_prompts(
+    pad_token_id: int | None, data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
+) -> Callable[[list[Mapping[str, Any]]], PromptBatch]:
+    """Rows to a `PromptBatch`. A user's collator is asked for `input_ids` (and `attention_mask`), whose padding is
+    taken off again: padding is an engine's business."""
+
+    def collate(rows: list[Mapping[str, Any]]) -> PromptBatch:
+        ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+        masks = [row.get("attention_mask") for row in rows]
+        if data_collator is not None:
+            made = data_collator([dict(row) for row in rows])
+            ids = list(torch.as_tensor(made["input_ids"]).long())
+            masks = list(made.get("attention_mask", [None] * len(ids)))
+        prompts = [_unpadded(row, mask, pad_token_id) for row, mask in zip(ids, masks, strict=True)]
+        index = torch.arange(len(rows))
+        others = [{k: v for k, v in row.items() if k not in ("input_ids", "attention_mask")} for row in rows]
+        return PromptBatch(Rollouts(index=index, prompts=Ragged.of(prompts, torch.long)), others)
+
+    return collate
+
+
+def _unpadded(ids: torch.Tensor, mask: Any, pad_token_id: int | None) -> torch.Tensor:
+    if mask is not None:
+        return ids[torch.as_tensor(mask).bool()]
+    if not len(ids) or pad_token_id is None or int(ids[0]) != pad_token_id:
+        return ids
+    real = (ids != pad_token_id).nonzero()
+    return ids[int(real[0]) :] if len(real) else ids
+
+
+def prompt_loader(
+    dataset: Any, batch_size: int, collate: Callable[[list[Any]], PromptBatch], order: Sampler[int] | None
+) -> DataLoader[PromptBatch]:
+    """Global batches, the same on every rank: a plan, not the launcher, deals samples to devices.
+
+    In `order` whole batches only (a last partial one is left to the next pass); without one all rows in turn.
+    """
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=order,
+        shuffle=False if order is None else None,
+        collate_fn=collate,
+        drop_last=order is not None,
+    )
+
+
+def batches_of(loader: DataLoader[PromptBatch], start: int, stop: int) -> Iterator[tuple[PromptBatch, bool, bool]]:
+    """The batches of updates `start` to `stop`, pass after pass, each in an order of its own. With each batch: whether
+    it is the first that is read of its pass, and the last."""
+    per_pass = len(loader)
+    step = start
+    while step < stop:
+        if isinstance(loader.sampler, SeededOrder):
+            loader.sampler.epoch = step // per_pass
+        begins, first = True, step % per_pass
+        for at, batch in enumerate(loader):
+            if at < first:
+                continue
+            step += 1
+            ends = at + 1 == per_pass or step == stop
+            yield batch, begins, ends
+            begins = False
+            if ends:
+                break

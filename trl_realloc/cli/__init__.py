@@ -1,0 +1,1 @@
+"""`trl-realloc` and recipes. The verbs that plan need no torch."""

@@ -1,0 +1,384 @@
+"""`trl-realloc`: plans on a laptop. Chooses, shows and writes plans without torch; measures with it, in a job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__
+from ..common.errors import PlanError, Problems, shown, suggest
+from ..common.files import exists, read_yaml_mapping, shortened
+from ..plan.assignment import CACHED_TOKENS
+from ..plan.cluster import MOST_DEVICES, Cluster
+from ..plan.dataflow import ppo_graph
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.presets import PRESETS, load_plan
+from ..plan.timeline import Timeline
+from ..planner.choose import Chosen, choose
+from ..planner.cost import Pricing
+from ..planner.hardware import Analytic, parse_cluster
+from ..planner.profile import Measured, Profile, model_key
+from ..planner.recipe import Task, is_plan, read_task
+from ..planner.show import beaten_table, draw_estimate, estimate_table, explained
+from ..realloc.memory import MOMENTS
+from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
+
+
+LONGEST_SEARCH = 86_400  # seconds
+
+
+def plan_table(plan: ExecutionPlan) -> Table:
+    """The plan as a table for people, a row for each call in the order in which they run."""
+    name = plan.name if plan.name.isprintable() else shown(plan.name)  # escape sequences are not for the terminal
+    title = Text(f"{name or 'plan'}: {plan.cluster}")  # a name is no markup
+    table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
+    for name, assignment in plan.assignments.items():
+        rests = "offload" if assignment.offload else "drop" if assignment.drop else ""
+        table.add_row(name, str(assignment.mesh), assignment.engine, str(assignment.strategy), rests)
+    return table
+
+
+_devices = click.option("--devices", type=int, metavar="N", help="Devices of the whole job (its processes).")
+_nodes = click.option("--nodes", type=int, default=1, show_default=True, metavar="M", help="Nodes they are on.")
+_prompt_tokens = click.option("--prompt-tokens", type=float, metavar="T", help="Mean length of a recipe's prompts.")
+_engine = click.option(
+    "--engine",
+    type=click.Choice(["vllm", "transformers"]),
+    default="vllm",
+    show_default=True,
+    help="What generates, in a preset.",
+)
+_zero_stage = click.option("--zero-stage", type=click.IntRange(0, 3), default=0, show_default=True, help="In a preset.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="trl-realloc")
+def commands() -> None:
+    """Execution plans: which devices run each model function call of an iteration, and how."""
+
+
+@commands.command()
+@click.argument("plan")
+@_devices
+@_nodes
+@_engine
+@_zero_stage
+def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: int) -> None:
+    """Print PLAN, a preset's name or a YAML file. With --devices, check that it fits a job of that size."""
+    if plan in PRESETS:
+        cluster = _cluster(plan, devices, nodes)
+        found = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
+    else:
+        found = load_plan(plan)
+        if devices is not None:
+            found.check_world(_cluster(plan, devices, nodes).size)
+    Console().print(plan_table(found))
+
+
+@commands.command()
+@click.argument("what", metavar="RECIPE|PRESET")
+@_devices
+@_nodes
+@_engine
+@_zero_stage
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
+@click.option("--cluster", metavar="KIND:NxM", help="Plan a recipe for N nodes of M known devices, like h100:16x8.")
+@click.option("--profile", "measured", type=click.Path(path_type=Path), help="Plan a recipe for a measured machine.")
+@_prompt_tokens
+@click.option("--explain", "calls", multiple=True, metavar="CALL", help="Say what bounds a call, in numbers.")
+@click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="S", help="Of the search.")
+def plan(
+    what: str,
+    devices: int | None,
+    nodes: int,
+    engine: str,
+    zero_stage: int,
+    output: Path | None,
+    cluster: str | None,
+    measured: Path | None,
+    prompt_tokens: float | None,
+    calls: tuple[str, ...],
+    time_limit: float,
+) -> None:
+    """Choose the plan for a RECIPE, and say what it was chosen over; or write the plan that a PRESET stands for.
+
+    A recipe is planned for --cluster, for the machine of --profile, or for this one, which is measured the first time.
+    The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json.
+    """
+    if what not in PRESETS:
+        if not exists(what):
+            raise PlanError(f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
+        if is_plan(Path(what)):
+            raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
+        output = output or Path("plan.yaml")
+        _check_output(output, "the plan")
+        _check_request(cluster, measured, devices, nodes, time_limit, calls)
+        chosen = _choose(read_task(what, prompt_tokens), cluster, measured, devices, nodes, time_limit)
+        _show_choice(chosen, calls, output)
+        return
+    written = PRESETS[what](_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
+    if output is None:
+        click.echo(written.to_yaml(), nl=False)
+        return
+    _save(written, output)
+    Console().print(plan_table(written))
+    click.echo(f"written to {output}; run it with plan: {output}")
+
+
+def _check_output(output: Path, what: str) -> None:
+    """Refuse a file that cannot be written before anything is measured for it."""
+    if not exists(output.parent):
+        raise PlanError(f"{what} cannot be written to {shortened(output)} (there is no folder {output.parent}).")
+    if not os.access(output if exists(output) else output.parent, os.W_OK):
+        raise PlanError(f"{what} cannot be written to {output} (no permission to write there).")
+
+
+def _check_request(
+    cluster: str | None,
+    measured: Path | None,
+    devices: int | None,
+    nodes: int,
+    time_limit: float,
+    calls: Sequence[str],
+) -> None:
+    """Refuse options that do not go together, or that no search could follow."""
+    problems = Problems()
+    if cluster is not None and measured is not None:
+        problems.append(
+            "--cluster plans for devices by their specification and --profile for a measured machine; keep one."
+        )
+    if cluster is not None and devices is not None:
+        problems.append("--cluster says how many devices there are; leave --devices out.")
+    if not 0 < time_limit <= LONGEST_SEARCH:
+        problems.append(
+            f"--time-limit is a number of seconds above 0 and up to {LONGEST_SEARCH:,}, not {time_limit:g}."
+        )
+    if nodes < 1 or (devices is not None and devices < 1):
+        problems.append(f"--devices and --nodes are 1 or more, not {devices} and {nodes}.")
+    for call in calls:
+        with problems.of("--explain"):
+            ppo_graph().call(call)
+    problems.refuse()
+
+
+def _choose(
+    task: Task, cluster: str | None, measured: Path | None, devices: int | None, nodes: int, time_limit: float
+) -> Chosen:
+    if cluster is not None:
+        machine, device = parse_cluster(cluster)
+        workload, share = task.workload(machine), task.settings["vllm_gpu_memory_utilization"]
+        pricing = Pricing(machine, workload, Analytic(device), memory=device.memory, vllm_share=share)
+        specs = task.specs()
+    else:
+        if measured is None:
+            _check_processes(devices)
+        task.specs()  # a model that cannot be planned for is not measured either
+        profile = Profile.load(measured) if measured else _measure(task, devices or _processes(task.recipe))
+        if devices is not None and devices != profile.devices:
+            raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
+        machine = _cluster(task.recipe.name, profile.devices, nodes)
+        _check_measured(profile, task, measured)
+        pricing = Pricing(
+            machine, task.workload(machine), Measured(profile), moments=MOMENTS, default_cap=CACHED_TOKENS
+        )
+        specs = task.specs()
+    return choose(specs, pricing, generation_engine=task.engine, time_limit_s=time_limit)
+
+
+def _check_measured(profile: Profile, task: Task, path: Path | None) -> None:
+    """Refuse a profile of other models than the recipe's."""
+    rates = Measured(profile)
+    unknown = {
+        model_key(spec)
+        for call, specs in task.specs().items()
+        for spec in specs
+        if not rates.measured(spec, 1, 1, generates=call.endswith(".generate"))
+    }
+    if unknown:
+        raise PlanError(
+            f"{path or 'the profile'} has no measurements of {' or of '.join(sorted(unknown))}; make one with "
+            f"trl-realloc profile {task.recipe}."
+        )
+
+
+def _show_choice(chosen: Chosen, calls: Sequence[str], output: Path) -> None:
+    console = Console()
+    work = chosen.best.space.pricing.workload
+    console.print(
+        f"{work.episodes:,} episodes an iteration, prompts of {work.prompt_tokens:g} tokens (--prompt-tokens), "
+        f"responses of {work.response_tokens[-1]}, as long as they may be."
+    )
+    console.print(f"{chosen.said[0].upper()}{chosen.said[1:]}.")
+    console.print(estimate_table(chosen.best))
+    if chosen.beaten:
+        console.print(beaten_table(chosen))
+    for call in calls:
+        console.print(explained(chosen.best, call))
+    _save(chosen.best.plan, output)
+    try:
+        drawn = " and ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))
+    except OSError as error:
+        raise PlanError(f"the plan's picture cannot be written beside {output} ({error.strerror}).") from None
+    click.echo(f"written to {output}, {drawn}; run it with plan: {output}")
+
+
+def _save(written: ExecutionPlan, output: Path) -> None:
+    try:
+        written.save(output)
+    except OSError as error:
+        raise PlanError(f"the plan cannot be written to {output} ({error.strerror}).") from None
+
+
+@commands.command()
+@click.argument("what", nargs=-1, required=True, metavar="RECIPE | ACTOR [CRITIC]")
+@_devices
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("profile.json"))
+@_prompt_tokens
+def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tokens: float | None) -> None:
+    """Measure what this machine needs for a recipe's models, or for those in the folders ACTOR and CRITIC, with as many
+    processes as the run will have; generation under tensor degrees too, which a run's own measuring leaves out."""
+    if len(what) > 2:
+        raise PlanError(f"profile takes a recipe, or the folders of actor and critic, not {len(what)} arguments.")
+    _check_processes(devices)
+    _check_output(output, "the profile")
+    with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
+        recipe = Path(what[0])
+        if not recipe.is_file():
+            models = {"sft_model_path": str(recipe.resolve()), "reward_model_path": str(Path(what[-1]).resolve())}
+            recipe = Path(folder) / "models.yaml"
+            recipe.write_text(yaml.safe_dump(models), encoding="utf-8")
+        task = read_task(recipe, prompt_tokens)
+        task.specs()
+        measured = _measure(task, devices or _processes(recipe), "thorough")
+    try:
+        measured.save(output)
+    except OSError as error:
+        raise PlanError(f"the profile cannot be written to {output} ({error.strerror}).") from None
+    click.echo(f"{len(measured.observations)} observations in {output}")
+
+
+def _check_processes(devices: int | None) -> None:
+    if devices is not None and not 1 <= devices <= _most_processes():
+        raise PlanError(
+            f"--devices {devices}: so many processes would be started on this machine, which has {os.cpu_count()} "
+            f"processors; give a number from 1 to {_most_processes()}."
+        )
+
+
+def _most_processes() -> int:
+    """Of one machine; a few for each processor, for tests on small machines."""
+    return 8 * (os.cpu_count() or 1)
+
+
+def _measure(task: Task, devices: int, *how: str) -> Profile:
+    """Run the short job that measures; its profile."""
+    with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
+        return _measured(task, devices, Path(folder) / "profile.json", how)
+
+
+def _measured(task: Task, devices: int, output: Path, how: Sequence[str]) -> Profile:
+    job = ["-m", "trl_realloc.cli.measure", str(task.recipe), str(output), str(task.prompt_tokens), *how]
+    launch = [sys.executable]
+    if devices > 1:
+        launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]
+        launch += [str(devices), "--mixed_precision", "no", "--dynamo_backend", "no"]
+    done = subprocess.run([*launch, *job], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode or not output.is_file():
+        lines = done.stderr.strip().splitlines()
+        refused = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        said = "\n".join(list(dict.fromkeys(refused)) or lines[-12:])
+        raise PlanError(f"measuring {task.recipe} on {devices} processes failed: {said}")
+    return Profile.load(output)
+
+
+def _processes(recipe: Path) -> int:
+    """As many as the accelerate config beside the recipe says, else one."""
+    config = recipe.parent / "accelerate.yaml"
+    if not exists(config):
+        return 1
+    processes = read_yaml_mapping(config, "the accelerate config", "num_processes: 2").get("num_processes", 1)
+    if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= _most_processes():
+        raise PlanError(
+            f"{config}: num_processes is a whole number from 1 to {_most_processes()} here, not {shown(processes)}; "
+            f"or say --devices N."
+        )
+    return processes
+
+
+@commands.command()
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def report(run_dir: Path) -> None:
+    """Write the report of the run in RUN_DIR again: reward, time by call, a picture of two updates, a trace."""
+    try:
+        written = report_run(run_dir)
+        print_summary(load_metrics(run_dir / "metrics.jsonl", REPORTED))
+    except PlanError:
+        raise
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    click.echo(f"written to {written}")
+
+
+@commands.command()
+@click.argument("runs", nargs=2, type=click.Path(exists=True, file_okay=False, path_type=Path))
+def compare(runs: tuple[Path, Path]) -> None:
+    """Compare what the calls of two RUNS took, such as of one recipe under two plans: folders with a timeline.json."""
+    try:
+        first, second = (Timeline.load(run / "timeline.json") for run in runs)
+    except PlanError as error:
+        raise PlanError(f"{error.problems[0][:-1]}; save one with trainer.timeline.save(path).") from None
+    table = Table("call", *(str(run) for run in runs), "ratio", title="seconds per update", title_justify="left")
+    for call, one, other, _ in first.compare(second):
+        ratio = f"{other / one:.2f}x" if one and other else ""
+        table.add_row(call, *("" if each is None else f"{each:.3f}" for each in (one, other)), ratio)
+    whole = [timeline.seconds_per_step for timeline in (first, second)]
+    table.add_row(
+        "whole update", *(f"{each:.3f}" for each in whole), f"{whole[1] / whole[0]:.2f}x" if all(whole) else ""
+    )
+    Console().print(table)
+
+
+def _cluster(plan: str, devices: int | None, nodes: int) -> Cluster:
+    """The job's cluster by the command's options. Raises `PlanError` where they do not make one."""
+    if devices is None:
+        raise PlanError(f"the size of the job is missing: say --devices N, for instance {plan} --devices 8.")
+    if devices > MOST_DEVICES:
+        raise PlanError(f"--devices {devices}: a plan can be for {MOST_DEVICES:,} devices at most.")
+    if nodes < 1 or devices < 1 or devices % nodes:
+        raise PlanError(
+            f"--devices {devices} on --nodes {nodes}: both are 1 or more, and each node has equally many devices."
+        )
+    return Cluster(nodes, devices // nodes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code: 0, or 2 after a sentence on stderr for what the person got wrong."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        commands.main(given or ["--help"], prog_name="trl-realloc", standalone_mode=False)
+    except click.ClickException as error:
+        print(f"trl-realloc: {error.format_message()}", file=sys.stderr)
+        return 2
+    except PlanError as error:
+        print("\n".join(f"trl-realloc: {problem}" for problem in error.problems), file=sys.stderr)
+        return 2
+    except OSError as error:  # a disk that is full, a folder that may not be read
+        print(f"trl-realloc: {shortened(error.filename or 'input or output')}: {error.strerror}.", file=sys.stderr)
+        return 2
+    except click.Abort:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

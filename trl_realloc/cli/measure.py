@@ -1,0 +1,63 @@
+"""The job behind `trl-realloc profile`: as many processes as the run will have measure a recipe's models.
+
+accelerate launch --num_processes N -m trl_realloc.cli.measure RECIPE OUTPUT PROMPT_TOKENS [thorough]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from transformers import AutoConfig
+
+from ..plan.dataflow import Role
+from ..planner.recipe import read_recipe, read_task
+from ..profiling.auto_plan import job_of, mixed_precision
+from ..profiling.job_models import Subject, specs_of
+from ..profiling.profile_cache import cached_profile
+from ..runtime.hosts import cluster_of, meet
+from ..trainer.ppo_config import PPOConfig
+from .recipe import run
+
+
+def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None:
+    task = read_task(recipe, prompt_tokens)
+    given = read_recipe(task.recipe)
+    known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
+    own = {key: value for key, value in given.items() if key in known}
+    with tempfile.TemporaryDirectory() as folder:
+        args = PPOConfig(**{**own, "output_dir": folder, "report_to": "none"})
+    args.device  # noqa: B018 - makes the process group
+    world = PartialState()
+    configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in task.folders.items()}
+    for role in (Role.CRITIC, Role.REWARD):
+        configs[role][0].num_labels = 1
+    for role in (Role.ACTOR, Role.CRITIC):  # as the run trains models by path
+        configs[role][0].dtype = torch.float32
+    cluster, mixed = cluster_of(meet()), mixed_precision(args)
+    pad = configs[Role.ACTOR][0].pad_token_id
+    job = job_of(
+        args,
+        cluster,
+        world.process_index,
+        task.engine,
+        Subject(configs, specs_of(configs, mixed=mixed), mixed=mixed),
+        prompt_tokens=task.prompt_tokens,
+        context_length=round(task.prompt_tokens + args.response_length),
+        pad_token_id=0 if pad is None else pad,
+    )
+    profile, _ = cached_profile(job, thorough=thorough)
+    if job.rank == 0:
+        profile.save(output)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1], sys.argv[2], float(sys.argv[3]), thorough="thorough" in sys.argv[4:]))

@@ -1,0 +1,146 @@
+"""Recipes: a run as one YAML file (`--config`), read by TRL's parser, with errors for the person who wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+from trl import TrlParser
+
+from ..algorithms.nonfinite import NonFiniteError
+from ..algorithms.prompts import DataError
+from ..algorithms.rewards import RewardError
+from ..common.errors import PlanError, shown, unknown_keys
+from ..common.files import read_yaml_mapping
+from ..common.settings import SETTINGS, number_of_text, read_settings
+from ..engines.models import ModelError
+from ..runtime.alarm import JobFailed
+from ..trainer.checkpoint import CheckpointError, SaveError
+from ..trainer.ppo_config import ConfigError
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be read. The message names the file, the key and the nearest right one."""
+
+
+SENTENCES = (
+    RecipeError,
+    CheckpointError,
+    SaveError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RewardError,
+    NonFiniteError,
+    PlanError,
+    JobFailed,
+)
+
+
+def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """The dataclasses filled from `--config recipe.yaml` and the command line, which comes first.
+
+    Raises:
+        RecipeError: no such file, no mapping in it, a key that no dataclass has, or a value that its field cannot have.
+    """
+    given: list[str] = []
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        given += ["--config", argument.removeprefix("--config=")] if argument.startswith("--config=") else [argument]
+    where = "the arguments"
+    if "--config" in given:
+        at = given.index("--config") + 1
+        if at == len(given):
+            raise RecipeError("--config needs the path of a recipe after it.")
+        where = given[at]
+        _check(Path(where), dataclass_types)
+    try:
+        parsed = _Parser(list(dataclass_types)).parse_args_and_config(args=given)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    except SENTENCES:
+        raise
+    except (ValueError, TypeError, OSError) as error:  # what TRL's and Transformers' own checks refuse
+        raise RecipeError(f"{where}: {error}") from error
+    return tuple(parsed)
+
+
+class _Parser(TrlParser):
+    """TRL's, which ends the process with a page of usage before what was wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(message)
+
+
+def _check(path: Path, dataclass_types: Sequence[type]) -> None:
+    """Raises `RecipeError` with all that is wrong with a recipe's keys and values."""
+    try:
+        recipe = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
+    except PlanError as error:
+        raise RecipeError(str(error)) from None
+    kinds: dict[str, Any] = {"env": dict[str, Any]}
+    for kind in dataclass_types:
+        hints = get_type_hints(kind)
+        kinds |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    if "resume_from_checkpoint" in kinds:  # Transformers' type is text, and `train` takes true as well
+        kinds["resume_from_checkpoint"] = str | bool | None
+    problems = unknown_keys(recipe, sorted(kinds), "no setting")
+    _, wrong = read_settings({key: number_of_text(value) for key, value in recipe.items() if key in kinds})
+    problems += wrong
+    problems += [
+        f"{key} must be {_in_words(kinds[key])}, not {shown(value)}.{_YAML_BOOLEANS if isinstance(value, bool) else ''}"
+        for key, value in recipe.items()
+        if key in kinds and key not in SETTINGS and not _may_be(kinds[key], value)
+    ]
+    if problems:
+        raise RecipeError(f"{path}: {' '.join(problems)}")
+
+
+def _may_be(kind: Any, value: object) -> bool:
+    """Whether a field of that type can have the value. Text is read by the parser, and nothing is left to the field."""
+    if value is None or isinstance(value, str):
+        return True
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    except PydanticUserError:  # a type of the script's own
+        return True
+    return True
+
+
+_YAML_BOOLEANS = " YAML reads yes, no, on and off as true and false; put the word in quotes."
+
+
+def _in_words(kind: Any) -> str:
+    """A field's type, for messages: `text or a list`."""
+    parts = [part for part in get_args(kind) if part is not type(None)] if _is_union(kind) else [kind]
+    names = [_WORDS.get(get_origin(part) or part, getattr(part, "__name__", str(part))) for part in parts]
+    return " or ".join(dict.fromkeys(names))
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
+
+
+_WORDS: dict[Any, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+def run(main: Callable[[], object]) -> None:
+    """Call a script's `main`; what the person got wrong ends it with one sentence on stderr and exit code 2."""
+    try:
+        main()
+    except SENTENCES as error:
+        print(f"error: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,108 @@
+"""Generation with the actor's own module by Transformers' `generate`, where vLLM is not installed: slower, and exact.
+
+Nothing is copied: the parameters are the training engine's, made whole for as long as it generates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor
+
+from ..base import Bucket, Completion, GenerationRequest, Sampling
+
+
+class _SeededDraw(LogitsProcessor):
+    """Draws each row's next token with the row's own random numbers and leaves `generate` nothing to choose.
+
+    One uniform number per token decides by the inverse of the cumulative distribution, so a sample depends on its
+    seed alone: not on its neighbours, the batch size or the number of processes. Keeps one log-probability per token
+    where `output_scores` would keep the whole vocabulary's.
+    """
+
+    def __init__(self, seeds: Sequence[int], sampling: Sampling) -> None:
+        self.uniform = np.stack([np.random.default_rng(seed).random(sampling.max_tokens) for seed in seeds])
+        self.temperature = sampling.temperature
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logprobs = torch.log_softmax(scores.float() / self.temperature, -1)
+        cumulative = logprobs.double().exp().cumsum(-1)
+        point = torch.from_numpy(self.uniform[:, len(self.logprobs), None]).to(scores.device) * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, point, right=True).clamp(max=scores.shape[-1] - 1)
+        self.logprobs.append(logprobs.gather(-1, token).squeeze(-1).cpu())
+        return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+
+
+class TransformersEngine:
+    """Args:
+    whole_model: the context that yields the actor with all its parameters; a collective under ZeRO-3.
+    device: where the actor computes.
+    batch_size: most prompts of one `generate` (`local_rollout_forward_batch_size`).
+    """
+
+    def __init__(
+        self,
+        whole_model: Callable[[], AbstractContextManager[nn.Module]],
+        device: torch.device,
+        *,
+        batch_size: int,
+    ) -> None:
+        self.whole_model, self.device = whole_model, device
+        self.batch_size = batch_size
+        self.version = -1
+
+    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+        """The parameters are already here: only their version is noted."""
+        self.version = version
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
+        """Collective where `whole_model` is: then a rank without requests calls this too."""
+        by_length = sorted(requests, key=lambda request: len(request.prompt_ids))  # like lengths: little left padding
+        with self.whole_model() as model, torch.no_grad():
+            for start in range(0, len(by_length), self.batch_size):
+                yield from self._batch(model, by_length[start : start + self.batch_size], sampling)
+
+    def _batch(self, model: Any, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
+        width = max(len(request.prompt_ids) for request in requests)
+        # Padded with any token of the model: attention never sees it. The tokenizer's own may be outside the model's
+        # vocabulary, where it was added without resizing the embeddings.
+        ids = torch.zeros((len(requests), width), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            mask[row, width - len(request.prompt_ids) :] = 1
+        draw = _SeededDraw([request.seed for request in requests], sampling)
+        # a fresh config, and the model's own out of the way: its penalties would change the sampling but not the loss
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        own, base.generation_config = base.generation_config, GenerationConfig()
+        try:
+            out = model.generate(
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                generation_config=GenerationConfig(
+                    max_new_tokens=sampling.max_tokens,
+                    do_sample=False,
+                    pad_token_id=0,
+                    eos_token_id=sampling.stop_token_id,
+                ),
+                logits_processor=[draw],
+                # launched with ZeRO-3, Transformers would keep all ranks of the job in step by an all-reduce per token
+                synced_gpus=False,
+            )
+        finally:
+            base.generation_config = own
+        logprobs = torch.stack(draw.logprobs, 1)
+        for request, row, values in zip(requests, out[:, width:].cpu(), logprobs, strict=True):
+            ends = (row == sampling.stop_token_id).nonzero() if sampling.stop_token_id is not None else row[:0]
+            stopped = len(ends) > 0
+            length = int(ends[0]) + 1 if stopped else len(row)
+            yield Completion(request.index, tuple(row[:length].tolist()), tuple(values[:length].tolist()), stopped)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""Engines that train and score: replicated, DeepSpeed ZeRO, tensor and pipeline parallel."""

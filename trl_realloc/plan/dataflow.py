@@ -1,0 +1,287 @@
+"""What one iteration of an algorithm consists of: its model function calls and the edges between them.
+
+Knows the columns that a call reads and writes, and that a role's training feeds its other calls in the next
+iteration. Knows nothing of where or how a call runs: that is the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
+
+
+MOST_COLUMNS = 100  # of a call, in a graph that is read from a file
+
+
+class Role(StrEnum):
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+
+
+class CallKind(StrEnum):
+    GENERATE = "generate"
+    FORWARD = "forward"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of one role in one iteration. `inputs` and `outputs` are names of columns of the samples; `passes` says
+    how many responses of each sample it works through, such as the sampled and the greedy one in ReMax.
+
+    Raises:
+        PlanError: `passes` below 1.
+    """
+
+    role: Role
+    kind: CallKind
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.passes, int) or isinstance(self.passes, bool) or self.passes < 1:
+            raise PlanError(f"{self.name}: passes is a whole number from 1, not {shown(self.passes)}.")
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.kind}"
+
+    @property
+    def trains(self) -> bool:
+        return self.kind is CallKind.TRAIN
+
+
+class DataEdge(NamedTuple):
+    """`columns` go from one call's mesh to another's, within an iteration."""
+
+    producer: str
+    consumer: str
+    columns: tuple[str, ...]
+
+
+class ParameterEdge(NamedTuple):
+    """The parameters that `source` trains in iteration t are those that `target` uses in iteration t + 1."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class DataflowGraph:
+    """The calls of one iteration. `sources` are the columns that come from the data set.
+
+    Raises:
+        PlanError: all that is wrong, a sentence each: a call or a column that is made twice, an input that nothing
+            makes, calls that wait for each other in a circle.
+    """
+
+    calls: tuple[Call, ...]
+    sources: tuple[str, ...] = ("prompts",)
+
+    def __post_init__(self) -> None:
+        problems = Problems([*self._duplicates(), *self._unknown_inputs()])
+        if not self.calls:
+            problems.append("a dataflow graph has one call or more; this one has none.")
+        if not problems and (stuck := [c.name for c in self.calls if c.name not in self.order]):
+            problems.append(f"the calls {', '.join(stuck)} wait for each other's outputs in a circle; break it.")
+        problems.refuse()
+
+    def _duplicates(self) -> list[str]:
+        names = [call.name for call in self.calls]
+        problems = [
+            f"the call {name} appears {names.count(name)} times."
+            for name in sorted(set(names))
+            if names.count(name) > 1
+        ]
+        makers: dict[str, str] = dict.fromkeys(self.sources, "the data set")
+        for call in self.calls:
+            for column in call.outputs:
+                if column in makers:
+                    problems.append(
+                        f"the column {shown(column)} is made twice, by {makers[column]} and by {call.name}."
+                    )
+                makers[column] = call.name
+        return problems
+
+    def _unknown_inputs(self) -> list[str]:
+        known = [*self.sources, *(column for call in self.calls for column in call.outputs)]
+        return [
+            f"{call.name} reads the column {shown(column)}, which no call makes; {suggest(column, known)}"
+            for call in self.calls
+            for column in call.inputs
+            if column not in known
+        ]
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Call names, every call after those it reads from; otherwise as they were given."""
+        made, order, waiting = set(self.sources), [], list(self.calls)
+        while ready := next((call for call in waiting if made.issuperset(call.inputs)), None):
+            order.append(ready.name)
+            made.update(ready.outputs)
+            waiting.remove(ready)
+        return tuple(order)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Call]:
+        return {call.name: call for call in self.calls}
+
+    def call(self, name: str) -> Call:
+        """The call of that name. Raises `PlanError` with the nearest right one."""
+        if name not in self._by_name:
+            raise PlanError(f"there is no call {shown(name)}; {suggest(name, self.order)}")
+        return self._by_name[name]
+
+    def producer(self, column: str) -> str | None:
+        """The name of the call that makes `column`, `None` for a column of the data set. Raises `PlanError`."""
+        if column in self.sources:
+            return None
+        makers = {made: call.name for call in self.calls for made in call.outputs}
+        if column not in makers:
+            raise PlanError(f"no call makes the column {shown(column)}; {suggest(column, [*self.sources, *makers])}")
+        return makers[column]
+
+    @cached_property
+    def data_edges(self) -> tuple[DataEdge, ...]:
+        """One edge for each pair of calls that hands columns on, by consumer and then producer in order."""
+        edges = []
+        for consumer in map(self.call, self.order):
+            for producer in map(self.call, self.order):
+                columns = tuple(column for column in consumer.inputs if column in producer.outputs)
+                if columns:
+                    edges.append(DataEdge(producer.name, consumer.name, columns))
+        return tuple(edges)
+
+    @cached_property
+    def parameter_edges(self) -> tuple[ParameterEdge, ...]:
+        """From each training call to every other call of its role, across iterations."""
+        return tuple(
+            ParameterEdge(source.name, target.name)
+            for source in map(self.call, self.order)
+            if source.trains
+            for target in map(self.call, self.order)
+            if target.role is source.role and not target.trains
+        )
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that have a call, in order of first use."""
+        return tuple(dict.fromkeys(self.call(name).role for name in self.order))
+
+    def train_call(self, role: Role) -> str | None:
+        """The name of the call that trains `role`; `None` for a frozen role."""
+        return next((call.name for call in self.calls if call.role is role and call.trains), None)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "sources": list(self.sources),
+            "calls": {
+                call.name: {
+                    "inputs": list(call.inputs),
+                    "outputs": list(call.outputs),
+                    **({"passes": call.passes} if call.passes != 1 else {}),
+                }
+                for call in self.calls
+            },
+        }
+
+    @staticmethod
+    def from_dict(value: object) -> DataflowGraph:
+        """The inverse of `to_dict`. Raises `PlanError` for a call or key that does not exist, or what is no list."""
+        names = {f"{role}.{kind}": (role, kind) for role in Role for kind in CallKind}
+        graph = _table("graph", value, ("sources", "calls"))
+        written = _table("graph, calls", graph.get("calls", {}), names)
+        calls = []
+        for name, columns in written.items():
+            columns = _table(f"graph, {name}", columns, ("inputs", "outputs", "passes"))
+            inputs, outputs = (_columns(name, columns.get(key, [])) for key in ("inputs", "outputs"))
+            calls.append(Call(*names[name], inputs, outputs, columns.get("passes", 1)))
+        return DataflowGraph(tuple(calls), _columns("sources", graph.get("sources", [])))
+
+
+def _table(where: str, value: object, keys: Iterable[str]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{where}: {shown(value)} is no table of {', '.join(keys)}.")
+    Problems(unknown_keys(value, list(keys), f"{where}: there is no")).refuse()
+    return value
+
+
+def _columns(where: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(column, str) for column in value):
+        raise PlanError(f"graph, {where}: the columns are a list like [prompts, responses], not {shown(value)}.")
+    if len(value) > MOST_COLUMNS:
+        raise PlanError(f"graph, {where}: {len(value):,} columns, and {MOST_COLUMNS} are the most.")
+    return tuple(value)
+
+
+_SAMPLE = ("prompts", "responses")
+_LEARNING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")
+
+
+def ppo_graph() -> DataflowGraph:
+    """PPO's six calls. Equal graphs come from every call of this function."""
+    return DataflowGraph(
+        (
+            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
+            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
+            Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
+            Call(Role.CRITIC, CallKind.FORWARD, _SAMPLE, ("values",)),
+            Call(Role.ACTOR, CallKind.TRAIN, _LEARNING),
+            Call(Role.CRITIC, CallKind.TRAIN, _LEARNING),
+        )
+    )
+
+
+def grpo_graph() -> DataflowGraph:
+    """GRPO (Shao et al. 2024): several responses of each prompt, each a sample, and no critic."""
+    return DataflowGraph(
+        (
+            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
+            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
+            Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
+            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", "ref_logprobs", "scores")),
+        )
+    )
+
+
+def remax_graph() -> DataflowGraph:
+    """ReMax (Li et al. 2023): the greedy response's reward is the baseline. Both responses come of one call, for one
+    batch of both decodes in fewer steps than two."""
+    greedy = "greedy_responses"
+    return DataflowGraph(
+        (
+            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs", greedy), passes=2),
+            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
+            Call(Role.REWARD, CallKind.FORWARD, (*_SAMPLE, greedy), ("scores", "baselines"), passes=2),
+            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", "ref_logprobs", "scores", "baselines")),
+        )
+    )
+
+
+def dpo_graph() -> DataflowGraph:
+    """DPO (Rafailov et al. 2023): two given responses of each prompt, scored by the reference and trained on."""
+    pair = ("prompts", "chosen", "rejected")
+    made = ("ref_chosen_logprobs", "ref_rejected_logprobs")
+    return DataflowGraph(
+        (
+            Call(Role.REFERENCE, CallKind.FORWARD, pair, made, passes=2),
+            Call(Role.ACTOR, CallKind.TRAIN, (*pair, *made), passes=2),
+        ),
+        sources=pair,
+    )
+
+
+GRAPHS: Mapping[str, Callable[[], DataflowGraph]] = {
+    "ppo": ppo_graph,
+    "grpo": grpo_graph,
+    "remax": remax_graph,
+    "dpo": dpo_graph,
+}

@@ -1,0 +1,228 @@
+"""The execution plan: for every model function call its device mesh, parallel strategy, engine, and
+what rests where between its turns.
+
+A plan is one YAML file and one frozen object, and each makes the other without loss. It is refused where it is made,
+with everything that is wrong with it at once. How plans are chosen is the planner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..common.errors import PlanError, Problems, nearest, shown, suggest, unknown_keys
+from ..common.files import parse_yaml, read_text
+from .assignment import ENGINES, RESTS, Assignment, ParallelStrategy, able, assignment_problems, in_place
+from .cluster import Cluster, DeviceMesh
+from .dataflow import CallKind, DataflowGraph, ParameterEdge, ppo_graph
+
+
+__all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]
+
+
+MOST_CALLS = 100  # of an iteration; the longest known has seven
+LONGEST_NAME = 200  # characters
+
+
+class Assignments(Mapping[str, Assignment]):
+    """Call name -> assignment. Immutable, hashable, picklable; equal to a dictionary of the same items."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Assignment]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, name: str) -> Assignment:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """Every call's assignment: what runs is what this says. `name` is for people.
+
+    Raises:
+        PlanError: all that is wrong with the plan, a sentence each.
+    """
+
+    cluster: Cluster
+    assignments: Mapping[str, Assignment]
+    graph: DataflowGraph = field(default_factory=ppo_graph)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        Problems(_problems(self.cluster, self.assignments, self.graph)).refuse()
+        ordered = Assignments({name: self.assignments[name] for name in self.graph.order})
+        object.__setattr__(self, "assignments", ordered)
+
+    def __getitem__(self, name: str) -> Assignment:
+        return self.assignments[self.graph.call(name).name]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Call names in the order in which every device runs those of them that it is in."""
+        return self.graph.order
+
+    def mesh(self, name: str) -> DeviceMesh:
+        return self[name].mesh
+
+    @property
+    def reallocations(self) -> tuple[ParameterEdge, ...]:
+        """The parameter edges whose two ends hold the parameters differently, so that each new version is moved."""
+        return tuple(edge for edge in self.graph.parameter_edges if not in_place(self[edge.source], self[edge.target]))
+
+    def calls_on(self, device: int) -> tuple[str, ...]:
+        """The calls that `device` takes part in, in order."""
+        return tuple(name for name, assignment in self.assignments.items() if device in assignment.mesh)
+
+    def check_world(self, world_size: int) -> None:
+        """Raises `PlanError` where the job has another number of processes than the plan has devices."""
+        if world_size != self.cluster.size:
+            name = f" {self.name!r}" if self.name else ""
+            raise PlanError(
+                f"the plan{name} is for {self.cluster.size} devices ({self.cluster}), but this job's number of "
+                f"processes is {world_size}; launch with --num_processes {self.cluster.size}, edit the plan's cluster "
+                f"and meshes, or name a preset, which fits any job."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `from_dict` makes an equal plan of them. The graph is left out where it is PPO's."""
+        cluster = {name: value for name, value in vars(self.cluster).items() if value is not None}
+        calls = {name: assignment.to_dict() for name, assignment in self.assignments.items()}
+        graph = {} if self.graph == ppo_graph() else {"graph": self.graph.to_dict()}
+        return {"name": self.name, "cluster": cluster, **graph, "calls": calls}
+
+    @staticmethod
+    def from_dict(value: object) -> ExecutionPlan:
+        """The inverse of `to_dict`. Raises `PlanError` with all that is wrong at once, unknown keys included."""
+        if not isinstance(value, Mapping):
+            raise PlanError(f"a plan has the keys cluster and calls; this is {shown(value)}.")
+        problems = Problems(unknown_keys(value, ("name", "cluster", "graph", "calls"), "a plan has no key"))
+        name = value.get("name", "")
+        if not isinstance(name, str):
+            problems.append(f"a plan's name is text, not {shown(name)}; put it in quotes or leave it out.")
+        elif len(name) > LONGEST_NAME:
+            problems.append(f"a plan's name has {LONGEST_NAME} characters at most, this one {len(name):,}.")
+        cluster = graph = None
+        with problems.of():
+            cluster = _read_cluster(value.get("cluster"))
+        with problems.of():
+            graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else ppo_graph()
+        calls = value.get("calls")
+        if not isinstance(calls, Mapping):
+            problems.append(
+                f"calls has a line for each call, like actor.train: {{mesh: 0-1, …}}; it is {shown(calls)}."
+            )
+            calls = {}
+        if len(calls) > MOST_CALLS:
+            problems.append(f"calls has {len(calls):,} lines, and an iteration has {MOST_CALLS} calls at most.")
+            calls = {}
+        assignments = {}
+        for call, assignment in calls.items():
+            with problems.of(call[:120] if isinstance(call, str) and call.isprintable() else shown(call)):
+                assignments[call] = Assignment.from_dict(assignment)
+        if problems and cluster and graph and calls:
+            unread = [call for call in calls if call not in assignments]
+            problems += _problems(cluster, assignments, graph, unread)
+        problems.refuse()
+        assert cluster is not None
+        assert graph is not None
+        return ExecutionPlan(cluster, assignments, graph, name)
+
+    def to_yaml(self) -> str:
+        """The plan as a file: a line for each call, under a comment that says what may stand there."""
+        plain = self.to_dict()
+        lines = [_HEADER, _named(self.name), f"cluster: {_flow(plain['cluster'])}\n"]
+        if "graph" in plain:
+            lines += [f"graph:\n  sources: {_flow(plain['graph']['sources'])}\n  calls:\n"]
+            lines += [f"    {name}: {_flow(columns)}\n" for name, columns in plain["graph"]["calls"].items()]
+        lines += ["calls:\n", *(f"  {name}: {_flow(assignment)}\n" for name, assignment in plain["calls"].items())]
+        return "".join(lines)
+
+    @staticmethod
+    def from_yaml(text: str) -> ExecutionPlan:
+        """The plan that a file's text describes. Raises `PlanError`, for text that is no YAML too."""
+        return ExecutionPlan.from_dict(parse_yaml(text, "the plan"))
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> ExecutionPlan:
+        """Raises `PlanError`, each of its sentences with the file's name, where the file is absent or wrong."""
+        text = read_text(path, "the plan")
+        try:
+            return ExecutionPlan.from_yaml(text)
+        except PlanError as error:
+            raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
+
+
+def _problems(
+    cluster: Cluster, assignments: Mapping[str, Assignment], graph: DataflowGraph, unread: Sequence[str] = ()
+) -> list[str]:
+    """A sentence for each thing that is wrong. `unread` calls are there, but could not be read: not missing."""
+    unknown = [name for name in [*assignments, *unread] if name not in graph.order]
+    problems = [f"there is no call {shown(name)}; {suggest(name, graph.order)}" for name in unknown]
+    present = {*assignments, *unread, *(nearest(name, graph.order) for name in unknown)}
+    problems += [
+        f"{name} is missing; say which mesh and engine it runs on." for name in graph.order if name not in present
+    ]
+    here = {name: assignments[name] for name in graph.order if name in assignments}
+    for name, assignment in here.items():
+        call = graph.call(name)
+        trained = graph.train_call(call.role) is not None
+        problems += [f"{name}: {problem}" for problem in assignment_problems(call, assignment, cluster, trained)]
+    for source, target in graph.parameter_edges:
+        if source in here and target in here and in_place(here[source], here[target]):
+            problems += [
+                f"{target}: it works with the very parameters that {source} trains, which stay where they are; leave "
+                f"{rest} out, or give it a layout of its own."
+                for rest in RESTS
+                if getattr(here[target], rest)
+            ]
+    return problems
+
+
+def _read_cluster(value: object) -> Cluster:
+    keys = [part.name for part in fields(Cluster)]
+    if not isinstance(value, Mapping):
+        raise PlanError(f"cluster reads like {{nodes: 1, devices_per_node: 2}}, not {shown(value)}.")
+    problems = Problems(unknown_keys(value, keys, "cluster has no key"))
+    problems += [f"cluster: {key} is missing." for key in ("nodes", "devices_per_node") if key not in value]
+    problems.refuse()
+    return Cluster(**value)
+
+
+_HEADER = f"""\
+# An execution plan: which devices run each call of an iteration, and how. Edit it; it is checked when it is read.
+#   mesh: the devices, like 0-3 or 2: whole nodes, or an aligned power-of-two part of one node
+#   engine: {able(CallKind.GENERATE)} to generate, {able(CallKind.TRAIN)} to score and train
+#   dp, tp, pp: data, tensor and pipeline parallel degrees (1 where left out); dp x tp x pp is the mesh's size
+#   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward
+#   offload: true keeps what a call scores with in host memory between its turns
+#   drop: true frees a copy of trained parameters between its turns, and makes it again for the next
+"""
+
+
+def _flow(value: object) -> str:
+    return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))).strip()
+
+
+def _named(name: str) -> str:
+    # Unprintable characters are written as escapes: PyYAML 6.0.3 folds a bare U+0085 into a space.
+    return str(yaml.safe_dump({"name": name}, allow_unicode=name.isprintable())) if name else ""

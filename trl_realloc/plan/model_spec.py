@@ -1,0 +1,300 @@
+"""A model's parameters, from its Transformers config alone: names, shapes, where each may be cut, bytes, FLOPs.
+
+Pure: reads the config's numbers and loads neither Transformers nor torch. The families of `FAMILIES` can be split by
+tensor and pipeline; any other model can be described by its shapes and held whole or in flat partitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from ..common.errors import PlanError, Problems, shown
+
+
+Head = Literal["lm", "score"]
+FIRST = -1  # the layer of what goes with the first stage
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Tensor parallelism cuts dimension `dim` in units of `unit` indices: a key/value head stays whole."""
+
+    dim: int
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter.
+
+    Args:
+        name: the module's own, as `named_parameters` has it.
+        shape: its whole shape.
+        layer: the decoder layer's number; `FIRST` for the embedding, the number of layers for what follows them.
+        cut: how a tensor-parallel group shares it; `None`: every rank of the group has all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int = FIRST
+    cut: Cut | None = None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One role's model.
+
+    Args:
+        family: the config's `model_type`; empty for a model known by its shapes alone.
+        parameters: in the order of `named_parameters`; a tied one once.
+        layers, heads, kv_heads, head_dim, hidden, vocabulary: 0 where not known.
+        tied: the embedding is the language head too.
+        bytes_per_element: of every parameter.
+        activation_bytes: of an element of what layers make of tokens, and of keys and values: of the dtype that is
+            computed in. 0: the parameters'.
+    """
+
+    family: str
+    parameters: tuple[ParameterSpec, ...]
+    bytes_per_element: int
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    hidden: int = 0
+    vocabulary: int = 0
+    tied: bool = False
+    activation_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.activation_bytes:
+            object.__setattr__(self, "activation_bytes", self.bytes_per_element)
+
+    @staticmethod
+    def from_config(config: Any, head: Head = "lm", *, bytes_per_element: int) -> ModelSpec:
+        """From a Transformers config or its dictionary.
+
+        Args:
+            head: `lm` for a causal language model, `score` for a sequence classifier with one output.
+
+        Raises:
+            PlanError: a family that no table describes, or a number of the config that no model can have.
+        """
+        values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        family = str(values.get("model_type", ""))
+        if family not in FAMILIES:
+            raise PlanError(
+                f"the family {shown(family)} cannot be split by tensor or pipeline; use engine zero for it, or one of "
+                f"{', '.join(sorted(FAMILIES))}."
+            )
+        _check_sizes(values)
+        heads = int(values["num_attention_heads"])
+        hidden = int(values["hidden_size"])
+        spec = ModelSpec(
+            family=family,
+            parameters=(),
+            bytes_per_element=bytes_per_element,
+            layers=int(values["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(values.get("num_key_value_heads") or heads),
+            head_dim=int(values.get("head_dim") or hidden // heads),
+            hidden=hidden,
+            vocabulary=int(values["vocab_size"]),
+            tied=head == "lm" and bool(values.get("tie_word_embeddings", False)),
+        )
+        make = _gpt_neox if family == "gpt_neox" else _llama_like
+        return ModelSpec(**{**spec.__dict__, "parameters": tuple(make(spec, values, head))})
+
+    @staticmethod
+    def of_shapes(shapes: Sequence[tuple[str, tuple[int, ...]]], *, bytes_per_element: int) -> ModelSpec:
+        """Of any model: nothing of it is cut, and it has no layers to deal to stages."""
+        parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
+        return ModelSpec("", parameters, bytes_per_element)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, ParameterSpec]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @cached_property
+    def layer_elements(self) -> float:
+        """Of a decoder layer on average; of the whole model where its layers are not known."""
+        if not self.layers:
+            return self.elements
+        return sum(p.elements for p in self.parameters if 0 <= p.layer < self.layers) / self.layers
+
+    @cached_property
+    def head_elements(self) -> int:
+        """Of the matrix after the last layer: a tied embedding counts."""
+        if not self.layers:
+            return 0
+        last = [p for p in self.parameters if len(p.shape) == 2 and p.layer >= self.layers]
+        return sum(p.elements for p in (last or self.parameters[:1] if self.tied else last))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of keys and values, all layers together."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.activation_bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.bytes_per_element
+
+    def stages_of(self, parameter: ParameterSpec, pp: int) -> tuple[int, ...]:
+        """The pipeline stages that hold it: one, but for a tied embedding the first and the last."""
+        if pp == 1:
+            return (0,)
+        if parameter.layer == FIRST:
+            return (0, pp - 1) if self.tied else (0,)
+        if parameter.layer >= self.layers:
+            return (pp - 1,)
+        return (next(s for s, layers in enumerate(stage_layers(self.layers, pp)) if parameter.layer in layers),)
+
+    def check_strategy(self, tp: int, pp: int) -> None:
+        """Raises:
+        PlanError: the model cannot be split so.
+        """
+        problems = Problems()
+        if (tp > 1 or pp > 1) and not self.layers:
+            problems.append("a model known by its shapes alone cannot be split by tensor or pipeline; use engine zero.")
+        elif tp > 1 and self.kv_heads % tp:
+            fits = [n for n in range(1, self.kv_heads + 1) if self.kv_heads % n == 0]
+            what = "key/value heads" if self.kv_heads != self.heads else "heads"
+            problems.append(
+                f"tp {tp} cannot share the {self.kv_heads} {what} of a {self.family} model evenly; "
+                f"use tp {' or '.join(map(str, fits))}."
+            )
+        if self.layers and pp > self.layers:
+            problems.append(f"pp {pp} is more than the model's {self.layers} layers; use pp {self.layers} or less.")
+        problems.refuse()
+
+    def generates_under(self, tp: int) -> bool:
+        """Whether vLLM splits the attention so: fewer key/value heads than devices are held by several."""
+        return self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+
+    def forward_flops(self, tokens: int, squared_lengths: int = 0) -> int:
+        """FLOPs of one forward: 2 per weight of a matrix and token (the embedding is a lookup), and 4 per layer, query
+        channel and pair of positions for attention (the terms 8sh² + 4s²h + 6shi and 2svh of ReaL, section 8.1, in
+        terms of the parameters themselves).
+
+        Args:
+            tokens: of all samples.
+            squared_lengths: the sum of the samples' lengths squared.
+        """
+        matrices = [p for p in self.parameters if len(p.shape) == 2 and (p.layer != FIRST or self.tied)]
+        attention = 4 * self.layers * self.heads * self.head_dim * squared_lengths
+        return 2 * tokens * sum(p.elements for p in matrices) + attention
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises `PlanError` with a sentence for each size that is missing, no whole number, or out of its range."""
+    problems = Problems()
+    for name, most in _SIZES.items():
+        value = values.get(name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            given = "it is missing" if name not in values else f"it is {shown(value)}"
+            problems.append(f"the config's {name} must be a whole number from 1 to {most:,}; {given}.")
+    problems.refuse()
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    shared = values.get("num_key_value_heads") or heads
+    if heads % shared:
+        problems.append(f"the config's {heads} attention heads cannot share {shared} key/value heads evenly.")
+    if not values.get("head_dim") and hidden < heads:
+        problems.append(f"the config's hidden_size {hidden} is less than one channel for each of {heads} heads.")
+    problems.refuse()
+
+
+# The sizes that a config must have, each with a bound far above the largest known model's.
+_SIZES: Mapping[str, int] = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 100_000,
+    "num_key_value_heads": 100_000,
+    "head_dim": 1_000_000,
+    "hidden_size": 10_000_000,
+    "intermediate_size": 100_000_000,
+    "vocab_size": 100_000_000,
+}
+_OPTIONAL = frozenset({"num_key_value_heads", "head_dim"})
+
+
+def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
+    """Consecutive layers for each pipeline stage; their numbers differ by at most one, the first stages have more."""
+    base, more = divmod(layers, pp)
+    starts = [stage * base + min(stage, more) for stage in range(pp + 1)]
+    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+
+
+def _weights(name: str, rows: int, columns: int, layer: int, cut: Cut | None, bias: bool) -> Iterator[ParameterSpec]:
+    """A linear layer. Cut by rows its bias is cut too; cut by columns the bias is whole, added once after the sum."""
+    yield ParameterSpec(f"{name}.weight", (rows, columns), layer, cut)
+    if bias:
+        yield ParameterSpec(f"{name}.bias", (rows,), layer, cut if cut is not None and cut.dim == 0 else None)
+
+
+def _llama_like(spec: ModelSpec, values: Mapping[str, Any], head: Head) -> Iterator[ParameterSpec]:
+    hidden, inner = spec.hidden, int(values["intermediate_size"])
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    group = Cut(0, queries // spec.kv_heads)
+    biased = bool(values.get("attention_bias", False)) and spec.family not in ("mistral", "qwen2")
+    qkv_bias = biased or spec.family == "qwen2"
+    mlp_bias = spec.family == "llama" and bool(values.get("mlp_bias", False))
+    yield ParameterSpec("model.embed_tokens.weight", (spec.vocabulary, hidden), FIRST, Cut(0))
+    for layer in range(spec.layers):
+        at = f"model.layers.{layer}"
+        yield from _weights(f"{at}.self_attn.q_proj", queries, hidden, layer, group, qkv_bias)
+        for name in ("k_proj", "v_proj"):
+            yield from _weights(f"{at}.self_attn.{name}", keys, hidden, layer, Cut(0, spec.head_dim), qkv_bias)
+        across = Cut(1, queries // spec.kv_heads)
+        yield from _weights(f"{at}.self_attn.o_proj", hidden, queries, layer, across, biased)
+        if spec.family == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                yield ParameterSpec(f"{at}.self_attn.{name}.weight", (spec.head_dim,), layer)
+        for name in ("gate_proj", "up_proj"):
+            yield from _weights(f"{at}.mlp.{name}", inner, hidden, layer, Cut(0), mlp_bias)
+        yield from _weights(f"{at}.mlp.down_proj", hidden, inner, layer, Cut(1), mlp_bias)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield ParameterSpec(f"{at}.{name}.weight", (hidden,), layer)
+    yield ParameterSpec("model.norm.weight", (hidden,), spec.layers)
+    yield from _head(spec, head)
+
+
+def _gpt_neox(spec: ModelSpec, values: Mapping[str, Any], head: Head) -> Iterator[ParameterSpec]:
+    hidden, inner = spec.hidden, int(values["intermediate_size"])
+    bias = bool(values.get("attention_bias", True))
+    yield ParameterSpec("gpt_neox.embed_in.weight", (spec.vocabulary, hidden), FIRST, Cut(0))
+    for layer in range(spec.layers):
+        at = f"gpt_neox.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            for kind in ("weight", "bias"):
+                yield ParameterSpec(f"{at}.{name}.{kind}", (hidden,), layer)
+        heads = Cut(0, 3 * spec.head_dim)  # query, key and value of a head lie together
+        yield from _weights(f"{at}.attention.query_key_value", 3 * hidden, hidden, layer, heads, bias)
+        yield from _weights(f"{at}.attention.dense", hidden, hidden, layer, Cut(1, spec.head_dim), bias)
+        yield from _weights(f"{at}.mlp.dense_h_to_4h", inner, hidden, layer, Cut(0), True)
+        yield from _weights(f"{at}.mlp.dense_4h_to_h", hidden, inner, layer, Cut(1), True)
+    for kind in ("weight", "bias"):
+        yield ParameterSpec(f"gpt_neox.final_layer_norm.{kind}", (hidden,), spec.layers)
+    yield from _head(spec, head)
+
+
+def _head(spec: ModelSpec, head: Head) -> Iterator[ParameterSpec]:
+    if head == "score":
+        yield ParameterSpec("score.weight", (1, spec.hidden), spec.layers)
+    elif not spec.tied:
+        yield ParameterSpec("lm_head.weight", (spec.vocabulary, spec.hidden), spec.layers, Cut(0))
+
+
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox"})

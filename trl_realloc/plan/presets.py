@@ -1,0 +1,119 @@
+"""Plans that a name stands for, for any number of devices; and `resolve_plan`, which takes a plan in whatever form a
+person gave it. Measures and searches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..common.errors import PlanError, nearest, shown
+from ..common.files import exists
+from .cluster import Cluster, DeviceMesh, halves
+from .dataflow import CallKind, DataflowGraph, Role, ppo_graph
+from .execution_plan import Assignment, ExecutionPlan, ParallelStrategy
+
+
+class Preset(Protocol):
+    def __call__(self, cluster: Cluster, *, generation_engine: str = ..., zero_stage: int = ...) -> ExecutionPlan: ...
+
+
+def flatten(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+    """Every call on all devices, one after the other, as TRL does."""
+    return _data_parallel("flatten", cluster, {}, generation_engine, zero_stage)
+
+
+def interleave(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+    """The reference scores on one half of the devices while the reward model scores on the other; every other call is
+    on all of them. On one device it is `flatten`."""
+    if cluster.size == 1:
+        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+    first, second = halves(cluster)
+    return _data_parallel(
+        "interleave", cluster, {Role.REFERENCE: first, Role.REWARD: second}, generation_engine, zero_stage
+    )
+
+
+def separate(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+    """Actor and critic train on one half of the devices; generation and scoring are on the other, with copies of both
+    that are refreshed as they change. On one device it is `flatten`."""
+    if cluster.size == 1:
+        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+    training, inference = halves(cluster)
+    return _data_parallel("separate", cluster, {}, generation_engine, zero_stage, training=training, other=inference)
+
+
+AUTO = "auto"  # the planner's choice, which needs more than a cluster's size
+
+PRESETS: Mapping[str, Preset] = {"flatten": flatten, "interleave": interleave, "separate": separate}
+
+
+def resolve_plan(
+    plan: str | Path | Mapping[str, Any] | ExecutionPlan,
+    cluster: Cluster,
+    *,
+    generation_engine: str = "vllm",
+    zero_stage: int = 0,
+) -> ExecutionPlan:
+    """The plan for a job on `cluster`, whatever form it was given in.
+
+    Args:
+        plan: a preset's name, the path of a YAML file, a plan as a dictionary, or a plan.
+        generation_engine: `vllm` or `transformers`, for a preset. A written plan says it itself.
+        zero_stage: the trained roles' ZeRO stage, for a preset. A written plan says it itself.
+
+    Raises:
+        PlanError: no such preset or file, a plan that cannot be, or one for another number of devices.
+    """
+    if isinstance(plan, str) and plan in PRESETS:
+        return PRESETS[plan](cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+    if isinstance(plan, (str, Path)):
+        resolved = load_plan(plan)
+    elif isinstance(plan, Mapping):
+        resolved = ExecutionPlan.from_dict(plan)
+    elif isinstance(plan, ExecutionPlan):
+        resolved = plan
+    else:
+        presets = ", ".join((AUTO, *PRESETS))
+        raise PlanError(f"a plan is {presets}, a YAML file's path, a dict or an ExecutionPlan, not {shown(plan)}.")
+    resolved.check_world(cluster.size)
+    return resolved
+
+
+def load_plan(path: str | Path) -> ExecutionPlan:
+    """The plan in a YAML file. Raises `PlanError`; where there is no such file, with the presets it may have meant."""
+    file = Path(path)
+    if exists(file):
+        return ExecutionPlan.load(file)
+    presets = ", ".join(PRESETS)
+    if file.suffix in (".yaml", ".yml") or len(file.parts) > 1:
+        raise PlanError(f"there is no plan file {shown(str(path))}; give its path, or one of the presets {presets}.")
+    near = nearest(str(path), (*PRESETS, AUTO))
+    hint = f"; did you mean {near!r}?" if near else "."
+    raise PlanError(f"{shown(str(path))} is neither a file nor one of the presets {presets}{hint}")
+
+
+def _data_parallel(
+    name: str,
+    cluster: Cluster,
+    meshes: Mapping[Role, DeviceMesh],
+    generation_engine: str,
+    zero_stage: int,
+    *,
+    training: DeviceMesh | None = None,
+    other: DeviceMesh | None = None,
+) -> ExecutionPlan:
+    """Every call data-parallel on its role's mesh; where `meshes` does not say on `training` or `other`, by default all
+    devices. Calls that do not train have no optimizer state or gradients to shard: theirs is stage 3 with the trained
+    roles', and else 0."""
+    graph: DataflowGraph = ppo_graph()
+    assignments = {}
+    for call in graph.calls:
+        mesh = meshes.get(call.role, (training if call.trains else other) or cluster.mesh)
+        if call.kind is CallKind.GENERATE:
+            assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size), generation_engine)
+        else:
+            stage = zero_stage if call.trains or zero_stage == 3 else 0
+            assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size, zero_stage=stage), "zero")
+    return ExecutionPlan(cluster, assignments, graph, name)

@@ -1,0 +1,207 @@
+"""When each device ran which call: measured by the executor or predicted by the planner, in the same form.
+
+Owns the comparison of the two, the trace for a browser and the picture. Measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Lt
+from pydantic import ConfigDict, FiniteFloat, NonNegativeInt
+
+from ..common.errors import PlanError
+from ..common.files import MOST_RECORD_BYTES, read_json_mapping
+from ..common.schema import checked
+from .cluster import MOST_DEVICES
+
+
+MOST_CALLS = 1000  # different ones of a run; a plan has some ten, parameters on their way included
+TALLEST = 100.0  # inches of a picture
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """One device at work on one call.
+
+    Args:
+        call: the call's name, like `actor.generate`.
+        device: the rank.
+        start, end: seconds, on one clock for the whole timeline.
+        step: the iteration, from 0.
+        tokens: tokens that this device worked on; 0 where they do not count.
+        bytes: what went over the wire, all devices together; of reallocations.
+
+    Raises:
+        ValueError: the span ends before it starts.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    call: str
+    device: Annotated[int, Ge(0), Lt(MOST_DEVICES)]
+    start: FiniteFloat
+    end: FiniteFloat
+    step: NonNegativeInt
+    tokens: NonNegativeInt = 0
+    bytes: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        if not self.end >= self.start:
+            raise ValueError(
+                f"the span of {self.call} on device {self.device} ends ({self.end} s) before {self.start} s."
+            )
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Comparison(NamedTuple):
+    """Mean seconds per step of one call, estimated and measured; `error` is their ratio less 1. `None`: not there."""
+
+    call: str
+    estimated: float | None
+    measured: float | None
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of any number of devices and steps, in any order."""
+
+    spans: tuple[Span, ...] = ()
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        object.__setattr__(self, "spans", tuple(spans))
+
+    @cached_property
+    def calls(self) -> tuple[str, ...]:
+        """Call names, by the time of their first start."""
+        return tuple(dict.fromkeys(span.call for span in sorted(self.spans, key=lambda span: span.start)))
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted({span.device for span in self.spans}))
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(sorted({span.step for span in self.spans}))
+
+    def __add__(self, other: Timeline) -> Timeline:
+        """Both's spans, as for the devices of one job."""
+        return Timeline(self.spans + other.spans)
+
+    def of_step(self, step: int) -> Timeline:
+        return Timeline(span for span in self.spans if span.step == step)
+
+    def by_call(self) -> dict[str, float]:
+        """Mean seconds per step of each call: of a step's devices the one that was busy with it longest, averaged over
+        the steps that have the call. Several spans of a device within a step add up."""
+        busy: dict[tuple[str, int, int], float] = defaultdict(float)
+        for span in self.spans:
+            busy[span.call, span.step, span.device] += span.seconds
+        longest: dict[str, dict[int, float]] = defaultdict(dict)
+        for (call, step, _), seconds in busy.items():
+            longest[call][step] = max(longest[call].get(step, 0.0), seconds)
+        return {call: sum(longest[call].values()) / len(longest[call]) for call in self.calls}
+
+    @property
+    def seconds_per_step(self) -> float:
+        """From the first span's start to the last one's end, by the number of steps; 0 without spans."""
+        if not self.spans:
+            return 0.0
+        return (max(span.end for span in self.spans) - min(span.start for span in self.spans)) / len(self.steps)
+
+    def compare(self, measured: Timeline) -> tuple[Comparison, ...]:
+        """This timeline's estimates against what was measured, call by call, in this timeline's order."""
+        estimates, measures = self.by_call(), measured.by_call()
+        rows = []
+        for call in dict.fromkeys([*estimates, *measures]):
+            estimate, measure = estimates.get(call), measures.get(call)
+            error = estimate / measure - 1 if estimate is not None and measure else None
+            rows.append(Comparison(call, estimate, measure, error))
+        return tuple(rows)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The Trace Event Format, for chrome://tracing and Perfetto: a row per device, µs from the first start."""
+        zero = min((span.start for span in self.spans), default=0.0)
+        rows: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": device, "args": {"name": f"device {device}"}}
+            for device in self.devices
+        ]
+        for span in self.spans:
+            about = {"step": span.step, "tokens": span.tokens, **({"bytes": span.bytes} if span.bytes else {})}
+            place = {"pid": 0, "tid": span.device, "ts": (span.start - zero) * 1e6, "dur": span.seconds * 1e6}
+            rows.append({"name": span.call, "cat": span.call.partition(".")[0], "ph": "X", **place, "args": about})
+        return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+    def save(self, path: str | Path) -> None:
+        """As JSON, a line for each span; times keep every digit."""
+        lines = ",\n".join(json.dumps(astuple(span)) for span in self.spans)
+        Path(path).write_text(f'{{"columns": {json.dumps(_COLUMNS)},\n"spans": [\n{lines}\n]}}\n', encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Timeline:
+        """The inverse of `save`. Raises `PlanError` with the file's name where it holds no timeline."""
+        try:
+            saved = read_json_mapping(path, "the timeline", MOST_RECORD_BYTES)
+            columns = checked(list[str], saved.get("columns"), str(path), key="columns")
+            rows = checked(list[list[Any]], saved.get("spans"), str(path), key="spans")
+            short = next((at for at, row in enumerate(rows) if len(row) != len(columns)), None)
+            if short is not None:
+                raise PlanError(f"{path}: spans[{short}] has {len(rows[short])} values for {len(columns)} columns.")
+            named = [dict(zip(columns, row, strict=True)) for row in rows]
+            timeline = Timeline(checked(list[Span], named, str(path), key="spans"))
+        except PlanError as error:
+            raise PlanError(f"{path} is no saved timeline: {_first(error, path)}.") from None
+        if len(timeline.calls) > MOST_CALLS:
+            raise PlanError(f"{path} is no saved timeline: it has spans of {len(timeline.calls):,} different calls.")
+        return timeline
+
+    def draw(self, path: str | Path) -> None:
+        """A picture, in the format of the file's suffix: devices down, seconds across, a colour for each call.
+
+        Raises:
+            ValueError: there is no span to draw.
+            ImportError: matplotlib is not installed.
+        """
+        if not self.spans:
+            raise ValueError("a timeline without spans cannot be drawn; run at least one step.")
+        try:
+            from matplotlib.figure import Figure  # takes half a second, and only pictures need it
+        except ImportError:
+            raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
+        zero = min(span.start for span in self.spans)
+        row = {device: number for number, device in enumerate(self.devices)}
+        figure = Figure(figsize=(10, min(1.2 + 0.35 * len(self.devices), TALLEST)), layout="constrained")
+        axes = figure.add_subplot()
+        for number, call in enumerate(self.calls):
+            spans = [span for span in self.spans if span.call == call]
+            axes.barh(
+                [row[span.device] for span in spans],
+                [span.seconds for span in spans],
+                left=[span.start - zero for span in spans],
+                color=f"C{number}",
+                edgecolor="white",
+                linewidth=0.5,
+                label=call,
+            )
+        axes.set_yticks(range(len(self.devices)), [f"device {device}" for device in self.devices])
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds")
+        figure.legend(loc="outside upper center", ncols=min(len(self.calls), 6), frameon=False, fontsize="small")
+        figure.savefig(path, dpi=150)
+
+
+def _first(error: PlanError, path: str | Path) -> str:
+    return error.problems[0].removeprefix(f"{path}: ").removesuffix(".")
+
+
+_COLUMNS = [part.name for part in fields(Span)]

@@ -1,0 +1,171 @@
+"""What a recipe asks of the planner: models by their configs on disk, and the size of an iteration. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import MOST_LISTED, PlanError, Problems, nearest, shown
+from ..common.files import exists, read_json_mapping, read_yaml_mapping, shortened
+from ..common.settings import SETTINGS, number_of_text, read_settings
+from ..plan.cluster import Cluster
+from ..plan.dataflow import CallKind, Role, ppo_graph
+from ..plan.model_spec import Head, ModelSpec
+from .workload import Workload
+
+
+# A recipe's settings that the planner reads, with `PPOConfig`'s defaults.
+DEFAULTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_mini_batches": 1,
+    "num_ppo_epochs": 4,
+    "response_length": 53,
+    "local_rollout_forward_batch_size": 64,
+    "gradient_checkpointing": True,
+    "generation_engine": "vllm",
+    "vllm_gpu_memory_utilization": 0.3,
+    "bf16": True,
+    "fp16": False,
+}
+POLICY = ("sft_model_path", "model_name_or_path")
+LIKE = 0.8  # as alike is a misspelt key
+PROMPT_TOKENS = 64.0  # where nothing says how long prompts are
+MOST_TOKENS = 10_000_000  # of a prompt or a response, and samples of a batch, that are planned for
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe as the planner sees it.
+
+    Args:
+        folders: where each role's config.json is.
+        settings: the recipe's, with defaults.
+    """
+
+    recipe: Path
+    folders: Mapping[Role, Path]
+    settings: Mapping[str, Any]
+    prompt_tokens: float
+
+    @property
+    def engine(self) -> str:
+        return str(self.settings["generation_engine"] or "vllm")
+
+    def specs(self) -> dict[str, Sequence[ModelSpec]]:
+        """By call, in the dtypes of a run: what is trained in float32, what is frozen as its checkpoint says, what vLLM
+        generates with in the dtype that is computed in.
+
+        Raises:
+            PlanError: a config that cannot be read, or a model that no table describes.
+        """
+        mixed = 2 if self.settings["bf16"] or self.settings["fp16"] else 0
+        found: dict[str, Sequence[ModelSpec]] = {}
+        for call in ppo_graph().calls:
+            path = self.folders[call.role] / "config.json"
+            config = read_json_mapping(path, "the model's config")
+            head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
+            size = 4 if call.role in (Role.ACTOR, Role.CRITIC) else config_bytes(config)
+            if call.kind is CallKind.GENERATE and self.engine == "vllm":
+                size = mixed or size
+            try:
+                spec = ModelSpec.from_config(config, head, bytes_per_element=size)
+                found[call.name] = (replace(spec, activation_bytes=mixed or size),)
+            except PlanError as error:
+                raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
+        return found
+
+    def workload(self, cluster: Cluster) -> Workload:
+        """One iteration on that many devices, every response as long as it may be."""
+        settings = self.settings
+        longest = round(self.prompt_tokens + settings["response_length"])
+        share = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
+        return Workload(
+            episodes=share * cluster.size,
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=(settings["response_length"],),
+            mini_batches=settings["num_mini_batches"],
+            epochs=settings["num_ppo_epochs"],
+            recompute=bool(settings["gradient_checkpointing"]),
+            forward_tokens=settings["local_rollout_forward_batch_size"] * longest,
+            train_tokens=settings["per_device_train_batch_size"] * longest,
+        )
+
+
+def config_bytes(config: Mapping[str, Any]) -> int:
+    """Of a parameter in a checkpoint, by its config; float32 where that says nothing."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return {"bfloat16": 2, "float16": 2, "float64": 8}.get(name, 4)
+
+
+def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:
+    """A recipe's models and settings.
+
+    A model whose folder is not there yet is looked for beside the recipe, by the last part of its name.
+
+    Raises:
+        PlanError: no such recipe, a misspelt key or a wrong number in it, one that names no models, or a model without
+            a config.
+    """
+    path = Path(recipe)
+    if prompt_tokens is not None and not 1 <= prompt_tokens <= MOST_TOKENS:
+        raise PlanError(f"--prompt-tokens is a number from 1 to {MOST_TOKENS:,}, not {prompt_tokens:g}.")
+    settings = read_recipe(path)
+    policy = next((settings[key] for key in POLICY if key in settings), None)
+    reward = settings.get("reward_model_path")
+    critic = settings.get("value_model_path", reward)
+    if policy is None or critic is None:
+        raise PlanError(f"{path} names no models; it needs sft_model_path and reward_model_path.")
+    paths = [(key, settings[key]) for key in (*POLICY, "reward_model_path", "value_model_path") if key in settings]
+    Problems(
+        f"{path}: {key} is a model's name or path, not {shown(value)}."
+        for key, value in paths
+        if not isinstance(value, str | None)
+    ).refuse()
+    actor, scores = _folder(policy, path), _folder(reward or critic, path)
+    folders = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.REWARD: scores, Role.CRITIC: _folder(critic, path)}
+    known = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
+    return Task(path, folders, known, prompt_tokens or PROMPT_TOKENS)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe's settings, of which those that `settings` has a row for are checked and plain numbers.
+
+    A key that is no setting but nearly one is refused. A key unlike any may be a script's own, and is left to it; a run
+    reads every key.
+
+    Raises:
+        PlanError: no such file, no mapping in it, or all that is wrong with its keys and values.
+    """
+    given = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
+    known = files(__package__).joinpath("settings.txt").read_text(encoding="utf-8").split()
+    problems = Problems()
+    for key in [key for key in given if key not in known][:MOST_LISTED]:
+        near = nearest(key, known, at_least=LIKE)
+        if near:
+            problems.append(f"{path}: no setting {shown(key)}; did you mean {near!r}?")
+    read, wrong = read_settings({key: number_of_text(value) for key, value in given.items() if key in SETTINGS})
+    problems += [f"{path}: {problem}" for problem in wrong]
+    for key, default in DEFAULTS.items():
+        if isinstance(default, int) and read.get(key, 1) > MOST_TOKENS:
+            problems.append(f"{path}: {key} {read[key]:,} is more than the {MOST_TOKENS:,} that are planned for.")
+    problems.refuse()
+    return {**given, **read}
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a YAML file is an execution plan and no recipe. Raises `PlanError` where it cannot be read."""
+    return "calls" in read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
+
+
+def _folder(model: str, recipe: Path) -> Path:
+    for folder in (Path(model), recipe.parent / model, recipe.parent / Path(model).name):
+        if exists(folder / "config.json"):
+            return folder
+    beside = shortened(recipe.parent / Path(model).name)
+    raise PlanError(
+        f"{recipe}: there is no config.json in {shown(model)}, nor in {beside}; give a model's folder on disk."
+    )

@@ -1,0 +1,273 @@
+"""Short, ordinary runs of the executor: which plans, with how many samples of which length, and what each took.
+
+Random weights of the models' shapes, random prompts of the data's mean length; nothing of the job is touched. What is
+made of the observations is `planner.profile`'s business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ..algorithms.ppo import PPOSettings
+from ..algorithms.prompts import PromptBatch
+from ..algorithms.rewards import FunctionReward, RewardModelSource
+from ..algorithms.rollout import Ragged, Rollouts
+from ..common.errors import PlanError
+from ..engines.base import Sampling
+from ..engines.models import frozen_copy, shell, with_adapters, without_dropout
+from ..plan.assignment import Assignment, ParallelStrategy
+from ..plan.dataflow import CallKind, Role, ppo_graph
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.presets import flatten
+from ..plan.timeline import Timeline
+from ..planner.profile import Observation, model_key
+from ..runtime.calls import Rules
+from ..runtime.engine_options import EngineOptions
+from ..runtime.executor import Iteration, make_executor
+from ..runtime.placement import Placement, Roles
+from .job import Job
+from .job_models import POLICIES
+
+
+EPISODES = 64  # of a device in the largest of the runs
+RESPONSE = 128  # tokens, likewise
+
+
+class Runs:
+    """The short runs: which plans, with how many samples of which length, and what is learned from their timelines."""
+
+    def __init__(self, job: Job) -> None:
+        self.subject, self.cluster, self.rank, self.engine = job.subject, job.cluster, job.rank, job.engine
+        workload, options = job.workload, job.options
+        self.prompt = max(1, round(workload.prompt_tokens))
+        self.response = max(2, min(RESPONSE, workload.response_tokens[-1]))
+        share = max(2, min(EPISODES, workload.episodes // self.cluster.size))
+        self.episodes = share * self.cluster.size
+        length = max(options.context_length, self.prompt + self.response)
+        vllm = {**options.vllm, "max_num_seqs": max(int(options.vllm.get("max_num_seqs", 1)), share)}
+        self.options = replace(options, context_length=length, vllm=vllm)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(episodes, response tokens) of the runs, each twice after one that warms up: of equal ones the faster
+        counts."""
+        n, r = self.episodes, self.response
+        half, short = max(self.cluster.size, n // 2), max(1, r // 4)
+        return [(n, r), *2 * [(n, r), (half, r), (n, short), (n, max(1, r // 2)), (half, short)]]
+
+    def plans(self, thorough: bool = False) -> Iterator[ExecutionPlan]:
+        """Every call on all devices; then scoring and training under each tensor degree that all models can take, and
+        in pipelines of two stages; where `thorough`, generation under each tensor degree."""
+        yield flatten(self.cluster, generation_engine=self.engine)
+        per_node = self.cluster.devices_per_node
+        tensor = [1 << at for at in range(1, per_node.bit_length()) if per_node % (1 << at) == 0]
+        for tp, pp in [*((tp, 1) for tp in tensor), (1, 2)]:
+            if per_node % (tp * pp) == 0 and self._can(tp, pp):
+                yield self._split(tp, pp)
+        if thorough and self.engine == "vllm":
+            for tp in tensor:
+                if self._can_generate(tp):
+                    yield self._generating(tp)
+
+    def _can(self, tp: int, pp: int) -> bool:
+        try:
+            for specs in self.subject.specs.values():
+                for spec in specs:
+                    spec.check_strategy(tp, pp)
+        except PlanError:
+            return False
+        return True
+
+    def _can_generate(self, tp: int) -> bool:
+        (spec,) = self.subject.specs["actor.generate"]
+        return spec.layers > 0 and spec.generates_under(tp)
+
+    def _generating(self, tp: int) -> ExecutionPlan:
+        plan = flatten(self.cluster, generation_engine=self.engine)
+        mesh = self.cluster.mesh
+        split = Assignment(mesh, ParallelStrategy(mesh.size // tp, tp), self.engine)
+        return ExecutionPlan(self.cluster, {**plan.assignments, "actor.generate": split}, name=f"generation tp {tp}")
+
+    def _split(self, tp: int, pp: int) -> ExecutionPlan:
+        mesh, graph = self.cluster.mesh, ppo_graph()
+        split = Assignment(mesh, ParallelStrategy(mesh.size // (tp * pp), tp, pp), "megatron")
+        whole = Assignment(mesh, ParallelStrategy(mesh.size), "transformers")
+        assignments = {c.name: whole if c.kind is CallKind.GENERATE else split for c in graph.calls}
+        return ExecutionPlan(self.cluster, assignments, graph, f"tp {tp} pp {pp}")
+
+    def observe(self, plan: ExecutionPlan, samples: Rollouts | None) -> tuple[list[Observation], Rollouts | None]:
+        """Run a plan a few times; with `samples`, its scoring and training alone, on those, or where generation is
+        split its generation."""
+        found: list[Observation] = []
+        splits_generation = plan["actor.generate"].strategy.tp > 1
+        known = samples is not None and not splits_generation
+        placement = Placement(plan, self.rank, self._roles(), self.options)
+        try:
+            placement.start()
+            executor = make_executor(placement, self._rules())
+            rates = dict.fromkeys(Role, 0.0)
+            some = max(self.cluster.size, self.episodes // 2)
+            sizes = [(n, 0) for n in (self.episodes, *2 * (self.episodes, some))] if known else self.sizes
+            for at, (episodes, response) in enumerate(sizes):
+                batch = self._prompts(episodes)
+                begun = time.perf_counter()
+                if known:
+                    assert samples is not None, "the first plan generates them"
+                    of_call = {"actor.generate": samples.select(list(range(episodes)))}
+                    iteration = executor.run(batch, at, rates, known=of_call)
+                else:
+                    iteration = executor.run(batch, at, rates, sampling=Sampling(response, 1.0))
+                if at:
+                    found += self._observations(plan, iteration, time.perf_counter() - begun)
+            made = iteration.samples if samples is None else samples
+            executor.exchange.flush()
+            if dist.is_initialized():  # a group that one rank lets go is closed for those that still read from it
+                dist.barrier()
+        finally:
+            placement.close()
+        if samples is None:  # the largest, for the runs that generate nothing
+            made = made.only(("index", "responses", "logprobs", "has_eos"))
+            made = Rollouts.cat([made, made.plus(index=made.tensor("index") + len(made))])
+            made = made.select(list(range(self.episodes)))
+        return found, made
+
+    def _observations(self, plan: ExecutionPlan, iteration: Iteration, whole: float) -> Iterator[Observation]:
+        samples = iteration.samples
+        prompts, responses = samples.ragged("prompts").lengths, samples.ragged("responses").lengths
+        lengths = (prompts + responses).double()
+        busy = Timeline(iteration.spans).by_call()
+        for name, seconds in busy.items():
+            if name not in plan.assignments:
+                continue
+            strategy, kind = plan[name].strategy, plan.graph.call(name).kind
+            if plan["actor.generate"].strategy.tp > 1 and kind is not CallKind.GENERATE:
+                continue  # seen before
+            specs = self.subject.specs.get(name, ())
+            every = sum(spec.elements for spec in specs)
+            for spec in specs:
+                counts: dict[str, float]
+                if kind is CallKind.GENERATE:
+                    n, r = len(samples) / strategy.dp, float(responses.max())
+                    p = float(prompts.double().mean())
+                    counts = {"tokens": n * p, "steps": r, "grown": n * r, "cached": n * (r * p + r * r / 2)}
+                else:
+                    counts = {
+                        "tokens": float(lengths.sum()) / strategy.dp,
+                        "squared": float((lengths**2).sum()) / strategy.dp,
+                        "answered": float(responses.sum()) / strategy.dp,
+                        "steps": float(kind is CallKind.TRAIN),
+                    }
+                    if strategy.pp > 1:
+                        budget = self.options.budget(trains=kind is CallKind.TRAIN)
+                        counts["micro"] = float(max(strategy.pp, math.ceil(counts["tokens"] / budget)))
+                share = seconds * spec.elements / every
+                measured: dict[str, Any] = {"layers": spec.layers, "elements": float(spec.elements), **counts}
+                yield Observation(
+                    str(kind), model_key(spec), share, plan.cluster.size, strategy.tp, strategy.pp, **measured
+                )
+        if "actor.generate" in busy and plan["actor.generate"].strategy.tp == 1:
+            yield Observation("iteration", "", max(1e-6, whole - sum(busy.values())), plan.cluster.size)
+
+    def arithmetic(self) -> Callable[[], None]:
+        """A forward and a backward of the actor."""
+        model = self._model(self.subject.configs[Role.ACTOR][0], is_policy=True)
+        tokens = torch.zeros((4, min(256, self.options.context_length)), dtype=torch.long)
+
+        def work() -> None:
+            model(input_ids=tokens).logits.mean().backward()
+            model.zero_grad(set_to_none=True)
+
+        return work
+
+    def activations(self) -> list[Observation]:
+        """What forwards of two lengths keep for their backwards, by the trained roles; counted, so it takes no GPU."""
+        found = []
+        for role in (Role.ACTOR, Role.CRITIC):
+            spec = self.subject.specs[f"{role}.train"][0]
+            model = self._model(self.subject.configs[role][0], is_policy=role in POLICIES).to(self.options.device)
+            backbone = getattr(model, "base_model", model)
+            for length in (max(2, self.prompt // 2), self.prompt + self.response):
+                kept = _kept(backbone, length, self.options)
+                counts: dict[str, Any] = {"tokens": float(length), "squared": float(length**2), "bytes": kept}
+                found.append(
+                    Observation(
+                        "activations", model_key(spec), 0.0, 1, layers=spec.layers, elements=spec.elements, **counts
+                    )
+                )
+        return found
+
+    # --- what is run ------------------------------------------------------------------------------------------------
+
+    def _roles(self) -> Roles:
+        configs = self.subject.configs
+        actor = self._model(configs[Role.ACTOR][0], is_policy=True)
+        rewards = [
+            RewardModelSource(f"model {at}", partial(self._model, config, is_policy=False))
+            for at, config in enumerate(configs[Role.REWARD])
+        ]
+        return Roles(
+            actor=lambda: with_adapters(actor, self.subject.peft_config, None),
+            actor_config=configs[Role.ACTOR][0],
+            actor_shell=lambda: shell(configs[Role.ACTOR][0]),
+            critic=lambda: self._model(configs[Role.CRITIC][0], is_policy=False),
+            reference=lambda: frozen_copy(self._model(configs[Role.REFERENCE][0], is_policy=True)),
+            rewards=rewards,
+            adapted=self.subject.peft_config is not None,
+        )
+
+    def _model(self, config: Any, *, is_policy: bool) -> Any:
+        kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
+        random = torch.random.get_rng_state()
+        torch.manual_seed(0)
+        model = kind.from_config(config)
+        torch.random.set_rng_state(random)
+        return without_dropout(model)
+
+    def _rules(self) -> Rules:
+        functions = [] if self.subject.configs[Role.REWARD] else [FunctionReward(_nothing, "nothing")]
+        names = [f"model {at}" for at in range(len(self.subject.configs[Role.REWARD]))] or ["nothing"]
+        settings = PPOSettings(self.response, num_ppo_epochs=1, num_mini_batches=1)
+        weights = dict.fromkeys(names, 1.0)
+        sampling = Sampling(self.response, 1.0)
+        return Rules(settings, sampling, 0, None, self.subject.processing_class, functions, weights)
+
+    def _prompts(self, episodes: int) -> PromptBatch:
+        vocabulary = self.subject.configs[Role.ACTOR][0].get_text_config().vocab_size
+        draw = torch.Generator().manual_seed(0)
+        rows = [torch.randint(0, vocabulary, (self.prompt,), generator=draw) for _ in range(episodes)]
+        return PromptBatch(Rollouts(index=torch.arange(episodes), prompts=Ragged.of(rows, torch.long)), [{}] * episodes)
+
+
+def _nothing(completions: Sequence[Any]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _kept(model: torch.nn.Module, length: int, options: EngineOptions) -> float:
+    """Bytes of the tensors that one sample's forward saves for its backward, parameters apart."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros((1, length), dtype=torch.long, device=options.device)
+    mixed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if options.compute_dtype is not None:
+        mixed = torch.autocast(options.device.type, dtype=options.compute_dtype)
+    with mixed, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = model(input_ids=tokens, use_cache=False)  # while it lives, no storage is used twice
+    del out
+    return float(sum(kept.values()))

@@ -1,0 +1,61 @@
+"""What engines are told beyond the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..plan.assignment import CACHED_TOKENS
+from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S
+from .alarm import HEARTBEAT_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What engines are told beyond the plan; from `PPOConfig`.
+
+    Args:
+        device: this rank's.
+        compute_dtype: mixed precision, or `None`.
+        temperature: of sampling, and so of every log-probability.
+        response_length, context_length: tokens; the latter the longest prompt with its response.
+        forward_batch_size: prompts or samples of one forward without gradients, where the plan gives no token budget.
+        train_batch_size: samples of one forward with gradients, likewise.
+        make_optimizer: role's module -> optimizer.
+        bucket_bytes, transfer_timeout_s, checksums: of reallocations, as `Transfer`'s.
+        collective_timeout_s: of every process group (`ddp_timeout`).
+        heartbeat_timeout_s: longest time that an engine's process may be stopped.
+        log_folder: for the logs of engines' processes, kept where a run fails; `None` for temporary ones.
+    """
+
+    device: torch.device
+    temperature: float
+    response_length: int
+    context_length: int
+    forward_batch_size: int
+    train_batch_size: int
+    pad_token_id: int
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    compute_dtype: torch.dtype | None = None
+    max_grad_norm: float = 0.0
+    gradient_checkpointing: bool = False
+    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
+    deepspeed: Mapping[str, Any] | None = None
+    seed: int = 0
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    bucket_bytes: int = BUCKET_BYTES
+    transfer_timeout_s: float = TIMEOUT_S
+    checksums: bool = False
+    collective_timeout_s: float = 1800.0
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    log_folder: Path | None = None
+
+    def budget(self, *, trains: bool) -> int:
+        """Most tokens of one forward where a plan gives no number: room for so many of the longest samples."""
+        room = (self.train_batch_size if trains else self.forward_batch_size) * self.context_length
+        return min(room, CACHED_TOKENS) if self.device.type == "cpu" else room

@@ -1,0 +1,226 @@
+"""Which processes of a job share a host, and the cluster that they make.
+
+Processes tell each other through the job's key-value store, because collectives between hosts are what may not work
+yet. Which interface gloo uses is in `interfaces`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..common.errors import PlanError
+from ..plan.cluster import Cluster
+from ..plan.execution_plan import ExecutionPlan
+from .network_interfaces import VARIABLE, NetworkError, gloo_address, is_loopback
+
+
+REACH_S = 15.0  # for one connection between two hosts
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_met: list[tuple[tuple[Process, ...], Any]] = []  # what was found, and its store, whose server ends with it
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the job, and where it runs.
+
+    Args:
+        host: hostname.
+        machine: identifies the machine, whatever its hostname: its boot id.
+        local_rank: its number on its host, as the launcher counts; negative where the launcher does not say.
+        gpu: index of its GPU among those that it sees; `None` on a CPU.
+        gpus: how many GPUs it sees.
+        address, port: where it listens while hosts are tried.
+    """
+
+    host: str
+    machine: str = ""
+    local_rank: int = -1
+    gpu: int | None = None
+    gpus: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+def meet() -> tuple[Process, ...]:
+    """Every process of the job, by rank. All ranks call this together; what the first call finds is kept.
+
+    Works before a process group is made, so that hosts which cannot reach each other end in a sentence and not in the
+    time limit of a group.
+
+    Raises:
+        NetworkError: a host cannot reach another. The same error on all ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", -1))
+    gpus = torch.cuda.device_count()
+    place: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "machine": machine_id(),
+        "local_rank": local_rank,
+        "gpu": max(local_rank, 0) % gpus if gpus else None,  # as Accelerate deals them
+        "gpus": gpus,
+    }
+    if dist.is_initialized():
+        store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    elif has_rendezvous():
+        # the key-value store that the process group will use too: torch shares one server in a process
+        store, rank, size = next(dist.rendezvous("env://"))
+    else:
+        return (Process(**place),)
+    if not _met:
+        _met.append((_meet(dist.PrefixStore("trl_realloc/hosts", store), rank, size, place), store))
+    return _met[0][0]
+
+
+def machine_id() -> str:
+    """Tells machines apart whose hostnames are the same: the boot id, empty where the system has none."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+
+
+def has_rendezvous() -> bool:
+    """Whether the launcher's variables say how this process finds the others."""
+    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(os.environ.get(name) for name in variables) and os.environ["WORLD_SIZE"] != "1"
+
+
+def _meet(store: Any, rank: int, size: int, place: dict[str, Any]) -> tuple[Process, ...]:
+    with contextlib.ExitStack() as open_doors:
+        problem = ""
+        try:
+            address = gloo_address()
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            door = open_doors.enter_context(socket.create_server((address, 0), family=family))
+            place |= {"address": address, "port": door.getsockname()[1]}
+        except (NetworkError, OSError) as error:
+            problem = str(error)
+        # a rank that cannot go on says so first: the others wait for it
+        problems, places = zip(*_all(store, "place", rank, range(size), (problem, place)), strict=True)
+        _refuse(store, rank, size, problems)
+        processes = tuple(Process(**each) for each in places)
+        firsts = [ranks[0] for ranks in ranks_by_host(processes)]
+        if len(firsts) > 1:
+            _refuse(store, rank, size, [on_loopback(processes[first]) for first in firsts])
+            # in a ring: each host's first process tries the next host's
+            if rank in firsts:
+                problem = _try(processes[rank], processes[firsts[(firsts.index(rank) + 1) % len(firsts)]])
+            _refuse(store, rank, size, _all(store, "problem", rank, firsts, problem))
+    return processes
+
+
+def _refuse(store: Any, rank: int, size: int, problems: Iterable[str]) -> None:
+    found = list(dict.fromkeys(filter(None, problems)))
+    if not found:
+        return
+    read, deadline = store.add("read", 1), time.monotonic() + REACH_S
+    while rank == 0 and read < size and time.monotonic() < deadline:  # its process may be the store's server
+        time.sleep(0.05)
+        read = store.add("read", 0)
+    raise NetworkError("\n".join(found))
+
+
+def on_loopback(process: Process) -> str:
+    """What is wrong with a process's address in a job of several hosts."""
+    if not is_loopback(process.address):
+        return ""
+    return (
+        f"gloo listens at {process.address} on {process.host}, which no other host can reach; set {VARIABLE} to the "
+        f"interface of the network between the hosts, on each of them."
+    )
+
+
+def _all(store: Any, key: str, rank: int, givers: Sequence[int], value: Any) -> list[Any]:
+    """The givers' values on every rank. Rank 0 collects them, so a rank reads one message."""
+    if rank in givers:
+        store.set(f"{key}/{rank}", json.dumps(value))
+    if rank == 0:
+        store.set(key, json.dumps([json.loads(store.get(f"{key}/{giver}")) for giver in givers]))
+    collected: list[Any] = json.loads(store.get(key))
+    return collected
+
+
+def _try(here: Process, there: Process) -> str:
+    """Connect as gloo would. Returns what is wrong."""
+    try:
+        with socket.create_connection((there.address, there.port), REACH_S, source_address=(here.address, 0)):
+            return ""
+    except OSError as error:
+        return (
+            f"{here.host} ({here.address}) cannot reach {there.host} at {there.address}, where gloo listens there "
+            f"({error}); set {VARIABLE} to the interface of the network between the hosts, on each of them, and let "
+            f"no firewall close its ports to them."
+        )
+
+
+def without_gpus(processes: Iterable[Process]) -> tuple[Process, ...]:
+    """The processes of a job that runs on CPUs, whatever GPUs they see."""
+    return tuple(replace(process, gpu=None, gpus=0) for process in processes)
+
+
+def ranks_by_host(processes: Sequence[Process]) -> list[list[int]]:
+    """The ranks of every host, in the order of their first ranks.
+
+    A host is a machine under one hostname. Where a local rank comes twice on it, the launcher counts several hosts
+    there (containers with the machine's hostname), and they are several here too.
+    """
+    hosts: dict[tuple[str, str, int], list[int]] = {}
+    seen: Counter[tuple[str, str, int]] = Counter()
+    for rank, process in enumerate(processes):
+        turn = seen[process.host, process.machine, process.local_rank] if process.local_rank >= 0 else 0
+        seen[process.host, process.machine, process.local_rank] += 1
+        hosts.setdefault((process.host, process.machine, turn), []).append(rank)
+    return list(hosts.values())
+
+
+def cluster_of(processes: Sequence[Process]) -> Cluster:
+    """The job's hosts as nodes.
+
+    Raises:
+        PlanError: hosts with different numbers of processes, or ranks that are not numbered host by host.
+    """
+    hosts = ranks_by_host(processes)
+    names = [processes[ranks[0]].host for ranks in hosts]
+    counts = ", ".join(f"{len(ranks)} on {name}" for name, ranks in zip(names, hosts, strict=True))
+    if len({len(ranks) for ranks in hosts}) > 1:
+        raise PlanError(
+            f"the job's processes are dealt to its hosts unevenly ({counts}), and a plan has nodes of one size; start "
+            f"equally many on each host."
+        )
+    mixed = next((ranks for ranks in hosts if ranks[-1] - ranks[0] != len(ranks) - 1), None)
+    if mixed is not None:
+        ranks = ", ".join(map(str, mixed[:4])) + (", …" if len(mixed) > 4 else "")
+        raise PlanError(
+            f"host {processes[mixed[0]].host} has the ranks {ranks}, and a plan numbers devices host by host; start "
+            f"with consecutive ranks on each host (srun --distribution=block, mpirun --map-by slot)."
+        )
+    return Cluster(nodes=len(hosts), devices_per_node=len(hosts[0]))
+
+
+def check_gpus(processes: Sequence[Process], plan: ExecutionPlan) -> None:
+    """Refuse vLLM engines over GPUs that the process which starts them does not see.
+
+    Raises:
+        PlanError: the first such process.
+    """
+    generate = plan["actor.generate"]
+    tp = generate.strategy.tp
+    if generate.engine != "vllm" or tp == 1:
+        return
+    for rank in generate.mesh.devices[::tp]:
+        process = processes[rank]
+        if process.gpu is not None and process.gpu + tp > process.gpus:
+            raise PlanError(
+                f"actor.generate: a vLLM engine with tp {tp} uses the GPUs of {tp} processes, but rank {rank} on "
+                f"{process.host} sees {process.gpus} and its own is number {process.gpu}; let every process see all "
+                f"GPUs of its host (Slurm: --gpus-per-node, not --gpus-per-task), or use tp: 1."
+            )

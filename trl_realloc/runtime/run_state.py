@@ -1,0 +1,199 @@
+"""A run's state on its way from one placement to another: kept in host memory while the engines change, then sent over
+the wire by reallocations, each device's part to where it is wanted.
+
+Frozen roles go from layout to layout. Of a trained role its first rank has the optimizer's state whole, as a checkpoint
+would; every rank of its new mesh gets it bucket by bucket and takes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engines.models import blank, persistent_buffers, shell, without_dropout
+from ..plan.execution_plan import ExecutionPlan
+from ..realloc.layout import whole
+from ..realloc.transfer import Parts
+from .placement import Placement, Roles, TrainedEngine, copies_actor
+from .reallocation import STALE, Reallocation, ShadowSink, Sink, WholeSink
+
+
+BESIDE = ("generation_config", "model_tags", "packs_rows")
+
+
+@dataclass
+class Held:
+    """One rank's tensors of one role, on the host."""
+
+    version: int
+    tensors: Parts
+
+    def parts(self) -> Parts:
+        return self.tensors
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What every rank has to know of a role, whoever holds it.
+
+    Args:
+        config: Transformers' of its model.
+        dtypes, buffers: of its parameters, and its persistent buffers themselves.
+        beside: of the model's attributes, those that are not in its config: `BESIDE`.
+        state: of a trained role, what `state_dict` has beside the parameters' tensors.
+    """
+
+    config: Any
+    is_policy: bool
+    dtypes: Mapping[str, torch.dtype]
+    buffers: Mapping[str, torch.Tensor]
+    beside: Mapping[str, Any]
+    state: Mapping[str, Any] | None = None
+
+
+class Cargo:
+    """Everything of a placement that a run goes on from, this rank's part of it. Making it is collective; the placement
+    may be closed after."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.rank, self.cluster = placement.rank, placement.plan.cluster
+        self._held: dict[str, Held] = {}
+        own: dict[str, Manifest] = {}
+        for key, engine in _engines(placement):
+            call = _call(key)
+            leads, is_policy = placement.group(call).is_leader, call.startswith(("actor", "reference"))
+            state = self._keep_state(key, engine, leads) if placement.plan.graph.call(call).trains else None
+            if state is None:
+                self._held[key] = Held(engine.version, _on_host(engine.parts()))
+            if leads:
+                model = engine.head.model
+                dtypes = {name: p.dtype for name, p in model.named_parameters()}
+                beside = {name: getattr(model, name) for name in BESIDE if hasattr(model, name)}
+                own[key] = Manifest(model.config, is_policy, dtypes, persistent_buffers(model), beside, state)
+        self.manifests = _of_all_ranks(own, placement.control)
+
+    def _keep_state(self, key: str, engine: TrainedEngine, leads: bool) -> dict[str, Any]:
+        state = engine.state_dict()
+        if leads:
+            tensors = {
+                f"{slot} {name}": [(whole(tensor.shape), tensor)]
+                for name, slots in state["parameters"].items()
+                for slot, tensor in slots.items()
+            }
+            self._held[key] = Held(engine.version, tensors)
+        return {name: value for name, value in state.items() if name != "parameters"}
+
+    def model(self, key: str) -> Any:
+        """A role's model as it will be filled: its structure, with memory for its parameters and nothing in it."""
+        manifest = self.manifests[key]
+        model = blank(manifest.config, manifest.is_policy, manifest.dtypes)
+        model.load_state_dict(dict(manifest.buffers), strict=False)
+        for name, value in manifest.beside.items():
+            setattr(model, name, value)
+        return without_dropout(model)
+
+    def roles(self, roles: Roles, plan: ExecutionPlan) -> Roles:
+        """A run's roles under another plan, their models to be filled by `deliver`; where a rank has no part of the
+        actor, its structure alone."""
+        has_part = self.rank in plan.mesh("actor.train") or copies_actor(plan, self.rank, False)
+        policy = self.model("actor.train") if has_part else shell(roles.actor_config)
+        return replace(
+            roles,
+            actor=lambda: policy,
+            critic=partial(self.model, "critic.train"),
+            reference=partial(self.model, "reference.forward"),
+            rewards=tuple(
+                replace(source, load=partial(self.model, f"reward.forward {at}"))
+                for at, source in enumerate(roles.rewards)
+            ),
+            filled_later=True,
+        )
+
+    def deliver(self, placement: Placement) -> None:
+        """Into the engines of the new placement, which has been started. All ranks together.
+
+        Raises:
+            TransferError, EngineError: the state is not whole there; the run cannot go on from it.
+        """
+        engines = dict(_engines(placement))
+        for key in sorted(self.manifests):
+            engine, state = engines.get(key), self.manifests[key].state
+            sink: Sink | None = None
+            if engine is not None:
+                sink = ShadowSink(engine) if state is None else StateSink()
+            self._send(key, placement, sink)
+            if engine is not None and state is not None:
+                assert isinstance(sink, StateSink), "a trained role's"
+                engine.load_state_dict({**state, "parameters": sink.by_parameter()})
+
+    def _send(self, key: str, placement: Placement, sink: Sink | None) -> None:
+        ranks, options = tuple(range(self.cluster.size)), placement.options
+        edge = Reallocation(
+            f"{key}, old plan",
+            "new plan",
+            self.cluster,
+            ranks,
+            self.rank,
+            control=placement.control,
+            wire=placement.control,
+            device=torch.device("cpu"),
+            holder=self._held.pop(key, None),
+            sink=sink,
+            bucket_bytes=options.bucket_bytes,
+            timeout_s=options.transfer_timeout_s,
+            checksum=options.checksums,
+        )
+        edge.refresh()
+
+
+class StateSink(WholeSink):
+    """A trained role's state whole, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.version = STALE
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def take(self, stream: Iterator[Parts], version: int) -> None:
+        for parts in stream:
+            self._tensors |= {name: tensor for name, [(_, tensor)] in parts.items()}
+        self.version = version
+
+    def by_parameter(self) -> dict[str, dict[str, torch.Tensor]]:
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in self._tensors.items():
+            slot, _, parameter = name.partition(" ")
+            found.setdefault(parameter, {})[slot] = tensor
+        return found
+
+
+def _engines(placement: Placement) -> Iterator[tuple[str, TrainedEngine]]:
+    """This rank's, copies of trained roles apart: they are made again."""
+    named = [
+        ("actor.train", placement.actor),
+        ("critic.train", placement.critic),
+        ("reference.forward", placement.reference),
+        *((f"reward.forward {at}", engine) for at, (_, engine) in enumerate(placement.reward_models)),
+    ]
+    for key, engine in named:
+        if engine is not None:
+            yield key, engine
+
+
+def _call(key: str) -> str:
+    return key.partition(" ")[0]
+
+
+def _on_host(parts: Parts) -> Parts:
+    return {name: [(box, cell.detach().to("cpu", copy=True)) for box, cell in own] for name, own in parts.items()}
+
+
+def _of_all_ranks(own: dict[str, Manifest], control: Any) -> dict[str, Manifest]:
+    told: list[dict[str, Manifest]] = [{} for _ in range(dist.get_world_size(control))]
+    dist.all_gather_object(told, own, group=control)
+    return {key: manifest for each in told for key, manifest in each.items()}

@@ -1,0 +1,88 @@
+"""This rank's vLLM engine, started as the plan has it: which devices, which dtype, room for which lengths."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..engines.base import GenerationEngine
+from ..plan.assignment import Assignment
+from ..plan.execution_plan import ExecutionPlan
+from .alarm import current_watchdog, watch
+from .engine_options import EngineOptions
+
+
+if TYPE_CHECKING:
+    from ..engines.generation.vllm import VLLMEngine
+
+
+def start_vllm(
+    plan: ExecutionPlan, rank: int, config: Any, options: EngineOptions, stack: contextlib.ExitStack
+) -> GenerationEngine | None:
+    """The engine that this rank owns, whose process starts in the background; `None` on a device that works for the
+    engine that the first of its tensor group owns.
+
+    Args:
+        config: the actor's, of Transformers.
+        stack: ends it, and removes its files.
+    """
+    from ..engines.generation.vllm import VLLMEngine
+
+    assignment = plan["actor.generate"]
+    place, tp = assignment.mesh.index(rank), assignment.strategy.tp
+    if place % tp:
+        return None
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trl_realloc_", ignore_cleanup_errors=True)))
+    watchdog = current_watchdog() or (watch() if plan.cluster.size == 1 else None)
+    if watchdog is not None:
+        watchdog.remove_at_end(folder)
+    config.save_pretrained(folder)
+    log = folder / "vllm.log"
+    if options.log_folder is not None:
+        log = options.log_folder / f"vllm-rank{rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+    settings = {"log_path": log, "stop_timeout_s": options.heartbeat_timeout_s, **options.vllm}
+    engine = VLLMEngine(
+        folder,
+        name=f"actor.generate engine {place // tp} (rank {rank})",
+        tensor_parallel_size=tp,
+        dtype=_dtype_name(config, options),
+        max_model_len=options.context_length,
+        **_devices(plan, assignment, rank, options.device),
+        **settings,
+    )
+    stack.callback(_forget_log, engine, log)
+    stack.callback(engine.close)
+    return engine
+
+
+def _forget_log(engine: VLLMEngine, log: Path) -> None:
+    """An engine that has done its work leaves no log; that of one that died, or whose rank did, stays."""
+    if not engine.is_dead:
+        with contextlib.suppress(OSError):
+            log.unlink(missing_ok=True)
+            log.parent.rmdir()  # where it is empty
+
+
+def _dtype_name(config: Any, options: EngineOptions) -> str:
+    """What the actor computes in while it trains: so its log-probabilities there and in the engine agree."""
+    dtype = options.compute_dtype or getattr(config, "dtype", None) or torch.float32
+    return str(dtype).removeprefix("torch.")
+
+
+def _devices(plan: ExecutionPlan, assignment: Assignment, rank: int, device: torch.device) -> dict[str, Any]:
+    """The GPUs, or the cores, of the engine that this rank owns: its own and those of its tensor group."""
+    per_node, tp = plan.cluster.devices_per_node, assignment.strategy.tp
+    if device.type == "cuda":  # as this process counts those that it sees, which may be its own alone
+        own = device.index or 0
+        return {"cuda_devices": list(range(own, own + tp))}
+    local = [(rank + i) % per_node for i in range(tp)]
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // per_node)
+    return {"cpu_cores": [cores[(at * each + i) % len(cores)] for at in local for i in range(each)]}

@@ -1,0 +1,1 @@
+"""What a TRL user touches: trainer, config, checkpoints, metrics, reports."""

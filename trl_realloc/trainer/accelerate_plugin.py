@@ -1,0 +1,91 @@
+"""The Accelerate side: a plugin that carries the plan, in the manner of Accelerate's own plugin dataclasses.
+
+Accelerate has no registry for foreign plugins (a handler it does not know is a KeyError), so the trainer reads this one
+itself, where it makes its accelerator.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..common.errors import PlanError, shown
+
+
+@dataclass
+class ReallocationPlugin:
+    """What `accelerate launch` can say about placement through the environment; `PPOConfig`'s fields come first.
+
+    Args:
+        plan (`str`, `dict` or `ExecutionPlan`, *optional*, defaults to `"auto"`):
+            `auto` (the planner's choice), a preset's name, a YAML file or a plan. Environment: `TRL_REALLOC_PLAN`.
+        generation_engine (`str`, *optional*):
+            `"vllm"` or `"transformers"`; by default vLLM where it is installed. Environment:
+            `TRL_REALLOC_GENERATION_ENGINE`.
+        bucket_mb (`int`, *optional*, defaults to `256`):
+            Most mebibytes that a device receives in one bucket of a reallocation; two are under way at a time.
+            Environment: `TRL_REALLOC_BUCKET_MB`.
+        transfer_timeout (`float`, *optional*):
+            Seconds that a message of a reallocation may take; by default the config's `ddp_timeout`. Environment:
+            `TRL_REALLOC_TRANSFER_TIMEOUT`.
+        checksums (`bool`, *optional*, defaults to `False`):
+            Send a checksum with every message of a reallocation, to hunt a broken wire. Environment:
+            `TRL_REALLOC_CHECKSUMS`.
+        replan (`float`, *optional*, defaults to `0.1`):
+            Under `plan: auto`, how far the lengths of responses may move the plan's estimate, as a share, before the
+            planner searches again between two updates; 0 or less for never. Environment: `TRL_REALLOC_REPLAN`.
+        heartbeat_timeout (`float`, *optional*, defaults to `30.0`):
+            Seconds after which a rank that is stopped, or of which nothing is heard, ends the job. Environment:
+            `TRL_REALLOC_HEARTBEAT_TIMEOUT`.
+
+    Raises:
+        PlanError: a value that is none of these.
+    """
+
+    plan: Any = field(default=None, metadata={"help": "A preset's name, a YAML file or a plan."})
+    generation_engine: str | None = field(default=None, metadata={"help": "`vllm` or `transformers`."})
+    bucket_mb: int | None = field(default=None, metadata={"help": "Most MiB received in one bucket."})
+    transfer_timeout: float | None = field(default=None, metadata={"help": "Seconds for a message."})
+    replan: float | None = field(default=None, metadata={"help": "Share that lets the planner search again."})
+    checksums: bool | None = field(default=None, metadata={"help": "Send checksums, to hunt a broken wire."})
+    heartbeat_timeout: float | None = field(default=None, metadata={"help": "Longest silence of a rank in seconds."})
+
+    def __post_init__(self) -> None:
+        if self.plan is None:
+            self.plan = os.environ.get("TRL_REALLOC_PLAN", "auto")
+        if self.generation_engine is None:
+            self.generation_engine = os.environ.get("TRL_REALLOC_GENERATION_ENGINE")
+        if self.generation_engine not in (None, "vllm", "transformers"):
+            raise PlanError(f"generation_engine must be 'vllm' or 'transformers', not {shown(self.generation_engine)}.")
+        if self.bucket_mb is None:
+            self.bucket_mb = int(_number("TRL_REALLOC_BUCKET_MB", 256))
+        if self.transfer_timeout is None and "TRL_REALLOC_TRANSFER_TIMEOUT" in os.environ:
+            self.transfer_timeout = _number("TRL_REALLOC_TRANSFER_TIMEOUT", 0.0)
+        if self.heartbeat_timeout is None:
+            self.heartbeat_timeout = _number("TRL_REALLOC_HEARTBEAT_TIMEOUT", 30.0)
+        if self.replan is None:
+            self.replan = _number("TRL_REALLOC_REPLAN", 0.1)
+        if self.checksums is None:
+            self.checksums = os.environ.get("TRL_REALLOC_CHECKSUMS", "0").lower() in ("1", "true", "yes", "on")
+        if self.bucket_mb < 1 or (self.transfer_timeout is not None and not self.transfer_timeout > 0):
+            raise PlanError(
+                f"bucket_mb is 1 or more and transfer_timeout above 0, not {self.bucket_mb} and "
+                f"{self.transfer_timeout}."
+            )
+        if not 5 <= self.heartbeat_timeout < float("inf"):
+            raise PlanError(
+                f"heartbeat_timeout is 5 s or more, not {self.heartbeat_timeout}: a busy machine needs some seconds."
+            )
+
+
+def _number(variable: str, default: float) -> float:
+    text = os.environ.get(variable, str(default))
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise PlanError(f"the environment's {variable} must be a finite number, not {shown(text)}.")
+    return number

@@ -1,0 +1,40 @@
+"""Completions as people read them: rows of prompt, response and score, and a table of a few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..algorithms.rollout import Rollouts
+
+
+def completion_rows(samples: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
+    """`query`, `model response` and `score` of each sample, as TRL's table has them."""
+    queries = processing_class.batch_decode(
+        [row.tolist() for row in samples.ragged("prompts").rows()], skip_special_tokens=True
+    )
+    responses = processing_class.batch_decode([row.tolist() for row in samples.ragged("responses").rows()])
+    scores = samples.tensor("scores").tolist()
+    return [
+        {"query": query, "model response": response, "score": score}
+        for query, response, score in zip(queries, responses, scores, strict=True)
+    ]
+
+
+def show_completions(rows: Sequence[dict[str, Any]], report_to: Sequence[str], step: int) -> None:
+    """Five of them on the terminal, all of them to Weights & Biases where the run reports there."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*rows[0].keys(), show_lines=True, title=f"completions after update {step}") if rows else Table()
+    for row in rows[:5]:
+        # as texts: in a plain string rich reads "[/INST]" as markup
+        table.add_row(Text(row["query"]), Text(row["model response"]), f"{row['score']:.3f}")
+    Console().print(table)
+    if "wandb" in report_to:
+        import pandas as pd
+        import wandb
+
+        if wandb.run is not None:
+            wandb.log({"completions": wandb.Table(dataframe=pd.DataFrame(rows))})

@@ -1,0 +1,103 @@
+"""What a run logs: each update's metrics until they are logged, its spans, and the lengths of its latest responses."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+
+from ..plan.timeline import Span, Timeline
+from ..runtime.executor import Iteration
+
+
+LENGTHS = 20_000  # latest responses whose lengths are kept
+SPANS = 100_000  # latest spans that are kept: 25 MB; of 8 ranks some 2,000 updates
+
+
+class RunMetrics:
+    """Gathers updates, and the metrics of those since the last log.
+
+    Args:
+        spans: most spans that are kept, of whole updates; those of the latest update always are.
+    """
+
+    def __init__(self, spans: int = SPANS) -> None:
+        self._most_spans, self._kept_spans = spans, 0
+        self._spans: deque[tuple[Span, ...]] = deque()  # of each update
+        self.lengths: deque[int] = deque(maxlen=LENGTHS)
+        self._window: dict[str, list[float]] = defaultdict(list)
+        self._losses: list[tuple[float, float]] = []
+        self.begin(0)
+
+    def begin(self, episode: int) -> None:
+        """A training begins at this episode; what one before it left when it failed is dropped."""
+        self._window.clear()
+        self._losses.clear()
+        self._begun, self._first_episode = time.time(), episode
+
+    def episodes_per_second(self, episode: int) -> float:
+        """Of this training, up to this episode."""
+        return (episode - self._first_episode) / max(time.time() - self._begun, 1e-9)
+
+    def mean_loss(self, vf_coef: float) -> float:
+        """The policy's loss plus the weighted value loss, mean over the updates of this training; 0.0 without any."""
+        losses = [policy + vf_coef * value for policy, value in self._losses]
+        return sum(losses) / max(len(losses), 1)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the latest updates."""
+        return Timeline(tuple(span for spans in self._spans for span in spans))
+
+    def note(self, order: Sequence[str], iteration: Iteration, seconds: float) -> None:
+        """Keep an update's metrics.
+
+        Args:
+            order: the plan's calls.
+            seconds: that the update took.
+        """
+        self._spans.append(iteration.spans)
+        self._kept_spans += len(iteration.spans)
+        while self._kept_spans > self._most_spans and len(self._spans) > 1:
+            self._kept_spans -= len(self._spans.popleft())
+        samples = iteration.samples
+        longest: dict[str, float] = defaultdict(float)
+        for span in iteration.spans:
+            longest[span.call] = max(longest[span.call], span.seconds)
+        lengths = samples.ragged("responses").lengths
+        self.lengths.extend(lengths.tolist())
+        rewards = [name for name in samples if name.startswith("reward/")]
+        metrics = {
+            **iteration.metrics,
+            **{f"rewards/{n.removeprefix('reward/')}": float(samples.tensor(n).nanmean()) for n in rewards},
+            "completions/mean_length": float(lengths.float().mean()),
+            **{f"time/{call}": longest[call] for call in order if call in longest},
+            **_moved(iteration.spans),
+            "time/step": seconds,
+            "tokens/s": samples.tokens / seconds,
+        }
+        if "loss/policy_avg" in metrics and "loss/value_avg" in metrics:
+            self._losses.append((metrics["loss/policy_avg"], metrics["loss/value_avg"]))
+        for name, value in metrics.items():
+            self._window[name].append(value)
+
+    def take(self) -> dict[str, float]:
+        """The mean of every metric over the updates since the last time (of `skipped_updates/*` the sum), nothing where
+        there was none."""
+        means = {
+            name: sum(values) / (1 if name.startswith("skipped_updates/") else len(values))
+            for name, values in self._window.items()
+        }
+        self._window.clear()
+        return means
+
+
+def _moved(spans: Iterable[Span]) -> dict[str, float]:
+    """`realloc/bytes/<call>` and `realloc/seconds/<call>` of each reallocation, by the call that it was for."""
+    metrics: dict[str, float] = {}
+    for span in spans:
+        if " -> " in span.call:
+            edge = span.call.partition(" -> ")[2]
+            metrics[f"realloc/bytes/{edge}"] = float(span.bytes)
+            metrics[f"realloc/seconds/{edge}"] = max(span.seconds, metrics.get(f"realloc/seconds/{edge}", 0.0))
+    return metrics

@@ -1,0 +1,363 @@
+"""What a run did, for a person: did the reward rise, where the time went, what the policy says before and after.
+
+Reads metrics as `MetricsWriter` writes them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from pydantic import FiniteFloat
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import TypedDict
+
+from ..common.errors import PlanError, shown
+from ..common.files import MOST_RECORD_BYTES, exists, parse_json, read_json, read_text
+from ..common.schema import checked
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.timeline import Timeline
+from ..planner.problem import Found
+from ..planner.simulate import iteration_seconds
+
+
+SCORES = "objective/scores"
+REPORTED = ("time/step", "tokens/s")  # what a report needs of every update, beside its score
+CLEARLY = 3.0  # standard errors of the difference
+
+
+def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The rows of a metrics file that are of updates, by step.
+
+    Args:
+        needed: names beside the step and the score that every update must have.
+
+    Raises:
+        PlanError: a line that is no JSON object, or an update without such a number.
+    """
+    rows = []
+    for at, line in enumerate(read_text(path, "the metrics", MOST_RECORD_BYTES).splitlines()):
+        where = f"{path}, line {at + 1}"
+        row = parse_json(line, where)
+        if not isinstance(row, dict):
+            raise PlanError(f"{where}: a line of metrics is a JSON object, not {shown(row)}.")
+        if SCORES in row:
+            _check_update(row, ("step", SCORES, *needed), where)
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def _check_update(row: Mapping[str, Any], needed: Sequence[str], where: str) -> None:
+    """Raises `PlanError` for the first number that is needed and missing, or that is no number."""
+    for name in needed:
+        if name not in row:
+            raise PlanError(f"{where}: there is no {name!r}; were these metrics written by MetricsWriter?")
+    for name, value in row.items():
+        if name in ("step", "episode", SCORES, "tokens/s") or name.startswith(("time/", "realloc/")):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
+            if not number or (name == "time/step" and value <= 0):
+                raise PlanError(f"{where}: {name!r} is {shown(value)}, and must be a finite number.")
+
+
+_Completion = TypedDict("_Completion", {"query": str, "model response": str, "score": FiniteFloat})
+
+
+class _Completions(TypedDict):
+    """Of the same prompts, as `completions.json` has them."""
+
+    before: list[_Completion]
+    after: list[_Completion]
+
+
+@dataclass(frozen=True)
+class RewardSummary:
+    """Mean and standard error of the mean score over the first and over the last updates."""
+
+    updates: int
+    window: int
+    first: float
+    first_error: float
+    last: float
+    last_error: float
+
+    @property
+    def rise(self) -> float:
+        return self.last - self.first
+
+    @property
+    def rose_clearly(self) -> bool:
+        """The rise is more than three standard errors of the difference."""
+        return self.rise > CLEARLY * math.hypot(self.first_error, self.last_error)
+
+
+def reward_summary(rows: Sequence[Mapping[str, Any]], key: str = SCORES, window: int = 5) -> RewardSummary:
+    """Raises:
+    ValueError: fewer than two windows of updates.
+    """
+    scores = [float(row[key]) for row in rows]
+    if len(scores) < 2 * window:
+        raise ValueError(f"a first and a last {window} updates need {2 * window}, there are {len(scores)}.")
+    (first, first_error), (last, last_error) = _mean(scores[:window]), _mean(scores[-window:])
+    return RewardSummary(len(scores), window, first, first_error, last, last_error)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    return fmean(values), stdev(values) / math.sqrt(len(values))
+
+
+def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Mean seconds per update of each call, and its share of the whole update (calls side by side overlap)."""
+    whole = fmean(row["time/step"] for row in rows)
+    names = [key for key in rows[0] if key.startswith("time/") and key != "time/step"]
+    means = {name.removeprefix("time/"): fmean(row.get(name, 0.0) for row in rows) for name in names}
+    return {name: (seconds, seconds / whole) for name, seconds in means.items()}
+
+
+def reward_curve(rows: Sequence[Mapping[str, Any]], path: str | Path, window: int = 5) -> None:
+    """The score of every update and its running mean, as a picture in the format of the path's suffix."""
+    from matplotlib.figure import Figure
+
+    steps = [row["step"] for row in rows]
+    scores = [float(row[SCORES]) for row in rows]
+    running = [fmean(scores[max(0, at + 1 - window) : at + 1]) for at in range(len(scores))]
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, scores, "o", markersize=3, color="#9db4c8", label="mean score of the update")
+    axes.plot(steps, running, color="#1f5c99", linewidth=2, label=f"mean of {window} updates")
+    axes.set_xlabel("update")
+    axes.set_ylabel("score")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def reward_table(summary: RewardSummary) -> Table:
+    table = Table("updates", "mean score", "standard error", title="reward", title_justify="left")
+    table.add_row(f"first {summary.window}", f"{summary.first:.3f}", f"{summary.first_error:.3f}")
+    table.add_row(f"last {summary.window}", f"{summary.last:.3f}", f"{summary.last_error:.3f}")
+    table.add_row("rise", f"{summary.rise:+.3f}", "clear" if summary.rose_clearly else "not clear")
+    return table
+
+
+def time_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("call", "seconds per update", "share", title="time by call", title_justify="left")
+    for name, (seconds, share) in call_times(rows).items():
+        table.add_row(name, f"{seconds:.3f}", f"{share:.0%}")
+    whole = fmean(row["time/step"] for row in rows)
+    tokens = fmean(row["tokens/s"] for row in rows)
+    table.add_row("whole update", f"{whole:.3f}", f"{tokens:,.0f} tokens/s")
+    return table
+
+
+def realloc_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """What each reallocation moved over the wire, all devices together; `None` where the plan has none."""
+    calls = [key.removeprefix("realloc/bytes/") for key in rows[-1] if key.startswith("realloc/bytes/")]
+    if not calls:
+        return None
+    table = Table("parameters for", "MB per update", "seconds", title="reallocation", title_justify="left")
+    for call in calls:
+        moved = fmean(row.get(f"realloc/bytes/{call}", 0.0) for row in rows)
+        seconds = fmean(row.get(f"realloc/seconds/{call}", 0.0) for row in rows)
+        table.add_row(call, f"{moved / 1e6:,.1f}", f"{seconds:.3f}")
+    return table
+
+
+def print_summary(rows: Sequence[Mapping[str, Any]], window: int = 5) -> RewardSummary:
+    """All tables on the terminal."""
+    summary = reward_summary(rows, window=window)
+    console = Console()
+    console.print(reward_table(summary))
+    console.print(time_table(rows))
+    if (moved := realloc_table(rows)) is not None:
+        console.print(moved)
+    return summary
+
+
+def write_report(
+    folder: str | Path,
+    rows: Sequence[Mapping[str, Any]],
+    plan: str,
+    before: Sequence[Mapping[str, Any]] = (),
+    after: Sequence[Mapping[str, Any]] = (),
+    *,
+    timeline: str = "",
+    simulated: float | None = None,
+    expected: Sequence[str] = (),
+) -> Path:
+    """`report.md` with the reward and its curve (`reward.png`), the time by call (and a picture of it, if there is
+    one; `simulated` seconds per update beside the measured; `expected`, lines on the estimate), the plan, and
+    completions of the same prompts (`query`, `model response`, `score`) before and after. Returns its path."""
+    folder = Path(folder)
+    summary = reward_summary(rows)
+    reward_curve(rows, folder / "reward.png")
+    lines = [
+        "# Report",
+        "",
+        f"{summary.updates} updates, {rows[-1].get('episode', 0):,.0f} episodes.",
+        "",
+        "## Reward",
+        "",
+        *_markdown(reward_table(summary)),
+        "",
+        "![the mean score of every update](reward.png)",
+        "",
+        "## Time by call",
+        "",
+        "The longest of the devices, mean over the updates. Calls on disjoint devices overlap.",
+        "",
+        *_markdown(time_table(rows)),
+        "",
+        *(_beside_measured(simulated, rows) if simulated is not None else []),
+        *([f"![two updates, devices down, time across]({timeline}); whole run: trace.json", ""] if timeline else []),
+        *expected,
+        *([*_markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
+        "## Plan",
+        "",
+        "```yaml",
+        plan.strip(),
+        "```",
+        "",
+    ]
+    if before and after:
+        lines += [
+            "## Completions",
+            "",
+            "| prompt | before | score | after | score |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for old, new in zip(before, after, strict=False):
+            cells = [old["query"], old["model response"], f"{old['score']:.2f}", new["model response"]]
+            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + f" | {new['score']:.2f} |")
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def leave_record(plan: ExecutionPlan, timeline: Timeline, expected: Found | None, folder: Path) -> None:
+    """What a run leaves for its report: `plan.yaml`, `timeline.json`, and where there is an estimate `estimate.json`,
+    which is set beside what was measured on the terminal too."""
+    if not timeline.spans:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.save(folder / "plan.yaml")
+    timeline.save(folder / "timeline.json")
+    if expected is not None:
+        expected.timeline.save(folder / "estimate.json")
+        Console(stderr=True).print(estimate_table(expected.timeline, timeline))
+
+
+def report_run(folder: str | Path) -> Path:
+    """The report of a finished run from what it left in its folder: `metrics.jsonl`, and `plan.yaml`, `timeline.json`,
+    `completions.json` where they are. With a timeline, a picture of two updates (`timeline.png`) and all of it as
+    `trace.json` for Perfetto. With an `estimate.json` what was expected stands beside
+    what was measured. Returns the report's path.
+
+    Raises:
+        ValueError: there are no metrics, or too few updates; or a file of the run that cannot be read.
+    """
+    folder = Path(folder)
+    metrics = folder / "metrics.jsonl"
+    if not exists(metrics):
+        raise ValueError(f"{folder} holds no metrics.jsonl; train with callbacks=[MetricsWriter({str(metrics)!r})].")
+    plan, said = folder / "plan.yaml", folder / "completions.json"
+    completions = _Completions(before=[], after=[])
+    if exists(said):
+        completions = checked(_Completions, read_json(said, "the completions", MOST_RECORD_BYTES), str(said))
+    text = read_text(plan, "the plan") if exists(plan) else ""
+    spans = folder / "timeline.json"
+    picture, simulated, expected = "", None, list[str]()
+    if exists(spans):
+        timeline = Timeline.load(spans)
+        simulated = simulated_seconds(text, timeline)
+        expected = _beside_estimate(folder, timeline)
+        steps = timeline.steps[-2:]
+        Timeline(span for span in timeline.spans if span.step in steps).draw(folder / "timeline.png")
+        (folder / "trace.json").write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
+        picture = "timeline.png"
+    return write_report(
+        folder,
+        load_metrics(metrics, REPORTED),
+        text,
+        completions["before"][:8],
+        completions["after"][:8],
+        timeline=picture,
+        simulated=simulated,
+        expected=expected,
+    )
+
+
+def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
+    """Seconds per update that the plan makes of its calls' measured times: side by side where their devices differ, one
+    after the other where not. `None` where the text is no plan, or a call was never measured."""
+    try:
+        read, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
+        moves = {call.partition(" -> ")[2]: taken for call, taken in busy.items() if " -> " in call}
+        return iteration_seconds(read, busy, moves, barrier=True)
+    except (PlanError, KeyError):
+        return None
+
+
+def _beside_measured(simulated: float, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    measured = fmean(row["time/step"] for row in rows)
+    return [
+        f"From these times the plan's timeline takes {simulated:.3f} s per update; measured were {measured:.3f} s. The "
+        f"rest, {(measured - simulated) / measured:.0%}, is what happens between the calls: samples on their way, "
+        f"waiting for the slower device, logging.",
+        "",
+    ]
+
+
+def estimate_table(estimate: Timeline, measured: Timeline) -> Table:
+    """What was expected of every call and of the iteration, and what it was; the first update, in which all warms up,
+    is left out where there are more."""
+    steps = measured.steps[1:] or measured.steps
+    warm = Timeline(span for span in measured.spans if span.step in steps)
+    table = Table("call", "estimated", "measured", "error", title="estimate against measurement", title_justify="left")
+
+    def row(name: str, expected: float | None, was: float | None) -> None:
+        cells = ["" if each is None else f"{each:.3f} s" for each in (expected, was)]
+        table.add_row(name, *cells, f"{expected / was - 1:+.0%}" if expected and was else "")
+
+    for call, expected, was, _ in estimate.compare(warm):
+        row(call, expected, was)
+    whole = fmean(warm.of_step(step).seconds_per_step for step in steps) if steps else None
+    row("iteration", estimate.seconds_per_step, whole)
+    return table
+
+
+def _beside_estimate(folder: Path, measured: Timeline) -> list[str]:
+    """The estimate that a run was begun with, if it left one: a table and a picture."""
+    file = folder / "estimate.json"
+    if not exists(file):
+        return []
+    estimate = Timeline.load(file)
+    estimate.draw(folder / "estimate.png")
+    return [
+        "### Estimated and measured",
+        "",
+        *_markdown(estimate_table(estimate, measured)),
+        "",
+        "![the iteration as it was expected](estimate.png)",
+        "",
+    ]
+
+
+def _markdown(table: Table) -> list[str]:
+    """A rich table of plain cells in Markdown, so that terminal and file cannot disagree."""
+    rows = zip(*(list(column.cells) for column in table.columns), strict=True)
+    return [
+        "| " + " | ".join(str(column.header) for column in table.columns) + " |",
+        "|" + " --- |" * len(table.columns),
+        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
+    ]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())

@@ -1,0 +1,152 @@
+"""The attributes and methods of TRL 1.12's `PPOTrainer`, under TRL's names, that a script or a callback may use beside
+the constructor and `train`.
+
+Those of `trainer.model` are in `policy_and_value`. What has no meaning under a plan raises an `AttributeError` that
+names what to use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch.utils.data import DataLoader
+from transformers import TrainerState
+
+from ..algorithms.prompts import PromptBatch
+from ..engines.models import has_adapters
+from ..runtime.placement import Placement
+
+
+@dataclass
+class OnlineTrainerState(TrainerState):
+    """`TrainerState` with the number of episodes so far, as TRL's."""
+
+    episode: int = 0
+
+
+class TrlAttributes:
+    """The attributes without a value here are those of the trainer that it is mixed into."""
+
+    args: Any
+    setup: Any
+    model: Any
+    train_dataset: Any
+    eval_dataset: Any
+    callback_handler: Any
+    placement: Placement
+    get_train_dataloader: Callable[[], DataLoader[PromptBatch]]
+    get_eval_dataloader: Callable[..., DataLoader[PromptBatch]]
+
+    _ref_model: Any = None  # as it was given
+
+    @property
+    def policy_model(self) -> Any:
+        """This rank's module of the policy."""
+        return self.model.policy
+
+    @property
+    def value_model(self) -> Any:
+        """This rank's module of the critic."""
+        return self.model.value_model
+
+    @property
+    def ref_model(self) -> Any:
+        """This rank's module of the reference; before the first `train()`, `evaluate()` or `save_model()` what was
+        given. `None` where the policy without its adapters is the reference, and on ranks without a part of it."""
+        if not self.placement.started:
+            return self._ref_model
+        return None if self.placement.reference is None else self.placement.reference.head.model
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> NoReturn:
+        raise AttributeError("ref_model cannot be replaced, the plan has placed it; give another to the constructor.")
+
+    @property
+    def is_peft_model(self) -> bool:
+        """Whether the policy trains adapters."""
+        return bool(self.setup.roles.adapted)
+
+    @property
+    def model_adapter_name(self) -> str | None:
+        name: str | None = self.args.model_adapter_name
+        return name
+
+    @property
+    def ref_adapter_name(self) -> str | None:
+        name: str | None = self.args.ref_adapter_name
+        return name
+
+    @contextlib.contextmanager
+    def null_ref_context(self) -> Iterator[None]:
+        """Inside, the policy's module on this rank is its own reference: its adapters are off, or those of
+        `ref_adapter_name` are on. A policy without adapters is as it is."""
+        without_adapters, policy = self.setup.roles.without_adapters, self.model.policy
+        if without_adapters is None or not has_adapters(policy):
+            yield
+            return
+        with without_adapters(policy):
+            yield
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """Those that are called: Transformers' own, the reporters', and those given."""
+        callbacks: list[Any] = self.callback_handler.callbacks
+        return callbacks
+
+    @property
+    def train_dataset_len(self) -> int:
+        """Prompts in a pass over the data."""
+        return len(self.train_dataset)
+
+    @property
+    def dataloader(self) -> DataLoader[PromptBatch]:
+        """A loader of the global batches of the first pass over the data, the same on every rank; made anew each time.
+        Its length is the number of updates in a pass."""
+        return self.get_train_dataloader()
+
+    @dataloader.setter
+    def dataloader(self, loader: Any) -> NoReturn:
+        raise AttributeError(
+            "dataloader cannot be replaced; give the constructor another train_dataset or data_collator, or override "
+            "get_train_dataloader."
+        )
+
+    @property
+    def eval_dataloader(self) -> DataLoader[PromptBatch] | None:
+        """A loader of the global batches of the evaluation prompts (of several datasets the first's), the same on every
+        rank; `None` without an evaluation dataset."""
+        rows = self.eval_dataset
+        if isinstance(rows, dict):
+            rows = next(iter(rows.values()), None)
+        return None if rows is None else self.get_eval_dataloader(rows)
+
+    @property
+    def sample_generations_freq(self) -> int:
+        """Updates from one table of completions to the next.
+
+        Raises:
+            AttributeError: none are shown.
+        """
+        if self.args.num_sample_generations <= 0:
+            raise AttributeError("sample_generations_freq: no completions are shown, num_sample_generations is 0.")
+        return max(1, self.args.num_total_batches // self.args.num_sample_generations)
+
+    @property
+    def local_seed(self) -> NoReturn:
+        raise AttributeError(
+            "local_seed: no process has a seed of its own here; every sample is drawn from args.seed, the update and "
+            "its place in the batch."
+        )
+
+    @property
+    def local_dataloader_batch_size(self) -> NoReturn:
+        raise AttributeError(
+            "local_dataloader_batch_size: every process reads the whole batch and the plan deals it out; use "
+            "args.batch_size, or args.local_batch_size for a process's share of it."
+        )
+
+
+__all__ = ["OnlineTrainerState", "TrlAttributes"]
