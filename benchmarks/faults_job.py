@@ -85,7 +85,7 @@ class Fault:
             time.sleep(2.0)
         elif self.kind.startswith(("engine", "worker")):
             assert self.trainer is not None
-            process = self.trainer.placement.generator._process.pid
+            process = self.trainer.placement.generators["actor.generate"]._process.pid
             os.kill(self._worker(process) if self.kind.startswith("worker") else process, self._signal())
         elif self.kind == "disk-full":
             free = os.statvfs(self.out)
@@ -163,7 +163,7 @@ class Fault:
         torch.save = failing
 
     def while_generating(self, placement: Placement) -> None:
-        generator = placement.generator
+        generator = placement.generators.get("actor.generate")
         if generator is None or not self.kind.startswith(("engine", "worker")):
             return
         generate = generator.generate
@@ -206,9 +206,8 @@ def main() -> None:
     if settings["fault"]:
         fault.trainer = made
         made.placement.start()
-        engines = [made.placement.actor, made.placement.critic, made.placement.reference]
-        engines += [*made.placement._shadows.values(), *(engine for _, engine in made.placement.reward_models)]
-        fault.inside([engine.head.model for engine in engines if engine is not None])
+        engines = [engine for engines in made.placement.engines.values() for engine in engines]
+        fault.inside([engine.head.model for engine in dict.fromkeys(engines)])
         fault.while_generating(made.placement)
     made.train(resume_from_checkpoint=settings["resume"])
     weights = tiny.weights(made)

@@ -11,7 +11,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from replay import rollouts  # noqa: E402
 from torch import nn
 
-from trl_realloc.algorithms.ppo import TokenLoss
+from trl_realloc.algorithms.base import TokenLoss
 from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.training.master_weights import _owners

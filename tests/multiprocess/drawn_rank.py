@@ -18,7 +18,6 @@ in_float64.read_float32_as_float64()  # before anything that computes is importe
 
 import json  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
-from dataclasses import replace  # noqa: E402
 from typing import Any  # noqa: E402
 
 import tiny  # noqa: E402
@@ -83,8 +82,8 @@ def trainer(folder: Path, case: Mapping[str, Any], whole: bool) -> Any:
         adam_epsilon=1e-4,
         **case["config"],
     )
-    rules = made.executor.rules  # past the config, which wants a process's share to divide
-    made.executor.rules = replace(rules, settings=replace(rules.settings, num_mini_batches=case["mini_batches"]))
+    # past the config, which wants a process's share to divide
+    tiny.change_ppo(made, num_mini_batches=case["mini_batches"])
     made.placement.start()
     return made
 
@@ -125,7 +124,7 @@ def update(made: Any, case: Mapping[str, Any], step: int) -> dict[str, float]:
 
 def weights(made: Any) -> dict[str, dict[str, torch.Tensor]]:
     """The trained roles' parameters, whole on the first rank of their meshes; collective."""
-    engines = {"policy": made.placement.actor, "critic": made.placement.critic}
+    engines = {"policy": made.placement.engine("actor.train"), "critic": made.placement.engine("critic.train")}
     return {
         role: {name: tensor.clone() for bucket in engine.export(merged=False) for name, tensor in bucket}
         for role, engine in engines.items()

@@ -13,7 +13,7 @@ from typing import Any
 import tiny
 import torch
 
-from trl_realloc.algorithms.ppo import TokenLoss
+from trl_realloc.algorithms.base import TokenLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.runtime.alarm import JobFailed
@@ -45,7 +45,7 @@ def main() -> None:
             folder, plan=plan, per_device_train_batch_size=4, num_ppo_epochs=2, max_steps=1, skip_nonfinite_updates=True
         )
         made.placement.start()
-        for engine in filter(None, (made.placement.actor, made.placement.critic)):
+        for engine in filter(None, (made.placement.engine("actor.train"), made.placement.engine("critic.train"))):
             overflow_once(engine)
         before = tiny.weights(made)
         made.train()
@@ -54,7 +54,7 @@ def main() -> None:
         row = {k: v for row in made.state.log_history for k, v in row.items() if k.startswith("skipped_updates/")}
         # the same again, where nothing is left out: every rank ends, and no role has moved
         made.executor.rules = replace(made.executor.rules, skip_nonfinite=False)
-        for engine in filter(None, (made.placement.actor, made.placement.critic)):
+        for engine in filter(None, (made.placement.engine("actor.train"), made.placement.engine("critic.train"))):
             overflow_once(engine)
         before, said = tiny.weights(made), {}
         try:
@@ -67,7 +67,10 @@ def main() -> None:
         except JobFailed as error:
             said["critic.train"] = str(error)
         kept = all(torch.equal(value, before[key]) for key, value in tiny.weights(made).items())
-        versions = [engine and engine.version for engine in (made.placement.actor, made.placement.critic)]
+        versions = [
+            engine and engine.version
+            for engine in (made.placement.engine("actor.train"), made.placement.engine("critic.train"))
+        ]
         report = {"moved": sorted(moved), "finite": finite, "said": said, "kept": kept, "versions": versions, **row}
         (folder / f"{name}-{made.accelerator.process_index}.json").write_text(json.dumps(report))
         made.executor.exchange.flush()

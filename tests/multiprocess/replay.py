@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import tiny
@@ -52,9 +51,8 @@ def main() -> None:
             max_grad_norm=0.5,
             whiten_rewards=True,
         )
-        rules = made.executor.rules  # past the config, which wants a process's share to divide
-        settings = replace(rules.settings, num_mini_batches=options["mini_batches"])
-        made.executor.rules = replace(rules, settings=settings)
+        # past the config, which wants a process's share to divide
+        tiny.change_ppo(made, num_mini_batches=options["mini_batches"])
         made.placement.start()
         check_layouts(made)
         generated = batch.plus(
@@ -79,7 +77,7 @@ def main() -> None:
 
 def masters(made: PPOTrainer) -> dict[str, torch.Tensor]:
     """The float32 weights of policy and critic."""
-    engines = {"policy": made.placement.actor, "critic": made.placement.critic}
+    engines = {"policy": made.placement.engine("actor.train"), "critic": made.placement.engine("critic.train")}
     return {
         f"{role}.{name}": cells["master"]
         for role, engine in engines.items()
@@ -91,8 +89,8 @@ def masters(made: PPOTrainer) -> dict[str, torch.Tensor]:
 def check_layouts(made: PPOTrainer) -> None:
     """What every engine that trains holds is what the layout says that is made from config and strategy alone."""
     for call, engine, head in (
-        ("actor.train", made.placement.actor, "lm"),
-        ("critic.train", made.placement.critic, "score"),
+        ("actor.train", made.placement.engine("actor.train"), "lm"),
+        ("critic.train", made.placement.engine("critic.train"), "score"),
     ):
         if engine is not None:
             spec = ModelSpec.from_config(tiny.config(num_labels=1), head, bytes_per_element=4)

@@ -14,6 +14,7 @@ from peft import LoraConfig
 
 from trl_realloc import PPOTrainer
 from trl_realloc.engines.training.tensor_parallel import box_of, local
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.runtime.replica_check import ReplicaError, check_replicas
 
 
@@ -24,7 +25,7 @@ def main() -> None:
         torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # as processes have it before a seed is set
         made = trainer(folder, case)
         rank = made.accelerator.process_index
-        models = made.policy_model, made.setup.roles.critic()
+        models = made.policy_model, made.setup.roles[Role.CRITIC].load[0]()
         expected = [{n: p.detach().clone() for n, p in model.named_parameters()} for model in models]
         made.placement.start()
         dist.broadcast_object_list(expected, 0)
@@ -32,9 +33,9 @@ def main() -> None:
         dist.all_gather_object(told, distances(made, *expected))
         results[name] = {role: max(d.get(role, 0.0) for d in told) for role in {r for d in told for r in d}}
         if case.get("parts_on") == rank:
-            next(iter(made.placement.actor.parts().values()))[0][1].view(-1)[0] += 1e-3
+            next(iter(made.placement.engine("actor.train").parts().values()))[0][1].view(-1)[0] += 1e-3
         try:
-            check_replicas(made.placement.actor, made.placement.group("actor.train"), "actor")
+            check_replicas(made.placement.engine("actor.train"), made.placement.group("actor.train"), "actor")
         except ReplicaError as error:
             (folder / f"{name}-{rank}.txt").write_text(str(error))
         dist.barrier()
@@ -59,10 +60,14 @@ def distances(made: PPOTrainer, policy: dict[str, Any], critic: dict[str, Any]) 
     placement = made.placement
     base = {n.removeprefix("base_model.model.").replace(".base_layer", ""): t for n, t in policy.items()}
     engines = {
-        "actor": (placement.actor, policy),
-        "critic": (placement.critic, critic),
-        "reference": (placement.reference, base),
-        **{call: (e, policy if "actor" in call else critic) for call, e in placement._shadows.items()},
+        "actor": (placement.engine("actor.train"), policy),
+        "critic": (placement.engine("critic.train"), critic),
+        "reference": (placement.engine("reference.forward"), base),
+        **{
+            call: (e, policy if "actor" in call else critic)
+            for call in placement.copies
+            for e in placement.engines[call]
+        },
     }
     found = {}
     for role, (engine, expected) in engines.items():

@@ -38,8 +38,8 @@ def main() -> None:
     made.save_model(str(folder / "final"))
     weights = tiny.weights(made)
     here = {name: getattr(made.placement, name) is not None for name in ("actor", "critic", "reference", "generator")}
-    here["reward"] = bool(made.placement.reward_models)
-    engine = getattr(made.placement.actor, "engine", None)
+    here["reward"] = bool(made.placement.engines.get("reward.forward"))
+    engine = getattr(made.placement.engine("actor.train"), "engine", None)
     settings = {}
     if engine is not None:
         settings = {

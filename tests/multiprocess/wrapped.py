@@ -40,8 +40,10 @@ def main() -> None:
         parts = {"policy": made.model.policy, "value_model": made.model.value_model}
         found["meta"] = {k: _meta(part) for k, part in parts.items()}
         found["engines"] = [
-            made.placement.actor is not None and made.placement.actor.head.model is made.model.policy,
-            made.placement.critic is not None and made.placement.critic.head.model is made.model.value_model,
+            made.placement.engine("actor.train") is not None
+            and made.placement.engine("actor.train").head.model is made.model.policy,
+            made.placement.engine("critic.train") is not None
+            and made.placement.engine("critic.train").head.model is made.model.value_model,
         ]
         found["names"] = [key for key, _ in made.model.named_parameters()]
         found["state"] = list(made.model.state_dict())

@@ -28,8 +28,13 @@ def main() -> None:
         made = PPOTrainer(args, tiny.tokenizer(), ref_model=None, train_dataset=tiny.prompts(), **models)
         made.train()
         made.save_model(str(folder / kind / "final"))
-        rewards = [engine for _, engine in made.placement.reward_models]
-        engines = [made.placement.actor, made.placement.critic, made.placement.reference, *rewards]
+        rewards = made.placement.engines.get("reward.forward", [])
+        engines = [
+            made.placement.engine("actor.train"),
+            made.placement.engine("critic.train"),
+            made.placement.engine("reference.forward"),
+            *rewards,
+        ]
         packed = [engine.head.packed for engine in engines if engine is not None]
         if made.accelerator.is_main_process:
             (folder / f"{kind}.json").write_text(json.dumps({"updates": tiny.updates(made), "packed": packed}))

@@ -221,8 +221,8 @@ def test_trainer_model_is_named_as_trls_and_does_what_a_policy_does(run, tmp_pat
     theirs = TheirWrapper(tiny.policy(), tiny.classifier()) if HAS_TRL_PPO else model
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in theirs.named_parameters()]
     assert list(model.state_dict()) == list(theirs.state_dict())
-    assert made.policy_model is model.policy is made.placement.actor.head.model
-    assert made.value_model is model.value_model is made.placement.critic.head.model
+    assert made.policy_model is model.policy is made.placement.engine("actor.train").head.model
+    assert made.value_model is model.value_model is made.placement.engine("critic.train").head.model
     assert model.config is model.policy.config and "trl-realloc" in model.policy.model_tags
     model.save_pretrained(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -269,7 +269,7 @@ def test_trls_attributes_are_those_of_the_run(run, tmp_path: Path) -> None:
     assert len(made.dataloader) == 2, "updates in a pass"
     (batch,) = made.eval_dataloader
     assert len(next(iter(made.dataloader))) == made.args.batch_size and len(batch) == 6
-    assert made.ref_model is made.placement.reference.head.model is not made.policy_model
+    assert made.ref_model is made.placement.engine("reference.forward").head.model is not made.policy_model
     assert not made.is_peft_model
     with made.null_ref_context():
         assert made.model.policy is made.policy_model
@@ -413,7 +413,11 @@ def test_every_mini_batch_of_every_epoch_is_one_optimizer_step(
         max_steps=4,
     )
     made.train()
-    assert made.placement.actor.version == made.placement.critic.version == 4 * 2 * mini_batches
+    assert (
+        made.placement.engine("actor.train").version
+        == made.placement.engine("critic.train").version
+        == 4 * 2 * mini_batches
+    )
 
 
 def test_with_pad_equal_to_eos_the_reward_is_read_at_eos_and_eos_is_trained_on(tmp_path: Path) -> None:
@@ -433,7 +437,7 @@ def test_with_pad_equal_to_eos_the_reward_is_read_at_eos_and_eos_is_trained_on(t
     samples = taken["iteration"].samples
     stopped = [row for row in seen if row[-1] == tiny.EOS]
     assert stopped, "some response must have ended"
-    model = made.placement.reward_models[0][1].head.model
+    model = made.placement.engine("reward.forward").head.model
     for at in range(len(samples)):
         whole = torch.cat([samples.ragged("prompts")[at], samples.ragged("responses")[at]])
         hidden = model.model(input_ids=whole[None]).last_hidden_state[0, -1]
@@ -450,16 +454,16 @@ def test_the_users_optimizer_and_scheduler_are_used(tmp_path: Path) -> None:
         tmp_path, given={"model": model, "value_model": value, "optimizers": (optimizer, scheduler)}, max_steps=2
     )
     made.train()
-    assert isinstance(made.placement.actor.optimizer, torch.optim.SGD)
-    assert made.placement.critic.optimizer.defaults["momentum"] == 0.9
+    assert isinstance(made.placement.engine("actor.train").optimizer, torch.optim.SGD)
+    assert made.placement.engine("critic.train").optimizer.defaults["momentum"] == 0.9
     assert [row["lr"] for row in tiny.updates(made)] == pytest.approx([0.5, 0.05])
 
 
 def test_the_critic_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
     made = tiny.trainer(tmp_path, learning_rate=1e-3, value_learning_rate=5e-3, lr_scheduler_type="constant")
     made.train()
-    assert made.placement.actor.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
-    assert made.placement.critic.optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+    assert made.placement.engine("actor.train").optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+    assert made.placement.engine("critic.train").optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
 
 
 @pytest.mark.parametrize("kind", ["input_ids", "padded", "conversation", "collator"])

@@ -89,7 +89,7 @@ def test_a_setting_that_makes_losses_overflow_is_refused_before_the_optimizer_st
 ) -> None:
     changed, said = SETTINGS[setting]
     made = tiny.trainer(tmp_path, **SHORT)
-    made.executor.rules = replace(made.executor.rules, settings=replace(made.executor.rules.settings, **changed))
+    tiny.change_ppo(made, **changed)
     made.placement.start()
     before = tiny.weights(made)
     with pytest.raises(REFUSED, match=said):
@@ -157,7 +157,7 @@ def test_one_optimizer_step_that_is_not_finite_is_left_out_of_an_update(tmp_path
     options = {**SHORT, "num_mini_batches": 2, "skip_nonfinite_updates": True}
     made = tiny.trainer(tmp_path, **options)
     made.placement.start()
-    engine, seen = made.placement.critic, []
+    engine, seen = made.placement.engine("critic.train"), []
     train = engine.train
 
     def broken(samples: Any, loss: Any, *rest: Any) -> Any:
@@ -173,19 +173,18 @@ def test_one_optimizer_step_that_is_not_finite_is_left_out_of_an_update(tmp_path
 
 
 def engine_steps(made: PPOTrainer) -> Callable[[], tuple[int, int]]:
-    return lambda: (made.placement.actor.version, made.placement.critic.version)  # type: ignore[union-attr]
+    return lambda: (made.placement.engine("actor.train").version, made.placement.engine("critic.train").version)  # type: ignore[union-attr]
 
 
 def test_a_float16_scaler_skips_overflowed_gradients_by_itself_but_not_a_loss(tmp_path: Path) -> None:
     made = tiny.trainer(tmp_path, **SHORT)
     made.placement.start()
-    engine: Any = made.placement.actor
+    engine: Any = made.placement.engine("actor.train")
     engine.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
     hook = engine.head.model.lm_head.weight.register_hook(lambda gradient: gradient * 1e38)
     made.train()  # the gradients overflow under this scale: no step, and a smaller scale
     assert engine.scaler.get_scale() == 2.0**39
     hook.remove()
-    rules = made.executor.rules
-    made.executor.rules = replace(rules, settings=replace(rules.settings, cliprange=math.nan))
+    tiny.change_ppo(made, cliprange=math.nan)
     with pytest.raises(REFUSED, match="loss of sample . of the batch is not finite"):
         made.train()

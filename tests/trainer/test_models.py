@@ -60,7 +60,7 @@ def test_with_lora_only_the_adapter_trains_and_the_base_is_the_reference(tmp_pat
     assert abs(first["objective/kl"]) < 1e-4 < abs(last["objective/kl"])
     after = made.policy_model.unload().state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in base.state_dict().items())
-    assert made.placement.reference is None, "no second copy of the model"
+    assert made.placement.engine("reference.forward") is None, "no second copy of the model"
 
 
 def test_an_adapter_can_be_loaded_on_its_base(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_adapters_and_heads_that_a_checkpoint_lacks_are_drawn_from_the_runs_seed
         adapter = made.policy_model.state_dict()[
             "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
         ]
-        drawn.append((adapter, made.placement.critic.head.model.score.weight.detach()))
+        drawn.append((adapter, made.placement.engine("critic.train").head.model.score.weight.detach()))
     (adapter, head), (same_adapter, same_head), (other_adapter, other_head) = drawn
     assert torch.equal(adapter, same_adapter) and torch.equal(head, same_head)
     assert not torch.equal(adapter, other_adapter) and not torch.equal(head, other_head)

@@ -65,8 +65,8 @@ def test_the_trainer_does_what_the_formulas_say(tmp_path: Path, case: str) -> No
         given={"model": policy, "value_model": critic, "ref_model": reference},
         **{"max_steps": UPDATES, "response_length": LIMIT, "adam_epsilon": settings.eps, **changes},
     )
-    rules = made.executor.rules  # past the config, which wants a batch to divide into mini-batches
-    made.executor.rules = replace(rules, settings=replace(rules.settings, num_mini_batches=settings.mini_batches))
+    # past the config, which wants a batch to divide into mini-batches
+    tiny.change_ppo(made, num_mini_batches=settings.mini_batches)
     batches: list[Batch] = []
     run = made.executor.run
 

@@ -129,9 +129,9 @@ def test_an_adamw_of_torch_trains_without_a_scheduler(tmp_path: Path) -> None:
         max_steps=2,
     )
     made.train()
-    assert [group["lr"] for group in made.placement.actor.optimizer.param_groups] == [0.2, 0.1]
-    assert [group["lr"] for group in made.placement.critic.optimizer.param_groups] == [0.05]
-    assert made.placement.actor.optimizer.state and not given.state
+    assert [group["lr"] for group in made.placement.engine("actor.train").optimizer.param_groups] == [0.2, 0.1]
+    assert [group["lr"] for group in made.placement.engine("critic.train").optimizer.param_groups] == [0.05]
+    assert made.placement.engine("actor.train").optimizer.state and not given.state
 
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"])

@@ -76,9 +76,9 @@ def test_reduce_lr_on_plateau_follows_the_evaluations_metric(tmp_path: Path) -> 
         eval_steps=1,
     )
     made.train()
-    assert made.placement.actor.optimizer.param_groups[0]["lr"] == 0.0
+    assert made.placement.engine("actor.train").optimizer.param_groups[0]["lr"] == 0.0
     # set before each update: the first evaluation is the best so far, the second and third bring the factor
-    assert made.placement.critic.optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+    assert made.placement.engine("critic.train").optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
     assert made.setup.rates.scheduled.param_groups[1]["lr"] == pytest.approx(2.5e-3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,15 @@ def updates(made: PPOTrainer) -> list[dict[str, float]]:
     ]
 
 
+def change_ppo(made: Any, **changes: Any) -> None:
+    """Change numbers of PPO past the config's checks."""
+    algorithm = made.executor.algorithm
+    made.executor.algorithm = replace(algorithm, settings=replace(algorithm.settings, **changes))
+
+
 def weights(made: PPOTrainer) -> dict[str, torch.Tensor]:
     """Copies of the policy's and the critic's parameters."""
-    engines = {"policy": made.placement.actor, "critic": made.placement.critic}
+    engines = {"policy": made.placement.engine("actor.train"), "critic": made.placement.engine("critic.train")}
     return {
         f"{role}.{name}": tensor.clone()
         for role, engine in engines.items()

@@ -1,22 +1,24 @@
-"""PPO's arithmetic as plain functions on ragged samples, in the order it happens: rewards, advantages, mini-batches,
-losses, statistics.
+"""PPO's arithmetic as plain functions on ragged samples, in the order it happens: advantages, mini-batches, losses,
+statistics; and `PPO`, which hands them to the executor.
 
 A loss is a weighted sum over the tokens of one global mini-batch, with weights known before it is cut into
-micro-batches: so no plan can change it. Formulas: PPO (Schulman et al. 2017, arXiv 1707.06347), GAE (Schulman et al.
-2016, arXiv 1506.02438), the KL estimators of http://joschu.net/blog/kl-approx.html, details as TRL 1.12 has them
-("The N Implementation Details of RLHF with PPO", Huang et al. 2023).
+micro-batches: so no plan can change it. Formulas: PPO (Schulman et al. 2017, arXiv 1707.06347), details as TRL 1.12 has
+them ("The N Implementation Details of RLHF with PPO", Huang et al. 2023). Advantages: `advantages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..plan.dataflow import DataflowGraph, Role, ppo_graph
+from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
+from .base import TrainingLoss
 from .rollout import Ragged, Rollouts
 
 
@@ -49,44 +51,7 @@ class PPOSettings:
     match_trl: bool = False
 
 
-# --- rewards and advantages ------------------------------------------------------------------------------------------
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:
-    """Per-token KL(policy || reference), any shape, nats. k1 = log p/q; k3 = q/p - 1 - log q/p, never negative."""
-    log_ratio = ref_logprobs - logprobs
-    return -log_ratio if estimator == "k1" else torch.expm1(log_ratio) - log_ratio
-
-
-def row_groups(n: int, group_size: int, device: torch.device) -> tuple[Tensor, int]:
-    """(n,) int64 group of each row when consecutive `group_size` rows form a group (0: all in one), and how many."""
-    size = group_size or max(n, 1)
-    return torch.arange(n, device=device) // size, -(-n // size)
-
-
-def whiten(values: Ragged, mask: Tensor, *, shift_mean: bool, group_size: int = 0) -> Ragged:
-    """Values to variance 1 (and to mean 0 where `shift_mean`), both over the masked tokens of each group of rows.
-
-    Args:
-        values: (total,) float32.
-        mask: (total,) bool, the tokens that count.
-        group_size: rows per group; 0 is the global batch.
-
-    The variance has Bessel's correction, as TRL's `masked_whiten` has it. A group with fewer than two masked tokens
-    has no variance: its values are left as they are.
-    """
-    row_group, groups = row_groups(len(values), group_size, values.values.device)
-    group = values.spread(row_group)
-
-    def group_sum(x: Tensor) -> Tensor:
-        return torch.zeros(groups, dtype=x.dtype, device=x.device).index_add(0, group, x * mask)
-
-    count = group_sum(torch.ones_like(values.values))
-    mean = group_sum(values.values) / count.clamp(min=1)
-    centered = values.values - mean[group]
-    variance = group_sum(centered**2) / (count - 1).clamp(min=1)
-    whitened = centered * torch.rsqrt(variance + 1e-8)[group] + (0 if shift_mean else mean[group])
-    return values.like(torch.where((count > 1)[group], whitened, values.values))
+# --- advantages ------------------------------------------------------------------------------------------------------
 
 
 def value_lengths(samples: Rollouts, settings: PPOSettings) -> Tensor:
@@ -103,42 +68,6 @@ def value_lengths(samples: Rollouts, settings: PPOSettings) -> Tensor:
     longest = torch.zeros(groups, dtype=torch.long, device=lengths.device)
     longest = longest.scatter_reduce(0, row_group, lengths, "amax", include_self=False)
     return lengths + (lengths < longest[row_group]).long()
-
-
-def token_rewards(kl: Ragged, scores: Tensor, lengths: Tensor, kl_coef: float) -> Ragged:
-    """-kl_coef·KL on every response token, and the score on the last of the `lengths` positions.
-
-    Args:
-        kl: (total,) float32 nats over the response tokens.
-        scores: (n,) float32.
-        lengths: (n,) int64 from `value_lengths`, a response's length or one more.
-    """
-    ends = torch.cumsum(lengths, 0) - 1
-    extra = lengths - kl.lengths
-    rewards = torch.zeros(int(lengths.sum()), dtype=torch.float32)
-    is_token = torch.ones_like(rewards, dtype=torch.bool)
-    is_token[ends[extra > 0]] = False
-    rewards[is_token] = -kl_coef * kl.values
-    rewards[ends] += scores
-    return Ragged(rewards, lengths)
-
-
-def gae(rewards: Ragged, values: Ragged, gamma: float, lam: float) -> tuple[Ragged, Ragged]:
-    """Advantages and returns by generalised advantage estimation (arXiv 1506.02438, eq. 16), undiscounted end value 0.
-
-    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t; returns are A + V. All (total,) float32.
-    """
-    r, v = rewards.pad(), values.pad()
-    advantages = torch.zeros_like(v)
-    last = torch.zeros(v.shape[0])
-    next_value = torch.zeros(v.shape[0])
-    for t in range(v.shape[1] - 1, -1, -1):  # rows shorter than t are zero there, so they pass 0 on
-        delta = r[:, t] + gamma * next_value - v[:, t]
-        last = delta + gamma * lam * last
-        advantages[:, t] = last
-        next_value = v[:, t]
-    ragged = Ragged.unpad(advantages, rewards.lengths)
-    return ragged, ragged.like(ragged.values + values.values)
 
 
 def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
@@ -203,6 +132,15 @@ class Weights:
     statistic: Tensor
     group: Tensor
 
+    def columns(self) -> dict[str, Tensor]:
+        """As columns of the mini-batch, which travel with its samples into micro-batches."""
+        return {f"{name}_weight": weight for name, weight in vars(self).items()}
+
+    @staticmethod
+    def of(samples: Rollouts) -> Weights:
+        """The inverse of `columns`."""
+        return Weights(*(samples.tensor(f"{name}_weight") for name in ("policy", "value", "statistic", "group")))
+
 
 def sample_weights(samples: Rollouts, settings: PPOSettings) -> Weights:
     """The weights of one mini-batch: one over its number of tokens; with `match_trl` one over the number of TRL's
@@ -241,12 +179,6 @@ def response_widths(samples: Rollouts, settings: PPOSettings) -> Tensor:
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
-
-
-class TokenLoss(Protocol):
-    """A loss of one micro-batch: the weighted sum to differentiate, and (n,) sums per sample to report."""
-
-    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -344,3 +276,45 @@ def update_metrics(steps: Sequence[tuple[Weights, Mapping[str, Tensor]]]) -> dic
         out["val/ratio"] = float(np.mean(ratios))
         out["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0
     return out
+
+
+# --- for the executor ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PPO:
+    """PPO as an `algorithms.base.Algorithm`.
+
+    Args:
+        seed: of the draws of mini-batches.
+        eos_token_id: counted in `val/num_eos_tokens`.
+    """
+
+    settings: PPOSettings
+    seed: int = 0
+    eos_token_id: int | None = None
+
+    @property
+    def graph(self) -> DataflowGraph:
+        return ppo_graph()
+
+    def prepare(self, samples: Rollouts) -> Rollouts:
+        if self.settings.match_trl:
+            samples = samples.plus(width=response_widths(samples, self.settings))
+        return prepare(samples, self.settings)
+
+    def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
+        for positions in mini_batches(len(samples), self.settings, self.seed, step):
+            batch = samples.select(positions)
+            yield batch.plus(**sample_weights(batch, self.settings).columns())
+
+    def loss(self, call: str) -> TrainingLoss:
+        if self.graph.call(call).role is Role.ACTOR:
+            return TrainingLoss("policy", "policy_loss", PolicyLoss(self.settings.cliprange))
+        return TrainingLoss("value", "value_loss", ValueLoss(self.settings.cliprange_value, self.settings.vf_coef))
+
+    def sample_metrics(self, samples: Rollouts) -> dict[str, float]:
+        return objective_metrics(samples, self.settings, self.eos_token_id)
+
+    def update_metrics(self, steps: Sequence[tuple[Rollouts, Mapping[str, Tensor]]]) -> dict[str, float]:
+        return update_metrics([(Weights.of(batch), statistics) for batch, statistics in steps])

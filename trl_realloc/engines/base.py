@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-    from ..algorithms.ppo import TokenLoss
+    from ..algorithms.base import TokenLoss
     from ..algorithms.rollout import Ragged, Rollouts
 
 

@@ -6,6 +6,7 @@ iteration. Knows nothing of where or how a call runs: that is the plan's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
 
 
+_LABEL = re.compile(r"[a-z0-9_]{1,40}")
 MOST_COLUMNS = 100  # of a call, in a graph that is read from a file
 
 
@@ -33,11 +35,15 @@ class CallKind(StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """One use of one role in one iteration. `inputs` and `outputs` are names of columns of the samples; `passes` says
-    how many responses of each sample it works through, such as the sampled and the greedy one in ReMax.
+    """One use of one role in one iteration.
+
+    Args:
+        inputs, outputs: names of columns of the samples.
+        passes: how many responses of each sample it works through, such as the sampled and the greedy one in ReMax.
+        label: tells calls of one role and kind apart, where an iteration has several: `actor.generate.greedy`.
 
     Raises:
-        PlanError: `passes` below 1.
+        PlanError: `passes` below 1, or a label that is no word of lower-case letters, digits and underscores.
     """
 
     role: Role
@@ -45,14 +51,20 @@ class Call:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     passes: int = 1
+    label: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.label, str) or (self.label and not _LABEL.fullmatch(self.label)):
+            raise PlanError(
+                f"{self.role}.{self.kind}: a label has lower-case letters, digits and underscores (40 at most), like "
+                f"greedy, not {shown(self.label)}."
+            )
         if not isinstance(self.passes, int) or isinstance(self.passes, bool) or self.passes < 1:
             raise PlanError(f"{self.name}: passes is a whole number from 1, not {shown(self.passes)}.")
 
     @property
     def name(self) -> str:
-        return f"{self.role}.{self.kind}"
+        return f"{self.role}.{self.kind}" + (f".{self.label}" if self.label else "")
 
     @property
     def trains(self) -> bool:
@@ -79,8 +91,8 @@ class DataflowGraph:
     """The calls of one iteration. `sources` are the columns that come from the data set.
 
     Raises:
-        PlanError: all that is wrong, a sentence each: a call or a column that is made twice, an input that nothing
-            makes, calls that wait for each other in a circle.
+        PlanError: all that is wrong, a sentence each: a call or a column that is made twice, a role that two calls
+            train, an input that nothing makes, calls that wait for each other in a circle.
     """
 
     calls: tuple[Call, ...]
@@ -101,6 +113,10 @@ class DataflowGraph:
             for name in sorted(set(names))
             if names.count(name) > 1
         ]
+        for role in Role:
+            trainings = [call.name for call in self.calls if call.role is role and call.trains]
+            if len(trainings) > 1:
+                problems.append(f"{' and '.join(trainings)} both train the {role}; one call of an iteration does.")
         makers: dict[str, str] = dict.fromkeys(self.sources, "the data set")
         for call in self.calls:
             for column in call.outputs:
@@ -176,6 +192,16 @@ class DataflowGraph:
         """The roles that have a call, in order of first use."""
         return tuple(dict.fromkeys(self.call(name).role for name in self.order))
 
+    @cached_property
+    def trained_roles(self) -> tuple[Role, ...]:
+        """The roles that a call trains, in order of first use."""
+        return tuple(role for role in self.roles if self.train_call(role) is not None)
+
+    def calls_of(self, kind: CallKind, role: Role | None = None) -> tuple[str, ...]:
+        """The names of the calls of a kind, and of a role where one is given, in order."""
+        calls = map(self.call, self.order)
+        return tuple(call.name for call in calls if call.kind is kind and role in (None, call.role))
+
     def train_call(self, role: Role) -> str | None:
         """The name of the call that trains `role`; `None` for a frozen role."""
         return next((call.name for call in self.calls if call.role is role and call.trains), None)
@@ -198,12 +224,19 @@ class DataflowGraph:
         """The inverse of `to_dict`. Raises `PlanError` for a call or key that does not exist, or what is no list."""
         names = {f"{role}.{kind}": (role, kind) for role in Role for kind in CallKind}
         graph = _table("graph", value, ("sources", "calls"))
-        written = _table("graph, calls", graph.get("calls", {}), names)
+        calls_value = graph.get("calls", {})
+        labelled = [
+            name
+            for name in (calls_value if isinstance(calls_value, Mapping) else ())
+            if isinstance(name, str) and name.count(".") == 2 and name.rpartition(".")[0] in names
+        ]
+        written = _table("graph, calls", calls_value, [*names, *labelled])
         calls = []
         for name, columns in written.items():
             columns = _table(f"graph, {name}", columns, ("inputs", "outputs", "passes"))
             inputs, outputs = (_columns(name, columns.get(key, [])) for key in ("inputs", "outputs"))
-            calls.append(Call(*names[name], inputs, outputs, columns.get("passes", 1)))
+            unlabelled, _, label = name.rpartition(".") if name in labelled else (name, "", "")
+            calls.append(Call(*names[unlabelled], inputs, outputs, columns.get("passes", 1), label))
         return DataflowGraph(tuple(calls), _columns("sources", graph.get("sources", [])))
 
 

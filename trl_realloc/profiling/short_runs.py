@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ..algorithms.ppo import PPOSettings
+from ..algorithms.base import Algorithm
+from ..algorithms.ppo import PPO, PPOSettings
 from ..algorithms.prompts import PromptBatch
-from ..algorithms.rewards import FunctionReward, RewardModelSource
+from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
 from ..common.errors import PlanError
 from ..engines.base import Sampling
@@ -34,7 +35,8 @@ from ..planner.profile import Observation, model_key
 from ..runtime.calls import Rules
 from ..runtime.engine_options import EngineOptions
 from ..runtime.executor import Iteration, make_executor
-from ..runtime.placement import Placement, Roles
+from ..runtime.placement import Placement
+from ..runtime.roles import RoleModels, Roles
 from .job import Job
 from .job_models import POLICIES
 
@@ -114,7 +116,7 @@ class Runs:
         placement = Placement(plan, self.rank, self._roles(), self.options)
         try:
             placement.start()
-            executor = make_executor(placement, self._rules())
+            executor = make_executor(placement, self._algorithm(), self._rules())
             rates = dict.fromkeys(Role, 0.0)
             some = max(self.cluster.size, self.episodes // 2)
             sizes = [(n, 0) for n in (self.episodes, *2 * (self.episodes, some))] if known else self.sizes
@@ -210,20 +212,27 @@ class Runs:
 
     def _roles(self) -> Roles:
         configs = self.subject.configs
-        actor = self._model(configs[Role.ACTOR][0], is_policy=True)
-        rewards = [
-            RewardModelSource(f"model {at}", partial(self._model, config, is_policy=False))
-            for at, config in enumerate(configs[Role.REWARD])
-        ]
-        return Roles(
-            actor=lambda: with_adapters(actor, self.subject.peft_config, None),
-            actor_config=configs[Role.ACTOR][0],
-            actor_shell=lambda: shell(configs[Role.ACTOR][0]),
-            critic=lambda: self._model(configs[Role.CRITIC][0], is_policy=False),
-            reference=lambda: frozen_copy(self._model(configs[Role.REFERENCE][0], is_policy=True)),
-            rewards=rewards,
-            adapted=self.subject.peft_config is not None,
-        )
+        (actor,), (reference,), (critic,) = (configs[r] for r in (Role.ACTOR, Role.REFERENCE, Role.CRITIC))
+        peft = self.subject.peft_config
+        scorers = configs[Role.REWARD]
+        models = {
+            Role.ACTOR: RoleModels(
+                "policy",
+                [lambda: with_adapters(self._model(actor, is_policy=True), peft, None)],
+                config=actor,
+                shell=partial(shell, actor),
+                adapted=peft is not None,
+            ),
+            Role.REFERENCE: RoleModels("policy", [lambda: frozen_copy(self._model(reference, is_policy=True))]),
+            Role.CRITIC: RoleModels("value", [partial(self._model, critic, is_policy=False)]),
+            Role.REWARD: RoleModels(
+                "score",
+                [partial(self._model, config, is_policy=False) for config in scorers],
+                [f"model {at}" for at in range(len(scorers))],
+                [None] * len(scorers),
+            ),
+        }
+        return Roles(models)
 
     def _model(self, config: Any, *, is_policy: bool) -> Any:
         kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
@@ -236,10 +245,13 @@ class Runs:
     def _rules(self) -> Rules:
         functions = [] if self.subject.configs[Role.REWARD] else [FunctionReward(_nothing, "nothing")]
         names = [f"model {at}" for at in range(len(self.subject.configs[Role.REWARD]))] or ["nothing"]
-        settings = PPOSettings(self.response, num_ppo_epochs=1, num_mini_batches=1)
         weights = dict.fromkeys(names, 1.0)
         sampling = Sampling(self.response, 1.0)
-        return Rules(settings, sampling, 0, None, self.subject.processing_class, functions, weights)
+        return Rules(sampling, 0, None, self.subject.processing_class, functions, weights)
+
+    def _algorithm(self) -> Algorithm:
+        """One optimizer step of an iteration, whatever the job's number of mini-batches and epochs."""
+        return PPO(PPOSettings(self.response, num_ppo_epochs=1, num_mini_batches=1))
 
     def _prompts(self, episodes: int) -> PromptBatch:
         vocabulary = self.subject.configs[Role.ACTOR][0].get_text_config().vocab_size

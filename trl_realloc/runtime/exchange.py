@@ -99,6 +99,11 @@ class Exchange:
         """The outputs of a call that need not run: every rank was handed them."""
         self._whole[call] = (samples, ())
 
+    def forget(self, call: str) -> None:
+        """Let a call be done again in this step. All ranks together; each has collected what it made before."""
+        self._whole.pop(call, None)
+        self._mine.pop(call, None)
+
     def collect(self, call: str) -> Rollouts:
         """The whole of a call's outputs in the order of the global batch; waits for what is not here yet.
 

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from ..common.errors import PlanError
+from ..plan.assignment import Assignment
 from ..plan.cluster import Cluster
+from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 from .network_interfaces import VARIABLE, NetworkError, gloo_address, is_loopback
 
@@ -212,7 +214,11 @@ def check_gpus(processes: Sequence[Process], plan: ExecutionPlan) -> None:
     Raises:
         PlanError: the first such process.
     """
-    generate = plan["actor.generate"]
+    for call in plan.graph.calls_of(CallKind.GENERATE):
+        _check_gpus(processes, call, plan[call])
+
+
+def _check_gpus(processes: Sequence[Process], call: str, generate: Assignment) -> None:
     tp = generate.strategy.tp
     if generate.engine != "vllm" or tp == 1:
         return
@@ -220,7 +226,7 @@ def check_gpus(processes: Sequence[Process], plan: ExecutionPlan) -> None:
         process = processes[rank]
         if process.gpu is not None and process.gpu + tp > process.gpus:
             raise PlanError(
-                f"actor.generate: a vLLM engine with tp {tp} uses the GPUs of {tp} processes, but rank {rank} on "
+                f"{call}: a vLLM engine with tp {tp} uses the GPUs of {tp} processes, but rank {rank} on "
                 f"{process.host} sees {process.gpus} and its own is number {process.gpu}; let every process see all "
                 f"GPUs of its host (Slurm: --gpus-per-node, not --gpus-per-task), or use tp: 1."
             )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 from .hosts import Process, ranks_by_host
 
@@ -132,9 +133,10 @@ def what_runs(
     shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
     where = f"{len(hosts)} hosts ({shown}), {len(hosts[0])} on each" if len(hosts) > 1 else f"1 host ({shown})"
     count = f"{len(processes)} process{'es' if len(processes) > 1 else ''}"
+    engines = dict.fromkeys(plan[call].engine for call in plan.graph.calls_of(CallKind.GENERATE))
     yield (
         f"trl_realloc: {count} on {where}; plan {plan.name or 'without a name'}; generation by "
-        f"{plan['actor.generate'].engine}."
+        f"{' and '.join(engines) or 'none'}."
     )
     number, words = asked
     if number > len(processes):

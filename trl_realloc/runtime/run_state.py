@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engines.models import blank, persistent_buffers, shell, without_dropout
+from ..engines.models import blank, persistent_buffers, without_dropout
 from ..plan.execution_plan import ExecutionPlan
 from ..realloc.layout import whole
 from ..realloc.transfer import Parts
-from .placement import Placement, Roles, TrainedEngine, copies_actor
+from .engine_builder import TrainedEngine
+from .placement import Placement
 from .reallocation import STALE, Reallocation, ShadowSink, Sink, WholeSink
+from .roles import Roles
 
 
 BESIDE = ("generation_config", "model_tags", "packs_rows")
@@ -64,9 +66,12 @@ class Cargo:
         self.rank, self.cluster = placement.rank, placement.plan.cluster
         self._held: dict[str, Held] = {}
         own: dict[str, Manifest] = {}
-        for key, engine in _engines(placement):
-            call = _call(key)
-            leads, is_policy = placement.group(call).is_leader, call.startswith(("actor", "reference"))
+        for call, number, engine in placement.home_engines():
+            key = _key(call, number)
+            leads, is_policy = (
+                placement.group(call).is_leader,
+                placement.roles[placement.role_of(call)].kind == "policy",
+            )
             state = self._keep_state(key, engine, leads) if placement.plan.graph.call(call).trains else None
             if state is None:
                 self._held[key] = Held(engine.version, _on_host(engine.parts()))
@@ -98,21 +103,13 @@ class Cargo:
         return without_dropout(model)
 
     def roles(self, roles: Roles, plan: ExecutionPlan) -> Roles:
-        """A run's roles under another plan, their models to be filled by `deliver`; where a rank has no part of the
-        actor, its structure alone."""
-        has_part = self.rank in plan.mesh("actor.train") or copies_actor(plan, self.rank, False)
-        policy = self.model("actor.train") if has_part else shell(roles.actor_config)
-        return replace(
-            roles,
-            actor=lambda: policy,
-            critic=partial(self.model, "critic.train"),
-            reference=partial(self.model, "reference.forward"),
-            rewards=tuple(
-                replace(source, load=partial(self.model, f"reward.forward {at}"))
-                for at, source in enumerate(roles.rewards)
-            ),
-            filled_later=True,
-        )
+        """A run's roles under another plan, their models to be filled by `deliver`."""
+        models = {}
+        for role in plan.graph.roles:
+            home = plan.graph.train_call(role) or next(c for c in plan.order if plan.graph.call(c).role is role)
+            load = [partial(self.model, _key(home, at)) for at in range(len(roles[role].load))]
+            models[role] = replace(roles[role], load=load)
+        return Roles(models, filled_later=True)
 
     def deliver(self, placement: Placement) -> None:
         """Into the engines of the new placement, which has been started. All ranks together.
@@ -120,7 +117,7 @@ class Cargo:
         Raises:
             TransferError, EngineError: the state is not whole there; the run cannot go on from it.
         """
-        engines = dict(_engines(placement))
+        engines = {_key(call, number): engine for call, number, engine in placement.home_engines()}
         for key in sorted(self.manifests):
             engine, state = engines.get(key), self.manifests[key].state
             sink: Sink | None = None
@@ -172,21 +169,9 @@ class StateSink(WholeSink):
         return found
 
 
-def _engines(placement: Placement) -> Iterator[tuple[str, TrainedEngine]]:
-    """This rank's, copies of trained roles apart: they are made again."""
-    named = [
-        ("actor.train", placement.actor),
-        ("critic.train", placement.critic),
-        ("reference.forward", placement.reference),
-        *((f"reward.forward {at}", engine) for at, (_, engine) in enumerate(placement.reward_models)),
-    ]
-    for key, engine in named:
-        if engine is not None:
-            yield key, engine
-
-
-def _call(key: str) -> str:
-    return key.partition(" ")[0]
+def _key(call: str, number: int) -> str:
+    """Names one of a role's models by the call in whose layout it is at home."""
+    return f"{call} {number}"
 
 
 def _on_host(parts: Parts) -> Parts:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def start_vllm(
-    plan: ExecutionPlan, rank: int, config: Any, options: EngineOptions, stack: contextlib.ExitStack
+    plan: ExecutionPlan, call: str, rank: int, config: Any, options: EngineOptions, stack: contextlib.ExitStack
 ) -> GenerationEngine | None:
     """The engine that this rank owns, whose process starts in the background; `None` on a device that works for the
     engine that the first of its tensor group owns.
@@ -33,7 +33,7 @@ def start_vllm(
     """
     from ..engines.generation.vllm import VLLMEngine
 
-    assignment = plan["actor.generate"]
+    assignment = plan[call]
     place, tp = assignment.mesh.index(rank), assignment.strategy.tp
     if place % tp:
         return None
@@ -44,13 +44,13 @@ def start_vllm(
     config.save_pretrained(folder)
     log = folder / "vllm.log"
     if options.log_folder is not None:
-        log = options.log_folder / f"vllm-rank{rank}.log"
+        log = options.log_folder / f"vllm-{plan.graph.call(call).label}rank{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
     settings = {"log_path": log, "stop_timeout_s": options.heartbeat_timeout_s, **options.vllm}
     engine = VLLMEngine(
         folder,
-        name=f"actor.generate engine {place // tp} (rank {rank})",
+        name=f"{call} engine {place // tp} (rank {rank})",
         tensor_parallel_size=tp,
         dtype=_dtype_name(config, options),
         max_model_len=options.context_length,

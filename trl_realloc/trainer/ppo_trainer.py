@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..algorithms.prompts import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader, tokenize_prompts
 from ..common.notices import working
 from ..engines.base import Sampling
-from ..plan.dataflow import Role
+from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
 from ..profiling.auto_plan import at_lengths
@@ -53,8 +53,6 @@ from .trl_compat import PPOTrainerBase
 
 
 logger = logging.get_logger(__name__)
-
-SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
 
 
 class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
@@ -185,7 +183,7 @@ class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
         """The runtime of the plan: groups now, engines when they are first needed."""
         options = setup.engine_options(self.args, self.setup, self.accelerator, self.plugin)
         self.placement = Placement(self.setup.plan, self.accelerator.process_index, self.setup.roles, options)
-        self.executor = make_executor(self.placement, self.setup.rules)
+        self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.rules)
         self.alarm = self.executor.alarm
 
     def _start(self) -> None:
@@ -193,11 +191,15 @@ class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
         if self.placement.started:
             return
         self.placement.start()
-        actor, critic, roles = self.placement.actor, self.placement.critic, self.setup.roles
-        self.model.hold(
-            roles.actor_shell() if actor is None else actor.head.model,
-            self.setup.value_shell() if critic is None else critic.head.model,
-        )
+        self.model.hold(*(self._module_of(role) for role in (Role.ACTOR, Role.CRITIC)))
+
+    def _module_of(self, role: Role) -> Any:
+        """This rank's module of a trained role; on a rank without a part of it the structure without weights."""
+        engine, make_shell = self.placement.trained(role), self.setup.roles[role].shell
+        if engine is not None:
+            return engine.head.model
+        assert make_shell is not None, "policy and critic have structures"
+        return make_shell()
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Models move when their engine takes them, to where the plan has them."""
@@ -263,7 +265,7 @@ class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
                 self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
             begun = time.time()
-            rates = {role: self.setup.rates.role(role) for role in (Role.ACTOR, Role.CRITIC)}
+            rates = {role: self.setup.rates.role(role) for role in self.plan.graph.trained_roles}
             self._rate = self.setup.rates.first
             with self._working(self.state.global_step - start_step), self._saving_good_state():
                 iteration = self.executor.run(batch, self.state.global_step, rates)
@@ -321,7 +323,7 @@ class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
         self.accelerator.wait_for_everyone()  # a group that one rank lets go is closed for those that still use it
         self.placement.close()
         roles = cargo.roles(self.setup.roles, planned.plan)
-        self.setup = replace(self.setup, plan=planned.plan, planned=planned, policy=roles.actor(), roles=roles)
+        self.setup = replace(self.setup, plan=planned.plan, planned=planned, policy=None, roles=roles)
         self._place()
         self._start()
         cargo.deliver(self.placement)
@@ -413,8 +415,10 @@ class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
         start, sums, count = time.time(), defaultdict[str, float](float), 0
         with self._failing_together():
             self._start()
+            graph = self.plan.graph
+            scoring = [call for call in graph.order if not graph.call(call).trains]
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
-                iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=SCORING)
+                iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=scoring)
                 for name, value in iteration.metrics.items():
                     sums[name] += value * len(batch)
                 count += len(batch)
@@ -442,8 +446,9 @@ class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
         near_greedy = replace(self.setup.rules.sampling, temperature=0.01 + 1e-7)
         with self._failing_together():
             self._start()
+            graph = self.plan.graph
+            only = (*graph.calls_of(CallKind.GENERATE), *graph.calls_of(CallKind.FORWARD, Role.REWARD))
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
-                only = ("actor.generate", "reward.forward")
                 made = self.executor.run(batch, EVALUATION_STEP + at, {}, only=only, sampling=near_greedy).samples
                 table += completion_rows(made, self.processing_class)
                 if sampling:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..algorithms.ppo import PPO
 from ..algorithms.prompts import check_prompts, collate_prompts, tokenize_prompts
 from ..algorithms.rewards import Rewards, read_rewards
 from ..common.errors import PlanError, Problems
@@ -46,10 +47,11 @@ from ..profiling.job_models import Subject, element_bytes, spec_of, specs_of
 from ..profiling.replanning import Replanner
 from ..realloc.memory import check_memory
 from ..runtime.calls import Rules
+from ..runtime.engine_builder import has_part
 from ..runtime.engine_options import EngineOptions
 from ..runtime.hosts import Process, check_gpus, cluster_of, meet, without_gpus
 from ..runtime.launcher import announce, check_device
-from ..runtime.placement import Roles, copies_actor
+from ..runtime.roles import RoleModels, Roles
 from . import input_checks
 from .accelerate_plugin import ReallocationPlugin
 from .input_checks import check_positions
@@ -82,6 +84,7 @@ class Setup:
     policy: Any
     roles: Roles
     rules: Rules
+    algorithm: PPO
     train_dataset: Any
     eval_dataset: Any
     collate: Callable[[list[Any]], Any]
@@ -246,10 +249,10 @@ def prepare(
         check_sharding(args, given_optimizer, plan)
     check_gpus(wanted.processes, plan)
     announce(wanted.processes, plan, rank)
-    policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, peft_config)
-    value_shell = partial(shell, configs[Role.CRITIC][0], is_policy=False)
+    (value_config,) = configs[Role.CRITIC]
+    policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, value_config, peft_config)
+    value_shell = partial(shell, value_config, is_policy=False)
     rules = Rules(
-        settings=args.ppo_settings(),
         sampling=Sampling(args.response_length, args.temperature + 1e-7, stop_token_id),  # TRL's guard against 0
         seed=args.seed,
         eos_token_id=eos_token_id,
@@ -263,6 +266,7 @@ def prepare(
         policy=policy,
         roles=roles,
         rules=rules,
+        algorithm=PPO(args.ppo_settings(), args.seed, eos_token_id),
         train_dataset=train,
         eval_dataset=(evals if isinstance(eval_dataset, dict) else evals.get("eval_dataset")),
         collate=collate,
@@ -274,7 +278,7 @@ def prepare(
         planned=planned,
         job=job,
         models_before_start=(
-            policy if rank in plan.mesh("actor.train") else roles.actor_shell(),
+            policy if rank in plan.mesh("actor.train") else shell(config),
             value_model if not isinstance(value_model, str) and rank in plan.mesh("critic.train") else value_shell(),
         ),
         value_shell=value_shell,
@@ -374,13 +378,13 @@ def _roles(
     value_model: Any,
     rewards: Rewards,
     config: Any,
+    value_config: Any,
     peft_config: Any,
 ) -> tuple[Any, Roles]:
-    base_config = config
     adapts = peft_config is not None or has_adapters(model)
-    has_part = rank in plan.mesh("actor.train") or copies_actor(plan, rank, adapts)
+    loads = has_part(plan, Role.ACTOR, rank, adapts)
     with seeded(args.seed):
-        policy = load_policy(model, trained=True) if has_part or not isinstance(model, str) else shell(config)
+        policy = load_policy(model, trained=True) if loads or not isinstance(model, str) else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
     shared = adapted and ref_model is None and in_place(plan["actor.train"], plan["reference.forward"])
     reference: Callable[[], Any] | None = None  # where it is shared, the policy without its adapters is the reference
@@ -397,21 +401,34 @@ def _roles(
         reference = lambda: without_dropout(base)  # noqa: E731
     else:
         reference = lambda: without_dropout(frozen_copy(policy))  # noqa: E731
-    if has_part:
+    if loads:
         with seeded(args.seed):
             policy = without_dropout(with_adapters(policy, peft_config, args.model_adapter_name))
         check_trains(policy, "model")
-    return policy, Roles(
-        actor=lambda: policy,
-        actor_config=base_config,
-        actor_shell=lambda: shell(base_config),
-        adapted=adapted,
-        critic=partial(_loaded, args.seed, load_classifier, value_model, trained=True),
-        reference=reference,
-        reference_is_policy=ref_model is None and not shared,
-        rewards=rewards.models,
-        without_adapters=adapters_off(args.ref_adapter_name, args.model_adapter_name) if adapted else None,
-    )
+    copies = Role.ACTOR if ref_model is None else None
+    models = {
+        Role.ACTOR: RoleModels(
+            "policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted
+        ),
+        Role.REFERENCE: RoleModels(
+            "policy",
+            [] if reference is None else [reference],
+            copy_of=copies,
+            inside=adapters_off(args.ref_adapter_name, args.model_adapter_name) if shared else None,
+        ),
+        Role.CRITIC: RoleModels(
+            "value",
+            [partial(_loaded, args.seed, load_classifier, value_model, trained=True)],
+            shell=partial(shell, value_config, is_policy=False),
+        ),
+        Role.REWARD: RoleModels(
+            "score",
+            [source.load for source in rewards.models],
+            [source.name for source in rewards.models],
+            [source.processing_class for source in rewards.models],
+        ),
+    }
+    return policy, Roles(models)
 
 
 def _loaded(seed: int, load: Callable[..., Any], model: Any, *, trained: bool) -> Any:
@@ -427,7 +444,7 @@ def replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
     if not all(parameter.requires_grad for parameter in setup.policy.parameters()):
         return None
     mine = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
-    if planned.chosen is None or setup.roles.adapted or not mine or not (plugin.replan or 0.0) > 0:
+    if planned.chosen is None or setup.roles[Role.ACTOR].adapted or not mine or not (plugin.replan or 0.0) > 0:
         return None
     if not shards_anyhow(setup.make_optimizer, torch.device("cpu")):  # another plan could be one that cuts it
         return None

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 
 from ..algorithms.prompts import PromptBatch
-from ..engines.models import has_adapters
+from ..engines.models import adapters_off, has_adapters
+from ..plan.dataflow import CallKind, Role
 from ..runtime.placement import Placement
 
 
@@ -58,7 +59,9 @@ class TrlAttributes:
         given. `None` where the policy without its adapters is the reference, and on ranks without a part of it."""
         if not self.placement.started:
             return self._ref_model
-        return None if self.placement.reference is None else self.placement.reference.head.model
+        calls = self.placement.plan.graph.calls_of(CallKind.FORWARD, Role.REFERENCE)
+        engines = map(self.placement.engine, calls)
+        return next((engine.head.model for engine in engines if engine is not None), None)
 
     @ref_model.setter
     def ref_model(self, model: Any) -> NoReturn:
@@ -67,7 +70,7 @@ class TrlAttributes:
     @property
     def is_peft_model(self) -> bool:
         """Whether the policy trains adapters."""
-        return bool(self.setup.roles.adapted)
+        return bool(self.setup.roles[Role.ACTOR].adapted)
 
     @property
     def model_adapter_name(self) -> str | None:
@@ -83,11 +86,11 @@ class TrlAttributes:
     def null_ref_context(self) -> Iterator[None]:
         """Inside, the policy's module on this rank is its own reference: its adapters are off, or those of
         `ref_adapter_name` are on. A policy without adapters is as it is."""
-        without_adapters, policy = self.setup.roles.without_adapters, self.model.policy
-        if without_adapters is None or not has_adapters(policy):
+        policy = self.model.policy
+        if not has_adapters(policy):
             yield
             return
-        with without_adapters(policy):
+        with adapters_off(self.ref_adapter_name, self.model_adapter_name)(policy):
             yield
 
     @property

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...algorithms.ppo import TokenLoss
+from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, micro_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ..base import Bucket, EngineError, Parts, Rate

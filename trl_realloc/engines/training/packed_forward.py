@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ...algorithms.ppo import TokenLoss
+from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, micro_batches
 from ...common.notices import notice
 from ..mesh_group import MeshGroup

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...algorithms.base import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError
-from ...algorithms.ppo import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ..base import GROUP, Bucket, Parts, Rate
 from ..mesh_group import MeshGroup

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...algorithms.ppo import TokenLoss
+from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.layout import Box, flat_boxes
 from ..base import Bucket, Parts, Rate

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ...algorithms.nonfinite import all_finite
 from ...engines.models import persistent_buffers
-from ...runtime.placement import Placement, TrainedEngine
+from ...plan.dataflow import Role
+from ...runtime.engine_builder import TrainedEngine
+from ...runtime.placement import Placement
 from ...runtime.replica_check import check_replicas
 from . import STATE_FILE, VALUE_FOLDER, CheckpointError
 from .problems import Problems, need_room
@@ -36,20 +38,21 @@ def save_models(placement: Placement, folder: Path, save_policy: Any, problems: 
             with problems.trying(folder):
                 check_replicas(engine, placement.group(call), call.partition(".")[0])
     problems.settle("the model")
-    if placement.actor is not None:
-        state = _whole_state(placement.actor, placement.group("actor.train").is_leader)
-        if state is not None:
-            with problems.writing(folder, _bytes(state)), _writing_here(placement.actor.head.model):
-                need_room(folder, _bytes(state))
-                save_policy(placement.actor.head.model, state, folder)
-    if placement.critic is not None:
-        state = _whole_state(placement.critic, placement.group("critic.train").is_leader)
-        if state is not None:
-            values = folder / VALUE_FOLDER
-            with problems.writing(values, _bytes(state)), _writing_here(placement.critic.head.model):
-                need_room(values, _bytes(state))
-                values.mkdir(parents=True, exist_ok=True)
-                placement.critic.head.model.save_pretrained(values, state_dict=state)
+    for call, engine, subfolder in _engines(placement):
+        state = None if engine is None else _whole_state(engine, placement.group(call).is_leader)
+        if engine is None or state is None:
+            continue
+        target = folder / subfolder
+        with problems.writing(target, _bytes(state)), _writing_here(engine.head.model):
+            need_room(target, _bytes(state))
+            if not subfolder:
+                save_policy(engine.head.model, state, target)
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                engine.head.model.save_pretrained(target, state_dict=state)
+
+
+FOLDERS = {Role.ACTOR: "", Role.CRITIC: VALUE_FOLDER}
 
 
 @contextlib.contextmanager
@@ -75,7 +78,9 @@ def _whole_state(engine: TrainedEngine, writes: bool) -> dict[str, Tensor] | Non
 
 
 def _engines(placement: Placement) -> list[tuple[str, TrainedEngine | None, str]]:
-    return [("actor.train", placement.actor, ""), ("critic.train", placement.critic, VALUE_FOLDER)]
+    """The trained roles: call, engine on this rank, folder within the checkpoint."""
+    homes = {role: placement.plan.graph.train_call(role) for role in FOLDERS}
+    return [(home, placement.engine(home), FOLDERS[role]) for role, home in homes.items() if home is not None]
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -1,0 +1,308 @@
+"""Builds the engines of this rank for a plan: loads models, makes replicas and copies equal, starts generation engines,
+and sets up the reallocations between them.
+
+The only place that asks which engine a call has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..engines.base import GenerationEngine
+from ..engines.generation.transformers import TransformersEngine
+from ..engines.training.megatron import MegatronEngine
+from ..engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
+from ..engines.training.replica_sync import copy_tensors, equalize, follow
+from ..engines.training.replicated import ReplicatedEngine
+from ..engines.training.tensor_parallel import local
+from ..engines.training.weight_export import checkpoint_names
+from ..engines.training.zero import ZeroEngine
+from ..engines.training.zero_setup import cast_parameters, parameter_dtype
+from ..plan.assignment import in_place
+from ..plan.cluster import DeviceMesh
+from ..plan.dataflow import CallKind, Role
+from ..plan.execution_plan import ExecutionPlan
+from .process_groups import Edge
+from .reallocation import STALE, FeedingSink, GeneratorSink, Reallocation, ShadowSink, Sink
+from .residency import Dropped, Residency, Versioned
+from .roles import Roles
+from .vllm_start import start_vllm
+
+
+if TYPE_CHECKING:
+    from .placement import Placement
+
+TrainedEngine = ReplicatedEngine | ZeroEngine | MegatronEngine
+
+
+class EngineBuilder:
+    """Args:
+    placement: to be filled; its groups are made.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.plan, self.graph, self.rank = placement.plan, placement.plan.graph, placement.rank
+        self.roles, self.options, self.engines = placement.roles, placement.options, placement.engines
+
+    def build(self) -> None:
+        """All ranks together."""
+        self._start_vllm()  # first: its process starts while the models load here
+        for role in self.graph.trained_roles:
+            self._build_trained(role)
+        for role in self.graph.roles:
+            is_own = self.roles[role].copy_of is None and self.roles[role].inside is None
+            if role not in self.graph.trained_roles and is_own:
+                self._build_frozen(role)
+        self._generate_in_place()
+        for call, edge in self.placement.edges.items():
+            if self.rank in edge.ranks:
+                self.placement.reallocations[call] = self._reallocation(call, edge)
+            if self.plan[call].drop and call in self.placement.copies:
+                self._drop(call)
+
+    # --- generation -------------------------------------------------------------------------------------------------
+
+    def _start_vllm(self) -> None:
+        """One engine for the calls that generate with the same role under the same assignment."""
+        started: dict[Any, GenerationEngine | None] = {}
+        for call in self.graph.calls_of(CallKind.GENERATE):
+            if not self.placement.has(call) or self.plan[call].engine != "vllm":
+                continue
+            role = self.placement.role_of(call)
+            key = role, self.plan[call]
+            if key not in started:
+                config, stack = self.roles[role].config, self.placement.stack
+                started[key] = start_vllm(self.plan, call, self.rank, config, self.options, stack)
+            engine = started[key]
+            if engine is not None:
+                self.placement.generators[call] = engine
+
+    def _generate_in_place(self) -> None:
+        for call in self.graph.calls_of(CallKind.GENERATE):
+            if self.placement.has(call) and self.plan[call].engine == "transformers":
+                whole = self.placement.engine(call)
+                assert whole is not None, "in place means inside the mesh of the role's training"
+                size = self.options.forward_batch_size
+                self.placement.generators[call] = TransformersEngine(
+                    whole.whole_model, self.options.device, batch_size=size
+                )
+
+    # --- training and scoring ---------------------------------------------------------------------------------------
+
+    def _build_trained(self, role: Role) -> None:
+        """A trained role's engine, the roles that are copies of its model, and its copies in other layouts. The engine
+        comes last: it may partition the module that the others are made from."""
+        home = self.graph.train_call(role)
+        assert home is not None, "a trained role has a call that trains it"
+        adapted = self.roles[role].adapted
+        copied = [
+            call for call in self._calls(role) if call in self.placement.edges and any_copies(self.plan, call, adapted)
+        ]
+        here = [call for call in copied if holds_copy(self.plan, call, self.rank, adapted)]
+        trains = self.placement.has(home)
+        model = self.roles[role].load[0]() if trains or here else None
+        self._equalize(home, model)
+        for follower in self.roles.copies_of(role, self.graph):
+            self._build_frozen(follower, model)
+        for call in copied:
+            is_last = not trains and here[-1:] == [call]
+            copied_model = (model if is_last else copy.deepcopy(model)) if call in here else None
+            self._follow(call, home, model, copied_model)
+            if copied_model is not None:
+                self.engines[call] = [self._copy_engine(call, home, copied_model)]
+                self.placement.copies.add(call)
+        if trains:
+            self.engines[home] = [self._engine(home, self._head(role, model))]
+        for call in self._calls(role):
+            if call not in self.placement.edges and self.placement.has(call) and trains:
+                self.engines[call] = self.engines[home]
+
+    def _build_frozen(self, role: Role, trained_model: Any = None) -> None:
+        """A frozen role's engines: for each call, or one for the calls that have one layout.
+
+        Args:
+            trained_model: on the ranks that have it, the model whose parameters the role copies.
+        """
+        models, built = self.roles[role], list[str]()
+        for call in self._calls(role):
+            same = next((other for other in built if in_place(self.plan[other], self.plan[call])), None)
+            built.append(call)
+            if same is not None:
+                if self.placement.has(call):
+                    self.engines[call] = self.engines[same]
+                continue
+            loaded = [load() for load in models.load] if self.placement.has(call) else []
+            if models.copy_of is not None:
+                home = self.graph.train_call(models.copy_of)
+                assert home is not None, "only a trained role's model is copied"
+                is_adapted = self.roles[models.copy_of].adapted
+                self._follow(call, home, trained_model, loaded[0] if loaded else None, adapted=is_adapted)
+            else:
+                for model in loaded:
+                    self._equalize(call, model)
+            if loaded:
+                self.engines[call] = [self._engine(call, self._head(role, model)) for model in loaded]
+
+    def _calls(self, role: Role) -> list[str]:
+        """The calls of a role that do not train it, in plan order."""
+        return [call for call in self.plan.order if self.graph.call(call).role is role and not self._trains(call)]
+
+    def _trains(self, call: str) -> bool:
+        return self.graph.call(call).trains
+
+    def _head(self, role: Role, model: Any) -> RoleHead:
+        match self.roles[role].kind:
+            case "policy":
+                return PolicyHead(model, self.options.temperature)
+            case "value":
+                return ValueHead(model)
+            case "score":
+                return ScoreHead(model)
+
+    def _copy_engine(self, call: str, home: str, model: Any) -> TrainedEngine:
+        """An engine of a copy. Where DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its model,
+        and computes without autocast, as the training does."""
+        dtype = parameter_dtype(self.options.deepspeed) if self.plan[home].strategy.zero_stage else None
+        if dtype is not None:
+            cast_parameters(model, dtype)
+        head = self._head(self.placement.role_of(call), model)
+        if self.graph.call(call).kind is not CallKind.GENERATE:
+            return self._engine(call, head, autocast=dtype is None)
+        alone = self.placement.groups[DeviceMesh(self.rank, 1)]
+        compute_dtype = self.options.compute_dtype if dtype is None else None
+        return ReplicatedEngine(head, alone, self.options.device, compute_dtype=compute_dtype)
+
+    def _engine(self, call: str, head: RoleHead, *, autocast: bool = True) -> TrainedEngine:
+        assignment, options, trains = self.plan[call], self.options, self._trains(call)
+        if trains and options.gradient_checkpointing:
+            kwargs = dict(options.gradient_checkpointing_kwargs or {"use_reentrant": False})
+            head.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            if hasattr(head.model, "enable_input_require_grads") and hasattr(head.model, "peft_config"):
+                head.model.enable_input_require_grads()
+        shared: dict[str, Any] = {
+            "compute_dtype": options.compute_dtype if autocast else None,
+            "make_optimizer": options.make_optimizer if trains else None,
+            "max_grad_norm": options.max_grad_norm,
+        }
+        group, strategy = self.placement.group(call), assignment.strategy
+        engine: TrainedEngine
+        if assignment.engine == "megatron":
+            groups = self.placement.split_groups[assignment.mesh, strategy.tp, strategy.pp]
+            sharded = strategy.zero_stage == 1
+            engine = MegatronEngine(head, groups, options.device, shard_optimizer=sharded, **shared)
+        elif strategy.zero_stage == 0:
+            engine = ReplicatedEngine(head, group, options.device, **shared)
+        else:
+            alone = self.placement.groups[DeviceMesh(self.rank, 1)].group
+            engine = ZeroEngine(
+                head,
+                group,
+                options.device,
+                stage=strategy.zero_stage,
+                alone=alone,
+                config=options.deepspeed,
+                **shared,
+            )
+        self.placement.stack.callback(engine.close)
+        if assignment.offload and not trains:
+            self.placement.residents[call].append(Residency.attach(engine.head, options.device))
+        return engine
+
+    # --- replicas and copies ----------------------------------------------------------------------------------------
+
+    def _equalize(self, call: str, model: Any) -> None:
+        """A role's model as the first rank of the call's mesh has it."""
+        if self.placement.has(call) and not self.roles.filled_later:
+            equalize(model, self.placement.group(call), str(self.placement.role_of(call)))
+
+    def _follow(self, call: str, home: str, trained: Any, copied: Any, *, adapted: bool = False) -> None:
+        """A copy of a trained role's model as the first rank of the training's mesh has it."""
+        if self.roles.filled_later:
+            return
+        control = self.placement.control
+        source, target = self.plan.mesh(home).first, self.plan.mesh(call).first
+        if self.rank == source == target:
+            copy_tensors(trained, copied, adapted=adapted)
+        elif self.rank in (source, target):
+            follow(trained if self.rank == source else copied, source, target, self.rank, control, adapted=adapted)
+        self._equalize(call, copied)
+
+    # --- reallocations ----------------------------------------------------------------------------------------------
+
+    def _reallocation(self, call: str, edge: Edge) -> Reallocation:
+        role, generator = self.placement.role_of(call), self.placement.generators.get(call)
+        sink: Sink | None = None
+        if call in self.placement.copies:
+            (copied,) = self.engines[call]
+            sink = ShadowSink(copied) if generator is None else FeedingSink(copied, generator)
+        elif generator is not None:
+            make_shell = self.roles[role].shell
+            assert make_shell is not None, "a role that generates in an engine has a structure"
+            sink = GeneratorSink(generator, partial(checkpoint_names, make_shell()), self.options.device)
+        return Reallocation(
+            edge.source,
+            call,
+            self.plan.cluster,
+            edge.ranks,
+            self.rank,
+            control=edge.control,
+            wire=edge.wire,
+            device=self.options.device,
+            holder=self.placement.trained(role),
+            sink=sink,
+            bucket_bytes=self.options.bucket_bytes,
+            timeout_s=self.options.transfer_timeout_s,
+            checksum=self.options.checksums,
+        )
+
+    def _drop(self, call: str) -> None:
+        """Free the memory of a copy between its turns."""
+        (copied,) = self.engines[call]
+        user = self.placement.generators.get(call, copied)
+        self.placement.dropped[call] = _dropped(user, copied, self.placement.reallocations[call].names)
+
+
+def _dropped(user: Versioned, copied: TrainedEngine, names: Sequence[str]) -> Dropped:
+    """The tensors of a copy that its reallocation fills, of which `user` is told that they are of no version."""
+    parts = copied.parts()
+    filled = [cell for name in names for _, cell in parts.get(name, ())]
+    own = {cell.data_ptr() for cell in filled}
+    held = [local(tensor.data) for tensor in (*copied.head.model.parameters(), *copied.head.model.buffers())]
+    return Dropped(user, filled, [tensor for tensor in held if tensor.data_ptr() not in own], STALE)
+
+
+def holds_copy(plan: ExecutionPlan, call: str, rank: int, adapted: bool) -> bool:
+    """Whether this rank needs a copy of a trained role's model for the call: to score or to generate in, or to merge
+    adapters into for its generation engine.
+
+    Args:
+        adapted: the role trains adapters alone.
+    """
+    assignment = plan[call]
+    if all(edge.target != call for edge in plan.reallocations) or rank not in assignment.mesh:
+        return False
+    if plan.graph.call(call).kind is not CallKind.GENERATE:
+        return True
+    owns = assignment.mesh.index(rank) % assignment.strategy.tp == 0
+    return assignment.engine == "transformers" or (adapted and owns)
+
+
+def any_copies(plan: ExecutionPlan, call: str, adapted: bool) -> bool:
+    """Whether some rank needs one."""
+    return any(holds_copy(plan, call, rank, adapted) for rank in plan.mesh(call).devices)
+
+
+def has_part(plan: ExecutionPlan, role: Role, rank: int, roles_adapted: bool) -> bool:
+    """Whether this rank loads a trained role's model: it trains it, or has a copy of it."""
+    home = plan.graph.train_call(role)
+    if home is not None and rank in plan.mesh(home):
+        return True
+    calls = [call for call in plan.order if plan.graph.call(call).role is role and call != home]
+    return any(holds_copy(plan, call, rank, roles_adapted) for call in calls)
+
+
+__all__ = ["EngineBuilder", "Roles", "TrainedEngine", "has_part", "holds_copy"]
