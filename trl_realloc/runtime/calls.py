@@ -41,6 +41,7 @@ class Rules:
         eos_token_id: ends a response, for the column `has_eos`.
         processing_class: decodes samples for those that read text.
         skip_nonfinite: leave out an update that is not finite, where otherwise the run ends.
+        sampling_of: by call name, of the calls that draw otherwise than by `sampling`.
     """
 
     sampling: Sampling
@@ -50,6 +51,7 @@ class Rules:
     functions: Sequence[FunctionReward]
     reward_weights: dict[str, float]
     skip_nonfinite: bool = False
+    sampling_of: Mapping[str, Sampling] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,10 @@ def share(placement: Placement, call: str, lengths: Sequence[int]) -> list[int]:
     return balance(lengths, assignment.strategy.dp)[replica]
 
 
-def sample_seed(seed: int, step: int, index: int) -> int:
-    """The seed of one sample's draws: from the run's seed, the step and its place in the batch, on any plan."""
-    return int(np.random.SeedSequence((seed, step, index)).generate_state(1)[0])
+def sample_seed(seed: int, step: int, index: int, label: str = "") -> int:
+    """The seed of one sample's draws: from the run's seed, the step, its place in the batch, and the label of the call
+    where an iteration has several that generate. On any plan the same."""
+    return int(np.random.SeedSequence((seed, step, index, *label.encode())).generate_state(1)[0])
 
 
 def generate(
@@ -92,11 +95,14 @@ def generate(
     replica = assignment.mesh.index(placement.rank) // assignment.strategy.tp
     rows, index = samples.ragged(call.inputs[0]).rows(), samples.tensor("index").tolist()
     requests = [
-        GenerationRequest(index[at], tuple(rows[at].tolist()), sample_seed(rules.seed, step.number, index[at]))
+        GenerationRequest(
+            index[at], tuple(rows[at].tolist()), sample_seed(rules.seed, step.number, index[at], call.label)
+        )
         for at in range(replica, len(samples), assignment.strategy.dp)
     ]
     # with no request too: where the parameters are sharded, generating in place is a collective of the mesh
-    done = list(_watched(generator.generate(requests, step.sampling or rules.sampling), poll))
+    sampling = step.sampling or rules.sampling_of.get(call.name, rules.sampling)
+    done = list(_watched(generator.generate(requests, sampling), poll))
     return completed(done, rules.eos_token_id, call.outputs)
 
 

@@ -132,7 +132,7 @@ class EngineBuilder:
             same = next((other for other in built if in_place(self.plan[other], self.plan[call])), None)
             built.append(call)
             if same is not None:
-                if self.placement.has(call):
+                if same in self.engines:
                     self.engines[call] = self.engines[same]
                 continue
             loaded = [load() for load in models.load] if self.placement.has(call) else []

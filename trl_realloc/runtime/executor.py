@@ -251,7 +251,7 @@ class Executor:
                 samples = samples.plus(**made)
         metrics = {}
         if training_inputs(self.algorithm.graph) <= set(samples):
-            samples = self._prepare(samples)
+            samples = samples.plus(**self._prepare(samples))  # a training may have read fewer columns
             metrics = self.algorithm.sample_metrics(samples)
             if self._unfit:
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}

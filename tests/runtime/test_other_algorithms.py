@@ -1,0 +1,54 @@
+"""The runtime knows no algorithm: another one than PPO, without a critic, a reference and a reward model, whose
+iteration has two calls of one role and kind, runs whole and call by call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from remax import GRAPH, GREEDY, call_by_call, learned, place, whole_run
+
+from trl_realloc import Cluster, ExecutionPlan, PlanError
+from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
+from trl_realloc.plan.presets import resolve_plan
+from trl_realloc.runtime.executor import Executor
+
+
+def one_process() -> Executor:
+    plan = resolve_plan("flatten", Cluster(1, 1), generation_engine="transformers", zero_stage=0)
+    assignments = {name: plan[name.removesuffix(".greedy")] for name in GRAPH.order}
+    return place(ExecutionPlan(plan.cluster, assignments, GRAPH), 0)
+
+
+def test_an_iteration_gives_the_same_whole_and_call_by_call() -> None:
+    whole, driven = one_process(), one_process()
+    before = learned(whole)
+    ran, performed = whole_run(whole), call_by_call(driven)
+    for column in ("responses", "greedy_responses"):
+        assert torch.equal(ran.ragged(column).values, performed.ragged(column).values)
+    for column in ("scores", "baselines"):
+        assert torch.equal(ran.tensor(column), performed.tensor(column))
+    after, other = learned(whole), learned(driven)
+    assert any(not torch.equal(before[name], after[name]) for name in after), "nothing was learned"
+    assert all(torch.equal(after[name], other[name]) for name in after)
+
+
+def test_two_calls_of_one_role_draw_apart_and_as_each_is_told_to() -> None:
+    executor = one_process()
+    samples = whole_run(executor)
+    greedy, sampled = samples.ragged("greedy_responses"), samples.ragged("responses")
+    assert greedy.values.tolist() != sampled.values.tolist()
+    assert float(samples.ragged("greedy_logprobs").values.min()) > -1e-3, "a greedy token is all but certain"
+
+
+def test_a_plan_with_labelled_calls_is_a_file_like_any_other() -> None:
+    plan = one_process().plan
+    again = ExecutionPlan.from_yaml(plan.to_yaml())
+    assert again == plan and GREEDY in again.order and again.graph.call(GREEDY).label == "greedy"
+
+
+def test_a_label_that_is_no_word_and_a_role_trained_twice_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"actor\.generate: a label has lower-case letters"):
+        Call(Role.ACTOR, CallKind.GENERATE, label="Two words")
+    trains = Call(Role.ACTOR, CallKind.TRAIN, ("prompts",))
+    with pytest.raises(PlanError, match=r"actor\.train and actor\.train\.again both train the actor"):
+        DataflowGraph((trains, Call(Role.ACTOR, CallKind.TRAIN, ("prompts",), label="again")))
