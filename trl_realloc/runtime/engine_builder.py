@@ -164,8 +164,8 @@ class EngineBuilder:
                 return ScoreHead(model)
 
     def _copy_engine(self, call: str, home: str, model: Any) -> TrainedEngine:
-        """An engine of a copy. Where DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its model
-        and computes without autocast, as the training does."""
+        """An engine of a copy. Where DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its
+        model and computes without autocast, as the training does."""
         dtype = parameter_dtype(self.options.deepspeed) if self.plan[home].strategy.zero_stage else None
         if dtype is not None:
             cast_parameters(model, dtype)
