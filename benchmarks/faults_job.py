@@ -31,7 +31,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.profiling.auto_plan import Planned  # noqa: E402
 from trl_realloc.profiling.short_runs import Runs  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer  # noqa: E402
-from trl_realloc.runtime.alarm import Alarm  # noqa: E402
+from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
 from trl_realloc.runtime.placement import Placement  # noqa: E402
 from trl_realloc.runtime.run_state import Cargo  # noqa: E402
 

@@ -16,7 +16,7 @@ import torch
 from trl_realloc.algorithms.base import TokenLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.runtime.alarm import JobFailed
+from trl_realloc.runtime.failures.alarm import JobFailed
 
 
 SAMPLE = 3  # some rank's, and no other's

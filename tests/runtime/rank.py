@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trl_realloc.runtime import alarm
+from trl_realloc.runtime.failures import alarm
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from trl_realloc.realloc.transfer import TransferError
-from trl_realloc.runtime.alarm import HOST, is_network
-from trl_realloc.runtime.liveness import Verdict
-from trl_realloc.runtime.watchdog import Hub, Wire
+from trl_realloc.runtime.failures.alarm import HOST, is_network
+from trl_realloc.runtime.failures.liveness import Verdict
+from trl_realloc.runtime.failures.watchdog import Hub, Wire
 
 
 Ranks = Callable[..., list[subprocess.Popen[str]]]

@@ -10,8 +10,8 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.timeline import Span
-from trl_realloc.runtime.alarm import JobFailed
 from trl_realloc.runtime.exchange import Exchange, Failure, Piece, sources
+from trl_realloc.runtime.failures.alarm import JobFailed
 
 
 SPAN = Span("actor.generate", 0, 1.0, 2.0, 0, 5)

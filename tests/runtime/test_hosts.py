@@ -15,9 +15,9 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime import hosts
-from trl_realloc.runtime.hosts import Process, check_gpus, cluster_of, on_loopback, ranks_by_host
-from trl_realloc.runtime.network_interfaces import NetworkError
+from trl_realloc.runtime.launch import hosts
+from trl_realloc.runtime.launch.hosts import Process, check_gpus, cluster_of, on_loopback, ranks_by_host
+from trl_realloc.runtime.launch.network_interfaces import NetworkError
 
 
 def processes(*hosts: tuple[str, str, int], gpus: int | None = None) -> list[Process]:

@@ -11,8 +11,8 @@ import torch
 
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.hosts import Process
-from trl_realloc.runtime.launcher import LaunchError, asked_for, check_device, check_launch, what_runs
+from trl_realloc.runtime.launch.hosts import Process
+from trl_realloc.runtime.launch.launcher import LaunchError, asked_for, check_device, check_launch, what_runs
 
 
 def test_a_start_says_how_many_processes_on_how_many_hosts_under_which_plan() -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from trl_realloc.runtime.liveness import Liveness, Verdict
+from trl_realloc.runtime.failures.liveness import Liveness, Verdict
 
 
 LIMIT_S = 30.0

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from trl_realloc.runtime import network_interfaces as interfaces
-from trl_realloc.runtime.network_interfaces import NetworkError, gloo_address, set_gloo_interface
+from trl_realloc.runtime.launch import network_interfaces as interfaces
+from trl_realloc.runtime.launch.network_interfaces import NetworkError, gloo_address, set_gloo_interface
 
 
 JOB = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}

@@ -15,7 +15,7 @@ import torch
 from trl_realloc import PPOTrainer
 from trl_realloc.algorithms.nonfinite import NonFiniteError, problem_of
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.runtime.alarm import JobFailed
+from trl_realloc.runtime.failures.alarm import JobFailed
 
 
 REFUSED = (NonFiniteError, JobFailed)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_realloc.algorithms.rewards import FunctionReward, RewardError, Texts, weighted_scores
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.runtime.alarm import JobFailed
+from trl_realloc.runtime.failures.alarm import JobFailed
 
 
 def scores(made: Any) -> float:

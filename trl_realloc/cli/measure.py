@@ -20,7 +20,7 @@ from ..planner.recipe import read_recipe, read_task
 from ..profiling.auto_plan import job_of, mixed_precision
 from ..profiling.job_models import Subject, specs_of
 from ..profiling.profile_cache import cached_profile
-from ..runtime.hosts import cluster_of, meet
+from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.ppo_config import PPOConfig
 from .recipe import run
 

@@ -19,7 +19,7 @@ from ..common.errors import PlanError, shown, unknown_keys
 from ..common.files import read_yaml_mapping
 from ..common.settings import SETTINGS, number_of_text, read_settings
 from ..engines.models import ModelError
-from ..runtime.alarm import JobFailed
+from ..runtime.failures.alarm import JobFailed
 from ..trainer.checkpoint import CheckpointError, SaveError
 from ..trainer.ppo_config import ConfigError
 

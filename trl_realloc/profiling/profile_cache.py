@@ -16,7 +16,7 @@ from ..algorithms.rollout import Rollouts
 from ..common.errors import PlanError
 from ..common.notices import working
 from ..planner.profile import Observation, Profile, model_key
-from ..runtime.hosts import meet, ranks_by_host
+from ..runtime.launch.hosts import meet, ranks_by_host
 from ..runtime.process_groups import from_first_rank
 from .job import Job
 from .machine import copies, hardware, links, sharing

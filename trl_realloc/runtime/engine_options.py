@@ -12,7 +12,7 @@ from torch import nn
 
 from ..plan.assignment import CACHED_TOKENS
 from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S
-from .alarm import HEARTBEAT_TIMEOUT_S
+from .failures.alarm import HEARTBEAT_TIMEOUT_S
 
 
 @dataclass(frozen=True)

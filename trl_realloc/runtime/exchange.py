@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..algorithms.rollout import Rollouts
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span
-from .alarm import HOST, JobFailed
+from .failures.alarm import HOST, JobFailed
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from ..engines.base import EngineError, Rate, Sampling
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.timeline import Span
 from . import calls
-from .alarm import Alarm, JobFailed, current_watchdog
 from .calls import Rules, Step
 from .exchange import Exchange, Failure, Piece
+from .failures.alarm import Alarm, JobFailed, current_watchdog
 from .placement import Placement
 
 

@@ -13,8 +13,8 @@ import torch
 from ..engines.base import GenerationEngine
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
-from .alarm import current_watchdog, watch
 from .engine_options import EngineOptions
+from .failures.alarm import current_watchdog, watch
 
 
 if TYPE_CHECKING:

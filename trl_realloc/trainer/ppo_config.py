@@ -20,9 +20,9 @@ from ..common.errors import shown
 from ..common.settings import read_settings
 from ..engines.training.zero_setup import leave_out_shared_memory_op
 from ..plan.execution_plan import ExecutionPlan
-from ..runtime.hosts import has_rendezvous, meet
-from ..runtime.launcher import check_launch, separate_attempts
-from ..runtime.network_interfaces import set_gloo_interface
+from ..runtime.launch.hosts import has_rendezvous, meet
+from ..runtime.launch.launcher import check_launch, separate_attempts
+from ..runtime.launch.network_interfaces import set_gloo_interface
 from .trl_compat import ConfigBase
 
 

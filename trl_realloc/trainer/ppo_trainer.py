@@ -29,9 +29,9 @@ from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
 from ..profiling.auto_plan import at_lengths
-from ..runtime.alarm import Alarm, watch
 from ..runtime.calls import check_first_weights
 from ..runtime.executor import EVALUATION_STEP, Iteration, make_executor
+from ..runtime.failures.alarm import Alarm, watch
 from ..runtime.placement import Placement
 from ..runtime.run_state import Cargo
 from . import setup

@@ -49,8 +49,8 @@ from ..realloc.memory import check_memory
 from ..runtime.calls import Rules
 from ..runtime.engine_builder import has_part
 from ..runtime.engine_options import EngineOptions
-from ..runtime.hosts import Process, check_gpus, cluster_of, meet, without_gpus
-from ..runtime.launcher import announce, check_device
+from ..runtime.launch.hosts import Process, check_gpus, cluster_of, meet, without_gpus
+from ..runtime.launch.launcher import announce, check_device
 from ..runtime.roles import RoleModels, Roles
 from . import input_checks
 from .accelerate_plugin import ReallocationPlugin

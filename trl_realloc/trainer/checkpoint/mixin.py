@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...algorithms.nonfinite import NonFiniteError
-from ...runtime.alarm import Alarm, JobFailed
+from ...runtime.failures.alarm import Alarm, JobFailed
 from ...runtime.placement import Placement
 from .identity import Identity, data_checksum, trained_shapes
 from .problems import Problems

@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging
 
 from ...algorithms.nonfinite import all_finite
-from ...runtime.hosts import machine_id
+from ...runtime.launch.hosts import machine_id
 from ...runtime.process_groups import from_every_rank
 from . import STATE_FILE, VALUE_FOLDER, CheckpointError
 from .identity import Identity, Shapes, other_data, other_model, other_run

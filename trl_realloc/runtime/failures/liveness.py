@@ -1,6 +1,6 @@
 """What a job's watchdog knows of every rank, and which of it is a failure of the whole job.
 
-Pure: no process, socket or clock. `runtime.watchdog` reports what it sees and carries the verdict to the ranks.
+Pure: no process, socket or clock. `watchdog` reports what it sees and carries the verdict to the ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank's failure, told to all: so every rank ends with the reason, and none waits for a rank that is gone.
 
 The rank's side of its watchdog, a process of its own that exchanges signs of life with the other ranks'
-(`runtime.watchdog`, which is also where a failure is recognised that no Python code of this process can see).
+(`watchdog`, which is also where a failure is recognised that no Python code of this process can see).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOST = socket.gethostname()
 GRACE_S = 10.0  # how long a failed rank stays so that the others can say why; the launcher ends them after it
 LEAVE_S = 5.0  # within which a rank leaves by itself what it does; it may be in a collective that never ends
 _KEY = "trl_realloc/watchdog"
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 # How gloo, NCCL and the store put it that another process is gone, or did not answer in time.
 _NETWORK_WORDS = (
     "gloo/transport",
@@ -78,7 +78,7 @@ class Watchdog:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "trl_realloc.runtime.watchdog", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "trl_realloc.runtime.failures.watchdog", str(theirs.fileno())],
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH")))),

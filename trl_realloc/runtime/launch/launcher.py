@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ..plan.dataflow import CallKind
-from ..plan.execution_plan import ExecutionPlan
+from ...plan.dataflow import CallKind
+from ...plan.execution_plan import ExecutionPlan
 from .hosts import Process, ranks_by_host
 
 

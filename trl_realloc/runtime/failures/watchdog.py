@@ -1,4 +1,4 @@
-"""The watchdog of one rank: a process beside it, started by `alarm` as `python -m trl_realloc.runtime.watchdog FD`.
+"""The watchdog of one rank, started by `alarm` as `python -m trl_realloc.runtime.failures.watchdog FD`.
 
 It tells the others that the rank lives and what it does, hears of them the same, and ends the rank when the job has
 failed. It is a process and not a thread, because a thread is as silent as its process where native code holds the

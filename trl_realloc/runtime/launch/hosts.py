@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..common.errors import PlanError
-from ..plan.assignment import Assignment
-from ..plan.cluster import Cluster
-from ..plan.dataflow import CallKind
-from ..plan.execution_plan import ExecutionPlan
+from ...common.errors import PlanError
+from ...plan.assignment import Assignment
+from ...plan.cluster import Cluster
+from ...plan.dataflow import CallKind
+from ...plan.execution_plan import ExecutionPlan
 from .network_interfaces import VARIABLE, NetworkError, gloo_address, is_loopback
 
 
