@@ -54,12 +54,6 @@ def test_a_frozen_role_scores_as_a_whole_model_does() -> None:
     assert torch.allclose(ours.values, whole.values, atol=1e-6)
 
 
-def test_it_cannot_generate_in_place_and_says_what_to_do() -> None:
-    made = MegatronEngine(PolicyHead(tiny.policy(), 1.0), GROUPS, CPU)
-    with pytest.raises(EngineError, match="give actor.generate a layout of its own"), made.whole_model():
-        pass
-
-
 def test_adapters_that_cannot_be_split_are_refused_by_name() -> None:
     names = ["q_proj", "o_proj"]
     lora = get_peft_model(tiny.policy(), LoraConfig(target_modules=names))

@@ -1,34 +1,34 @@
-"""What every engine promises, and the small values that cross its border.
+"""The protocols of the engines that generate, score and train, and the values that their methods take and return.
 
-An engine executes one role's calls on one device mesh. This file owns the protocols; who builds which engine, and
-when it is resident, is `runtime.placement`'s business.
+The engines themselves are in `training` and `generation`; which engine runs a call is decided in
+`runtime/engine_builder`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
 
     from ..algorithms.base import TokenLoss
     from ..algorithms.rollout import Ragged, Rollouts
+    from ..realloc.transfer import Parts
+    from .training.packed_forward import RoleHead
 
 
-# One bucket of parameters in checkpoint (Hugging Face) names: full tensors, any device, in the model's own dtype.
+# Parameters of one bucket under checkpoint (Hugging Face) names: full tensors on any device, in the model's dtype.
 Bucket = Sequence[tuple[str, "torch.Tensor"]]
+BUCKET_BYTES = 256 << 20  # bytes of a bucket, unless a caller of `export` asks for others
 
-
-# What a process holds of a model: for each parameter, by the module's own name, boxes (half-open intervals of indices,
-# one per dimension) with a live tensor of exactly that box.
-Parts = Mapping[str, Sequence[tuple[tuple[tuple[int, int], ...], "torch.Tensor"]]]
-
-
-# What an optimizer is set to before a step: one learning rate, or the settings of each group of the user's optimizer.
-# The groups of a role's optimizer, which are some of the user's, have their number among those under `GROUP`.
+# The optimizer's settings for one step: one learning rate, or a mapping of settings for each parameter group of the
+# user's optimizer. Each group of a role's optimizer holds the number of the user's group that it comes from under
+# `GROUP`.
 Rate = float | Sequence[Mapping[str, Any]]
 GROUP = "given_group"
 
@@ -78,53 +78,128 @@ class Completion:
 
 @runtime_checkable
 class GenerationEngine(Protocol):
-    """Continues prompts. `version` is that of the weights it holds, -1 before the first `load`."""
+    """Generates responses to prompts.
+
+    Attributes:
+        version: of the actor's parameters that the engine has; -1 before the first `load`, and after one that failed.
+    """
 
     version: int
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
-        """Take the actor's parameters, bucket by bucket; `version` is set only after the last one."""
+        """Take the actor's parameters, bucket by bucket. `version` is set after the last bucket.
+
+        Raises:
+            EngineError: the parameters are not those of the engine's model.
+            EngineDied: the engine's process ended.
+        """
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as they finish, in any order. Raises `EngineDied`."""
+        """Yield one completion for each request as it finishes, in any order. The tokens depend on the request and on
+        the parameters alone, not on the other requests.
+
+        Raises:
+            EngineError: a request cannot be served, or there are no parameters to serve it with.
+            EngineDied: the engine's process ended.
+        """
 
     def close(self) -> None:
-        """End the engine and everything it started. May be called twice."""
+        """End the engine and all processes that it started. May be called twice."""
 
 
 @runtime_checkable
 class ScoringEngine(Protocol):
-    """Runs a role's forward. Every rank of the engine's mesh calls it together."""
+    """Runs the forward of one model on a mesh. Every rank of the mesh calls each method, with the same arguments but
+    for the samples.
 
-    def forward(self, samples: Rollouts, micro_batch_tokens: int) -> Ragged:
-        """This rank's samples through the role's head: one value per token or one per sample, on the CPU, float32."""
+    Attributes:
+        version: number of optimizer steps that made the parameters, -1 while they are not complete. A reallocation
+            that fills the parameters sets it.
+    """
 
-    def close(self) -> None: ...
+    version: int
+
+    @property
+    def head(self) -> RoleHead:
+        """The module that computes the role's outputs; `head.model` is this rank's part of the Transformers model."""
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """The names of the whole model's parameters, also of those that are on other ranks."""
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks of the mesh may have the same part of a parameter."""
+
+    def forward(self, samples: Rollouts, micro_batch_tokens: int) -> Mapping[str, Ragged]:
+        """The head's outputs for this rank's samples, without gradients and without dropout.
+
+        Args:
+            samples: with the columns `index`, `prompts` and `responses`.
+            micro_batch_tokens: most tokens of one forward; a longer sample is a micro-batch by itself.
+
+        Returns:
+            By name (`logprobs` and `entropy`, `values`, or `scores`), float32 on the CPU, in the order of the samples;
+            an empty mapping where this rank has no samples.
+        """
+
+    def parts(self) -> Parts:
+        """This rank's parts of the parameters that training changes, or of all parameters of a frozen model. The
+        tensors are live and stay the same for the engine's life: a reallocation reads and writes them."""
+
+    def export(self, bucket_bytes: int = ..., *, merged: bool = True) -> Iterator[Bucket]:
+        """The parameters as full tensors in buckets of about `bucket_bytes`. They may be live: a receiver copies what
+        it keeps. Collective: every rank of the mesh iterates to the end. The mesh's first rank gets every tensor;
+        another rank gets every tensor too, or empty buckets.
+
+        Args:
+            merged: under checkpoint names, with adapters merged into the weights that they adapt. Otherwise under the
+                module's own names, with the adapters as parameters of their own.
+        """
+
+    def close(self) -> None:
+        """Free what the engine holds in libraries. May be called twice."""
 
 
 @runtime_checkable
 class TrainingEngine(ScoringEngine, Protocol):
-    """A role that learns. `version` counts its optimizer steps."""
-
-    version: int
+    """A scoring engine with an optimizer. `version` is the number of its optimizer steps."""
 
     def train(
-        self,
-        samples: Rollouts,
-        loss: TokenLoss,
-        micro_batch_tokens: int,
-        learning_rate: Rate,
-    ) -> Mapping[str, float]:
-        """One optimizer step over this rank's share of one mini-batch; statistics summed over the mesh."""
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
+    ) -> Mapping[str, Tensor]:
+        """Take one optimizer step on one mini-batch, of which `samples` are this rank's share.
 
-    def parts(self) -> Parts:
-        """What training changes of this process's parameters, live; for reallocations to read and to fill."""
+        Args:
+            loss: from the head's outputs and a micro-batch to a loss that is summed over all micro-batches of the
+                mesh, and to statistics of its samples.
+            micro_batch_tokens: most tokens of one forward.
 
-    def export(self) -> Iterator[Bucket]:
-        """The parameters as full tensors in checkpoint names. Collective over the mesh: all ranks iterate."""
+        Returns:
+            Each statistic (n,) float32 on the CPU, in the order of the samples.
 
-    def state_dict(self) -> dict[str, object]:
-        """Weights and optimizer state by parameter name, whatever the layout. Collective; full on the first rank."""
+        Raises:
+            NonFiniteError: the gradients are not finite; on every rank of the mesh. The step was not taken.
+        """
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """The inverse of `state_dict`, under this or another layout."""
+    def state_dict(self) -> Mapping[str, Any]:
+        """The training state by parameter name, in a form that does not depend on the layout: `version`;
+        `parameters[name]`, which has the float32 weights (`master`) and the optimizer's tensors, full and on the CPU;
+        `scalars[name]`, the rest of the optimizer's state. Collective; complete on the mesh's first rank.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this or another training engine returned, on every rank.
+
+        Raises:
+            EngineError: the state is of another model.
+        """
+
+
+@runtime_checkable
+class InPlaceEngine(Protocol):
+    """An engine that can lend its model, with all its parameters, for generation in place."""
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        """The Transformers model with full parameters inside the context, in evaluation mode. Entering it is collective
+        over the mesh; a forward inside is not."""

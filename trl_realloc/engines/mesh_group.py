@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .buckets import in_buckets
+
+
+BUCKET_BYTES = 64 << 20  # of the tensors that one collective sends; a flat copy of them is made
 
 
 @dataclass(frozen=True)
@@ -45,26 +50,31 @@ class MeshGroup:
         dist.all_reduce(box, dist.ReduceOp.MAX, group=self.group)
         return int(box)
 
-    def sum_(self, tensors: Iterable[Tensor], bucket_bytes: int = 64 << 20) -> None:
-        """Sum tensors in place over the mesh, flattened into buckets: one message per 64 MiB instead of per tensor."""
-        if self.size == 1:
-            return
-        bucket: list[Tensor] = []
-        room = bucket_bytes
-        for tensor in tensors:
-            if bucket and (room < tensor.nbytes or tensor.dtype != bucket[0].dtype):
-                self._sum_bucket(bucket)
-                bucket, room = [], bucket_bytes
-            bucket.append(tensor)
-            room -= tensor.nbytes
-        if bucket:
-            self._sum_bucket(bucket)
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Sum tensors in place over the mesh. Every rank passes tensors of the same shapes and dtypes."""
+        for bucket, flat in self._flat_buckets(tensors):
+            dist.all_reduce(flat, group=self.group)
+            _copy_back(flat, bucket)
 
-    def _sum_bucket(self, bucket: list[Tensor]) -> None:
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.all_reduce(flat, group=self.group)
-        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+    def sum_to(self, tensors: Iterable[Tensor], index: int) -> None:
+        """Sum tensors over the mesh, in place on the rank with this index alone; the others keep theirs."""
+        for bucket, flat in self._flat_buckets(tensors):
+            dist.reduce(flat, self.ranks[index], group=self.group)
+            if self.index == index:
+                _copy_back(flat, bucket)
+
+    def broadcast(self, tensors: Iterable[Tensor], index: int) -> None:
+        """Overwrite the tensors of every rank with those of the rank with this index."""
+        for bucket, flat in self._flat_buckets(tensors):
+            dist.broadcast(flat, self.ranks[index], group=self.group)
+            if self.index != index:
+                _copy_back(flat, bucket)
+
+    def _flat_buckets(self, tensors: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """The tensors in buckets of one dtype, each with a flat copy; none on a mesh of one rank."""
+        if self.size > 1:
+            for bucket in in_buckets(tensors, lambda t: t.nbytes, BUCKET_BYTES, lambda t: t.dtype):
+                yield bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor of one shape, in the order of `ranks`."""
@@ -77,6 +87,11 @@ class MeshGroup:
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.group)
+
+
+def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 @dataclass(frozen=True)

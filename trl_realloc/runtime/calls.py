@@ -195,7 +195,7 @@ def train(
         NonFiniteError: on every rank of the mesh, before the optimizer step that it is about; or because the steps
             that were taken left weights that are not finite.
     """
-    engine, learning_rate = placement.engine(call.name), step.learning_rates[call.role]
+    engine, learning_rate = placement.trained(call.role), step.learning_rates[call.role]
     assert engine is not None, "only the ranks of a call's mesh run it"
     check_rates({call.name: learning_rate})
     loss, parts = algorithm.loss(call.name).of_tokens, []

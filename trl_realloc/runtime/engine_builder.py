@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engines.base import GenerationEngine
+from ..engines.base import GenerationEngine, InPlaceEngine, ScoringEngine, TrainingEngine
 from ..engines.generation.transformers import TransformersEngine
 from ..engines.training.megatron import MegatronEngine
 from ..engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
@@ -34,8 +34,6 @@ from .vllm_start import start_vllm
 
 if TYPE_CHECKING:
     from .placement import Placement
-
-TrainedEngine = ReplicatedEngine | ZeroEngine | MegatronEngine
 
 
 class EngineBuilder:
@@ -85,7 +83,7 @@ class EngineBuilder:
         for call in self.graph.calls_of(CallKind.GENERATE):
             if self.placement.has(call) and self.plan[call].engine == "transformers":
                 whole = self.placement.engine(call)
-                assert whole is not None, "in place means inside the mesh of the role's training"
+                assert isinstance(whole, InPlaceEngine), "in place means in an engine that has all parameters"
                 size = self.options.forward_batch_size
                 self.placement.generators[call] = TransformersEngine(
                     whole.whole_model, self.options.device, batch_size=size
@@ -116,7 +114,8 @@ class EngineBuilder:
                 self.engines[call] = [self._copy_engine(call, home, copied_model)]
                 self.placement.copies.add(call)
         if trains:
-            self.engines[home] = [self._engine(home, self._head(role, model))]
+            trainer = self._engine(home, self._head(role, model))
+            self.engines[home], self.placement.trainers[role] = [trainer], trainer
         for call in self._calls(role):
             if call not in self.placement.edges and self.placement.has(call) and trains:
                 self.engines[call] = self.engines[home]
@@ -163,7 +162,7 @@ class EngineBuilder:
             case "score":
                 return ScoreHead(model)
 
-    def _copy_engine(self, call: str, home: str, model: Any) -> TrainedEngine:
+    def _copy_engine(self, call: str, home: str, model: Any) -> ScoringEngine:
         """An engine of a copy. Where DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its
         model and computes without autocast, as the training does."""
         dtype = parameter_dtype(self.options.deepspeed) if self.plan[home].strategy.zero_stage else None
@@ -176,7 +175,7 @@ class EngineBuilder:
         compute_dtype = self.options.compute_dtype if dtype is None else None
         return ReplicatedEngine(head, alone, self.options.device, compute_dtype=compute_dtype)
 
-    def _engine(self, call: str, head: RoleHead, *, autocast: bool = True) -> TrainedEngine:
+    def _engine(self, call: str, head: RoleHead, *, autocast: bool = True) -> TrainingEngine:
         assignment, options, trains = self.plan[call], self.options, self._trains(call)
         if trains and options.gradient_checkpointing:
             kwargs = dict(options.gradient_checkpointing_kwargs or {"use_reentrant": False})
@@ -189,7 +188,7 @@ class EngineBuilder:
             "max_grad_norm": options.max_grad_norm,
         }
         group, strategy = self.placement.group(call), assignment.strategy
-        engine: TrainedEngine
+        engine: TrainingEngine
         if assignment.engine == "megatron":
             groups = self.placement.split_groups[assignment.mesh, strategy.tp, strategy.pp]
             sharded = strategy.zero_stage == 1
@@ -266,7 +265,7 @@ class EngineBuilder:
         self.placement.dropped[call] = _dropped(user, copied, self.placement.reallocations[call].names)
 
 
-def _dropped(user: Versioned, copied: TrainedEngine, names: Sequence[str]) -> Dropped:
+def _dropped(user: Versioned, copied: ScoringEngine, names: Sequence[str]) -> Dropped:
     """The tensors of a copy that its reallocation fills, of which `user` is told that they are of no version."""
     parts = copied.parts()
     filled = [cell for name in names for _, cell in parts.get(name, ())]
@@ -305,4 +304,4 @@ def has_part(plan: ExecutionPlan, role: Role, rank: int, roles_adapted: bool) ->
     return any(holds_copy(plan, call, rank, roles_adapted) for call in calls)
 
 
-__all__ = ["EngineBuilder", "Roles", "TrainedEngine", "has_part", "holds_copy"]
+__all__ = ["EngineBuilder", "Roles", "has_part", "holds_copy"]

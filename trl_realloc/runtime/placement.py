@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 
-from ..engines.base import GenerationEngine
+from ..engines.base import GenerationEngine, ScoringEngine, TrainingEngine
 from ..engines.child_process import die_with_launcher
 from ..engines.mesh_group import MeshGroup
 from ..engines.training.zero_setup import ensure_process_group
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
-from .engine_builder import EngineBuilder, TrainedEngine
+from .engine_builder import EngineBuilder
 from .engine_options import EngineOptions
 from .process_groups import make_edges, make_groups, make_split_groups
 from .reallocation import Moved, Reallocation
@@ -33,6 +33,7 @@ class Placement:
     Attributes:
         engines: by call, the engines on this rank that run it, one for each of the role's models. Calls that find the
             parameters in place share the engines of their role's training.
+        trainers: by role, the engine on this rank that trains it.
         copies: the calls of which `engines` are copies of a trained role, in a layout of their own.
         generators: by call of the kind generate, the engine on this rank.
     """
@@ -45,7 +46,8 @@ class Placement:
         self.groups, self.control = make_groups(plan, rank, timeout)
         self.split_groups = make_split_groups(plan, rank, timeout)
         self.edges = make_edges(plan, rank, timeout)
-        self.engines: dict[str, list[TrainedEngine]] = {}
+        self.engines: dict[str, list[ScoringEngine]] = {}
+        self.trainers: dict[Role, TrainingEngine] = {}
         self.copies: set[str] = set()
         self.generators: dict[str, GenerationEngine] = {}
         self.reallocations: dict[str, Reallocation] = {}
@@ -82,17 +84,16 @@ class Placement:
     def group(self, call: str) -> MeshGroup:
         return self.groups[self.plan.mesh(call)]
 
-    def engine(self, call: str) -> TrainedEngine | None:
+    def engine(self, call: str) -> ScoringEngine | None:
         """The engine of the call's only model, `None` on a rank without a part of it."""
         engines = self.engines.get(call)
         return engines[0] if engines else None
 
-    def trained(self, role: Role) -> TrainedEngine | None:
+    def trained(self, role: Role) -> TrainingEngine | None:
         """The engine that trains a role, `None` on a rank without a part of it and for a frozen role."""
-        home = self.plan.graph.train_call(role)
-        return None if home is None else self.engine(home)
+        return self.trainers.get(role)
 
-    def home_engines(self) -> Iterator[tuple[str, int, TrainedEngine]]:
+    def home_engines(self) -> Iterator[tuple[str, int, ScoringEngine]]:
         """This rank's engines but for copies of trained roles: call, number of the role's model, engine; in plan order,
         each once."""
         seen: set[int] = set()
@@ -106,7 +107,7 @@ class Placement:
                     yield call, number, engine
 
     @contextlib.contextmanager
-    def scoring(self, call: str) -> Iterator[list[TrainedEngine]]:
+    def scoring(self, call: str) -> Iterator[list[ScoringEngine]]:
         """The engines that answer a call of the kind forward: its own, or those of the role that it is inside of."""
         models = self.roles[self.role_of(call)]
         if models.inside is None:
@@ -196,7 +197,7 @@ class Placement:
         home = self.plan.graph.train_call(self.role_of(call))
         return home is not None and self.plan[home].strategy.zero_stage == 3 and self.plan[call].engine == "vllm"
 
-    def _gather_along(self, call: str, source: TrainedEngine, generator: GenerationEngine | None) -> None:
+    def _gather_along(self, call: str, source: TrainingEngine, generator: GenerationEngine | None) -> None:
         home = self.plan.graph.train_call(self.role_of(call))
         assert home is not None, "the parameters are sharded by a training"
         stale = generator is not None and generator.version != source.version

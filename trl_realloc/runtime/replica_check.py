@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..engines.base import EngineError
+from ..engines.base import EngineError, ScoringEngine
 from ..engines.mesh_group import MeshGroup
 from ..engines.training.replica_sync import digest
 
@@ -29,7 +29,7 @@ def is_due(step: int) -> bool:
     return step % EVERY == EVERY - 1
 
 
-def check_replicas(engine: Any, group: MeshGroup, role: str) -> None:
+def check_replicas(engine: ScoringEngine, group: MeshGroup, role: str) -> None:
     """Compare the parameters that training changes. Collective over the mesh.
 
     Args:
@@ -38,7 +38,7 @@ def check_replicas(engine: Any, group: MeshGroup, role: str) -> None:
     Raises:
         ReplicaError: two ranks hold different values of the same part of a parameter; on every rank of the mesh.
     """
-    if group.size == 1 or getattr(engine, "stage", 0) == 3:  # in ZeRO-3 no two ranks hold the same part
+    if not engine.has_replicas:
         return
     rows = [(_key(name), _key(box), digest(part)) for name, parts in engine.parts().items() for box, part in parts]
     table = torch.zeros((group.max(len(rows)), 3), dtype=torch.int64, device=group.device)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..engines.base import TrainingEngine
 from ..engines.models import blank, persistent_buffers, without_dropout
 from ..plan.execution_plan import ExecutionPlan
 from ..realloc.layout import whole
 from ..realloc.transfer import Parts
-from .engine_builder import TrainedEngine
 from .placement import Placement
 from .reallocation import STALE, Reallocation, ShadowSink, Sink, WholeSink
 from .roles import Roles
@@ -67,12 +67,12 @@ class Cargo:
         self._held: dict[str, Held] = {}
         own: dict[str, Manifest] = {}
         for call, number, engine in placement.home_engines():
-            key = _key(call, number)
+            key, trains = _key(call, number), placement.plan.graph.call(call).trains
             leads, is_policy = (
                 placement.group(call).is_leader,
                 placement.roles[placement.role_of(call)].kind == "policy",
             )
-            state = self._keep_state(key, engine, leads) if placement.plan.graph.call(call).trains else None
+            state = self._keep_state(key, engine, leads) if isinstance(engine, TrainingEngine) and trains else None
             if state is None:
                 self._held[key] = Held(engine.version, _on_host(engine.parts()))
             if leads:
@@ -82,7 +82,7 @@ class Cargo:
                 own[key] = Manifest(model.config, is_policy, dtypes, persistent_buffers(model), beside, state)
         self.manifests = _of_all_ranks(own, placement.control)
 
-    def _keep_state(self, key: str, engine: TrainedEngine, leads: bool) -> dict[str, Any]:
+    def _keep_state(self, key: str, engine: TrainingEngine, leads: bool) -> dict[str, Any]:
         state = engine.state_dict()
         if leads:
             tensors = {
@@ -125,7 +125,7 @@ class Cargo:
                 sink = ShadowSink(engine) if state is None else StateSink()
             self._send(key, placement, sink)
             if engine is not None and state is not None:
-                assert isinstance(sink, StateSink), "a trained role's"
+                assert isinstance(sink, StateSink) and isinstance(engine, TrainingEngine), "a trained role's"
                 engine.load_state_dict({**state, "parameters": sink.by_parameter()})
 
     def _send(self, key: str, placement: Placement, sink: Sink | None) -> None:

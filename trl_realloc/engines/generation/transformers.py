@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
-from ..base import Bucket, Completion, GenerationRequest, Sampling
+from ..base import Bucket, Completion, GenerationEngine, GenerationRequest, Sampling
 
 
 class _SeededDraw(LogitsProcessor):
@@ -106,3 +106,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         pass
+
+
+if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
+    _GENERATES: type[GenerationEngine] = TransformersEngine

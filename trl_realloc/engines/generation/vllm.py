@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from ...common.notices import working
-from ..base import Bucket, Completion, EngineDied, EngineError, GenerationRequest, Sampling
+from ..base import Bucket, Completion, EngineDied, EngineError, GenerationEngine, GenerationRequest, Sampling
 from ..child_process import end, how_it_ended, spawn, stopped, tail, without_launcher
 from .weight_buffers import Slots, asks_for_cuda_ipc
 
@@ -392,3 +392,7 @@ def _end(owner_pid: int, process: Any, connection: Connection[Any, Any], slots: 
     connection.close()
     for fd in slots:
         os.close(fd)
+
+
+if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
+    _GENERATES: type[GenerationEngine] = VLLMEngine

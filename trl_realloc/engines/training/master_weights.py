@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..mesh_group import MeshGroup, SplitGroups
+from ..mesh_group import SplitGroups
 from .tensor_parallel import box_of, is_cut, local, local_gradient
 
 
@@ -234,7 +233,7 @@ class Masters:
                 if master.weight.data_ptr() != master.value.data_ptr():
                     master.value.copy_(master.weight)
         for owner, masters in self._by_owner():
-            _broadcast([master.value for master in masters], owner, self.groups.dp)
+            self.groups.dp.broadcast([master.value for master in masters], owner)
         return True
 
     def _sum(self, gradients: dict[str, Tensor]) -> None:
@@ -243,13 +242,13 @@ class Masters:
             groups.tp.sum_([gradients[master.name] for master in self.all if master.partial])
             # each rank has computed these for itself: a kernel that adds in no fixed order must not part the replicas
             whole = [m for m in self.all if not m.partial and not is_cut(m.parameter)]
-            _broadcast([gradients[master.name] for master in whole], 0, groups.tp)
+            groups.tp.broadcast([gradients[master.name] for master in whole], 0)
         if groups.ends.size > 1 and groups.ends.rank in groups.ends.ranks:
             groups.ends.sum_([gradients[master.name] for master in self.all if master.tied])
         if groups.dp.size > 1:
             groups.dp.sum_([gradients[master.name] for master in self.all if master.owner == -1])
             for owner, masters in self._by_owner():
-                _reduce([gradients[master.name] for master in masters], owner, groups.dp)
+                groups.dp.sum_to([gradients[master.name] for master in masters], owner)
 
     def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Of the whole model's gradient, 0-dimensional, the same on all ranks: as `torch.nn.utils.get_total_norm`."""
@@ -296,40 +295,3 @@ def _owners(sizes: Sequence[int], ranks: int) -> list[int]:
         owners[at] = rank
         heapq.heappush(heap, (load + sizes[at], rank))
     return owners
-
-
-_BUCKET_BYTES = 64 << 20
-
-
-def _in_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        full = sum(t.nbytes for t in bucket) + tensor.nbytes > _BUCKET_BYTES
-        if bucket and (full or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
-
-
-def _reduce(tensors: Sequence[Tensor], owner: int, group: MeshGroup) -> None:
-    """Sums on the owner; what the others have after is of no use."""
-    for bucket in _in_buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.reduce(flat, group.ranks[owner], group=group.group)
-        if group.index == owner:
-            _spread(flat, bucket)
-
-
-def _broadcast(tensors: Sequence[Tensor], owner: int, group: MeshGroup) -> None:
-    for bucket in _in_buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, group.ranks[owner], group=group.group)
-        if group.index != owner:
-            _spread(flat, bucket)
-
-
-def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))

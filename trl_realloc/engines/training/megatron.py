@@ -6,11 +6,11 @@ other stages' layers (`pipeline`). Owns how the groups work together in one call
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, micro_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
-from ..base import Bucket, EngineError, Parts, Rate
+from ...realloc.transfer import Parts
+from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
+from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
 from .master_weights import Master, Masters, NamedOptimizer
 from .nonfinite_guard import guarded, refusal
@@ -28,7 +30,11 @@ from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_cut, local, split_tensors, vocabulary_start
 from .vocab_parallel import SplitLogprobs
-from .weight_export import BUCKET_BYTES, check_state, checkpoint_names
+from .weight_export import check_state, checkpoint_names
+
+
+if TYPE_CHECKING:
+    from ..base import TrainingEngine
 
 
 class MegatronEngine:
@@ -111,6 +117,10 @@ class MegatronEngine:
     def parameter_names(self) -> list[str]:
         """Of the whole model, whichever of them are here."""
         return list(self._shapes)
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.groups.mesh.size > 1
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -225,18 +235,11 @@ class MegatronEngine:
             raise EngineError("a split model's adapters are merged where they are reallocated to, not here.")
         named = partial(checkpoint_names, model) if merged else list
         own = dict(model.named_parameters())
-        for names in _buckets(self._shapes, bucket_bytes, next(self.head.parameters()).element_size()):
+        itemsize = next(self.head.parameters()).element_size()
+        for names in in_buckets(self._shapes, lambda name: math.prod(self._shapes[name]) * itemsize, bucket_bytes):
             here = {n: (box_of(own[n]), local(own[n].data)) for n in names if n in own and self._stands_for(own[n], n)}
             whole = self._whole(here)
             yield named([(name, whole[name]) for name in names if name in whole])
-
-    @contextlib.contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
-        """Raises:
-        EngineError: always. To generate in place a rank needs the whole model, which no rank has.
-        """
-        raise EngineError("a split model cannot generate in place; give actor.generate a layout of its own.")
-        yield
 
     def state_dict(self) -> dict[str, Any]:
         """As `ReplicatedEngine.state_dict`; whole on the mesh's first rank, collective."""
@@ -333,18 +336,8 @@ def check_model(model: Any, tp: int, pp: int) -> None:
             raise EngineError(f"engine megatron cannot split the adapter {name!r} by tp; use plain LoRA, or tp: 1.")
 
 
-def _buckets(shapes: Mapping[str, tuple[int, ...]], bucket_bytes: int, itemsize: int) -> Iterator[Sequence[str]]:
-    bucket: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        more = torch.Size(shape).numel() * itemsize
-        if bucket and size + more > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(name)
-        size += more
-    if bucket:
-        yield bucket
+if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
+    _TRAINS: type[TrainingEngine] = MegatronEngine
 
 
 __all__ = ["Master", "MegatronEngine", "check_model"]

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base import EngineError
-from ..mesh_group import MeshGroup
+from ..buckets import in_buckets
+from ..mesh_group import BUCKET_BYTES, MeshGroup
 
 
-BUCKET_BYTES = 64 << 20
+_ByteRange = tuple[int, int, int]  # number of a tensor, first byte, end
 _SLICE = 1 << 19  # elements whose digest is taken at once: two working copies of 4 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -89,7 +90,8 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
     rows = counts.nonzero().flatten().tolist()
     names, own = list(named), list(named.values())
     sizes = theirs[:, 1].tolist()
-    for pieces in _buckets([(row, sizes[row]) for row in rows]):
+    changed_pieces = (piece for row in rows for piece in _in_pieces(row, sizes[row]))
+    for pieces in in_buckets(changed_pieces, lambda piece: piece[2] - piece[1], BUCKET_BYTES):
         flat = torch.empty(sum(stop - start for _, start, stop in pieces), dtype=torch.uint8, device=group.device)
         if group.is_leader:
             _pack(flat, own, pieces)
@@ -169,36 +171,24 @@ def _digest_on(tensor: Tensor, device: torch.device) -> int:
     return int(digest(tensor.to(device)))
 
 
-def _buckets(tensors: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """(tensor, first byte, last byte) of pieces, in buckets of at most `BUCKET_BYTES`."""
-    bucket: list[tuple[int, int, int]] = []
-    room = BUCKET_BYTES
-    for row, size in tensors:
-        start = 0
-        while start < size:
-            stop = min(size, start + room)
-            bucket.append((row, start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield bucket
-                bucket, room = [], BUCKET_BYTES
-    if bucket:
-        yield bucket
+def _in_pieces(row: int, size: int) -> Iterator[_ByteRange]:
+    """A tensor of `size` bytes in pieces of at most `BUCKET_BYTES`."""
+    for start in range(0, size, BUCKET_BYTES):
+        yield row, start, min(start + BUCKET_BYTES, size)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _pack(flat: Tensor, tensors: Sequence[Tensor], pieces: Sequence[tuple[int, int, int]]) -> None:
+def _pack(flat: Tensor, tensors: Sequence[Tensor], pieces: Sequence[_ByteRange]) -> None:
     at = 0
     for row, start, stop in pieces:
         flat[at : at + stop - start].copy_(_bytes(tensors[row])[start:stop])
         at += stop - start
 
 
-def _unpack(flat: Tensor, tensors: Sequence[Tensor], pieces: Sequence[tuple[int, int, int]]) -> None:
+def _unpack(flat: Tensor, tensors: Sequence[Tensor], pieces: Sequence[_ByteRange]) -> None:
     at = 0
     for row, start, stop in pieces:
         whole = _bytes(tensors[row])  # the tensor's memory, or a copy where that is not contiguous

@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from ...algorithms.base import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError
 from ...algorithms.rollout import Ragged, Rollouts
-from ..base import GROUP, Bucket, Parts, Rate
+from ...realloc.transfer import Parts
+from ..base import BUCKET_BYTES, GROUP, Bucket, Rate
 from ..mesh_group import MeshGroup
 from .master_weights import MasterWeights, in_dtype_of, is_low
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
-from .weight_export import BUCKET_BYTES, buckets, check_state
+from .weight_export import buckets, check_state
+
+
+if TYPE_CHECKING:
+    from ..base import InPlaceEngine, TrainingEngine
 
 
 class ReplicatedEngine:
@@ -60,6 +65,10 @@ class ReplicatedEngine:
     def parameter_names(self) -> list[str]:
         """Of the whole model."""
         return [name for name, _ in self.head.model.named_parameters()]
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.group.size > 1
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         with self._evaluating():
@@ -220,3 +229,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: Rate) -> 
     """To every parameter group; of settings by group, each gets those with its number."""
     for group in optimizer.param_groups:
         group.update({"lr": learning_rate} if isinstance(learning_rate, (int, float)) else learning_rate[group[GROUP]])
+
+
+if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols
+    _TRAINS: type[TrainingEngine] = ReplicatedEngine
+    _LENDS: type[InPlaceEngine] = ReplicatedEngine

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..base import Bucket, EngineError
+from ..base import BUCKET_BYTES, Bucket, EngineError
+from ..buckets import in_buckets
 
 
 try:  # what `save_pretrained` names parameters by; not public, and absent before Transformers 5
@@ -27,7 +28,6 @@ except ImportError:
 
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
-BUCKET_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,10 @@ def buckets(
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
     named = partial(checkpoint_names, model) if merged else list
-    bucket: list[_Weight] = []
-    size = 0
-    for weight in _weights(model) if merged else _plain(model):
-        bytes_ = _full_bytes(weight.sources[0])
-        if bucket and size + bytes_ > bucket_bytes:
-            yield from _whole(bucket, gather, named)
-            bucket, size = [], 0
-        bucket.append(weight)
-        size += bytes_
-    if bucket:
-        yield from _whole(bucket, gather, named)
-
-
-def _whole(
-    bucket: Sequence[_Weight], gather: Gather, named: Callable[[list[tuple[str, Tensor]]], Bucket]
-) -> Iterator[Bucket]:
-    with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
-        yield named([(weight.name, weight.make()) for weight in bucket])
+    weights = _weights(model) if merged else _plain(model)
+    for bucket in in_buckets(weights, lambda weight: _full_bytes(weight.sources[0]), bucket_bytes):
+        with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
+            yield named([(weight.name, weight.make()) for weight in bucket])
 
 
 def checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,19 @@ from torch import Tensor, nn
 from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.layout import Box, flat_boxes
-from ..base import Bucket, Parts, Rate
+from ...realloc.transfer import Parts
+from ..base import BUCKET_BYTES, Bucket, Rate
 from ..mesh_group import MeshGroup
 from .compiled_ops import clear_stale_locks, compiles, extensions_folder
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
-from .weight_export import BUCKET_BYTES, buckets, check_state
+from .weight_export import buckets, check_state
 from .zero_setup import Topology, deepspeed_config, initializing, memory_efficient_linear, parameter_dtype
+
+
+if TYPE_CHECKING:
+    from ..base import InPlaceEngine, TrainingEngine
 
 
 class ZeroEngine:
@@ -75,6 +80,10 @@ class ZeroEngine:
     def parameter_names(self) -> list[str]:
         """Of the whole model."""
         return [name for name, _ in self.head.model.named_parameters()]
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.group.size > 1 and self.stage < 3  # in stage 3 each rank has a part of its own
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         self.engine.eval()
@@ -271,3 +280,8 @@ class ZeroEngine:
         flat = self._flat_states()
         cells = {key: cell for state in flat for key, cell in state.items()}
         return {key: cell for key, cell in cells.items() if torch.is_tensor(cell) and cell.dim() == 0}
+
+
+if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols
+    _TRAINS: type[TrainingEngine] = ZeroEngine
+    _LENDS: type[InPlaceEngine] = ZeroEngine

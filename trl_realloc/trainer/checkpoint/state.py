@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...algorithms.nonfinite import all_finite
+from ...engines.base import TrainingEngine
 from ...engines.models import persistent_buffers
 from ...plan.dataflow import Role
-from ...runtime.engine_builder import TrainedEngine
 from ...runtime.placement import Placement
 from ...runtime.replica_check import check_replicas
 from . import STATE_FILE, VALUE_FOLDER, CheckpointError
@@ -66,7 +66,7 @@ def _writing_here(model: Any) -> Iterator[None]:
         del base.should_save_on_this_rank
 
 
-def _whole_state(engine: TrainedEngine, writes: bool) -> dict[str, Tensor] | None:
+def _whole_state(engine: TrainingEngine, writes: bool) -> dict[str, Tensor] | None:
     """Every parameter and persistent buffer under the module's own names, on the host of the rank that writes."""
     state: dict[str, Tensor] = {}
     for bucket in engine.export(merged=False):
@@ -77,10 +77,10 @@ def _whole_state(engine: TrainedEngine, writes: bool) -> dict[str, Tensor] | Non
     return {**state, **persistent_buffers(engine.head.model)}
 
 
-def _engines(placement: Placement) -> list[tuple[str, TrainedEngine | None, str]]:
+def _engines(placement: Placement) -> list[tuple[str, TrainingEngine | None, str]]:
     """The trained roles: call, engine on this rank, folder within the checkpoint."""
     homes = {role: placement.plan.graph.train_call(role) for role in FOLDERS}
-    return [(home, placement.engine(home), FOLDERS[role]) for role, home in homes.items() if home is not None]
+    return [(home, placement.trained(role), FOLDERS[role]) for role, home in homes.items() if home is not None]
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
