@@ -16,9 +16,10 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.planner.profile import Measured
 from trl_realloc.profiling import profile_cache as cache
-from trl_realloc.profiling.auto_plan import job_of
-from trl_realloc.profiling.job_models import Subject, specs_of
+from trl_realloc.profiling.job_models import JobModels, specs_of
 from trl_realloc.profiling.machine import links, sharing
+from trl_realloc.trainer.accelerate_plugin import ReallocationPlugin
+from trl_realloc.trainer.job import make_job
 from trl_realloc.trainer.ppo_config import PPOConfig
 
 
@@ -34,10 +35,20 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     args.device  # noqa: B018 - makes the process group
     rank, cpu = dist.get_rank(), torch.device("cpu")
     configs = {role: [config()] for role in Role}
-    subject = Subject(configs, specs_of(configs))
-    whole = subject.specs["actor.train"][0]
+    models = JobModels(configs, specs_of(configs))
+    whole = models.specs["actor.train"][0]
     cache.MOST_ELEMENTS = int(whole.elements - 3 * whole.layer_elements)  # three of the six layers
-    job = job_of(args, Cluster(1, 4), rank, "transformers", subject, prompt_tokens=4, context_length=16, pad_token_id=0)
+    job = make_job(
+        args,
+        ReallocationPlugin(),
+        Cluster(1, 4),
+        rank,
+        "transformers",
+        models,
+        prompt_tokens=4,
+        context_length=16,
+        pad_token_id=0,
+    )
     profile = cache.measure(job)
     nodes = Cluster(2, 2)
     seen = links(nodes, cpu)

@@ -28,7 +28,7 @@ def costs(job: Job) -> tuple[Profile, bool]:
     for size in (1 << 14, 1 << 18, 1 << 22):
         rows.append(Observation("send", "", 1e-4 + size / 1e9, 2, bytes=size))
         rows.append(Observation("all_reduce", "", WIRE + size / 1e9, 2, bytes=size))
-    specs = {name: models[0] for name, models in job.subject.specs.items() if models}
+    specs = {name: models[0] for name, models in job.models.specs.items() if models}
     for name, token in (("actor.train", 0.1), ("critic.train", 0.05)):
         key, model = model_key(specs[name]), {"layers": specs[name].layers, "elements": float(specs[name].elements)}
         for tokens, length in ((1000.0, 10.0), (2000.0, 10.0), (2000.0, 30.0)):

@@ -29,8 +29,8 @@ def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
     monkeypatch.setattr(replanning, "at_lengths", lambda *_: SimpleNamespace(seconds=estimate))
     monkeypatch.setattr(replanning, "choose", lambda *_, **__: better)
     workload = SimpleNamespace(of_lengths=lambda lengths: None)
-    subject = SimpleNamespace(specs={})
-    job = SimpleNamespace(rank=rank, engine="vllm", subject=subject, workload=workload, pricing=lambda *_: None)
+    models = SimpleNamespace(specs={})
+    job = SimpleNamespace(rank=rank, engine="vllm", models=models, workload=workload, pricing=lambda *_: None)
     planned = SimpleNamespace(found=SimpleNamespace(seconds=1.0), profile=object(), chosen=object())
     watcher = Replanner(job, planned, threshold=0.1)  # type: ignore[arg-type]
     watcher.note([3, 4])

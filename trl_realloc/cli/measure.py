@@ -17,10 +17,11 @@ from transformers import AutoConfig
 
 from ..plan.dataflow import Role
 from ..planner.recipe import read_recipe, read_task
-from ..profiling.auto_plan import job_of, mixed_precision
-from ..profiling.job_models import Subject, specs_of
+from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
+from ..trainer.accelerate_plugin import ReallocationPlugin
+from ..trainer.job import compute_dtype, make_job
 from ..trainer.ppo_config import PPOConfig
 from .recipe import run
 
@@ -39,14 +40,15 @@ def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None
         configs[role][0].num_labels = 1
     for role in (Role.ACTOR, Role.CRITIC):  # as the run trains models by path
         configs[role][0].dtype = torch.float32
-    cluster, mixed = cluster_of(meet()), mixed_precision(args)
+    cluster, mixed = cluster_of(meet()), compute_dtype(args)
     pad = configs[Role.ACTOR][0].pad_token_id
-    job = job_of(
+    job = make_job(
         args,
+        ReallocationPlugin(),
         cluster,
         world.process_index,
         task.engine,
-        Subject(configs, specs_of(configs, mixed=mixed), mixed=mixed),
+        JobModels(configs, specs_of(configs, mixed=mixed), mixed=mixed),
         prompt_tokens=task.prompt_tokens,
         context_length=round(task.prompt_tokens + args.response_length),
         pad_token_id=0 if pad is None else pad,

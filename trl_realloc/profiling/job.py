@@ -14,7 +14,7 @@ from ..planner.profile import Measured, Profile
 from ..planner.workload import Workload
 from ..realloc.memory import MOMENTS
 from ..runtime.engine_options import EngineOptions
-from .job_models import Subject
+from .job_models import JobModels
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Job:
     cluster: Cluster
     rank: int
     engine: str
-    subject: Subject
+    models: JobModels
     options: EngineOptions
     workload: Workload
     vllm_share: float = 0.3

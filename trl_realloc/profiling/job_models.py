@@ -18,8 +18,8 @@ POLICIES = (Role.ACTOR, Role.REFERENCE)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is planned for, and measured.
+class JobModels:
+    """The Transformers config and the parameter spec of every model of a job.
 
     Args:
         configs: Transformers configs of each role's models.
@@ -35,7 +35,7 @@ class Subject:
     processing_class: Any = None
     mixed: torch.dtype | None = None
 
-    def shallow(self, most: int) -> Subject:
+    def shallow(self, most: int) -> JobModels:
         """With models of at most so many elements and two layers at least: the same layers, fewer of them."""
         configs = {
             role: [_shallow(config, spec_of(config, role in POLICIES), most) for config in own]

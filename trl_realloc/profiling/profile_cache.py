@@ -53,14 +53,14 @@ def network() -> str:
 def cache_path(job: Job) -> Path:
     """Where the profile of these models on this machine is kept: `$TRL_REALLOC_CACHE`, by default
     `~/.cache/trl_realloc`."""
-    every = {spec for specs in job.subject.specs.values() for spec in specs}
+    every = {spec for specs in job.models.specs.values() for spec in specs}
     settings = {
         "hardware": hardware(job.options.device),
         "about": about(job),
         "models": sorted(
             f"{spec.layers} layers, {model_key(spec)}, {8 * spec.bytes_per_element} bits" for spec in every
         ),
-        "adapters": str(job.subject.peft_config),
+        "adapters": str(job.models.peft_config),
         "cluster": str(job.cluster),
         "recompute": job.options.gradient_checkpointing,
         "format": sorted({**Observation.__dataclass_fields__, **Profile.__dataclass_fields__}),
@@ -125,7 +125,7 @@ def _keep(profile: Profile, path: Path, rank: int) -> None:
 
 def measure(job: Job, thorough: bool = False) -> Profile:
     """Measure now, on all ranks together; the same profile on all of them."""
-    runs = Runs(replace(job, subject=job.subject.shallow(MOST_ELEMENTS)))
+    runs = Runs(replace(job, models=job.models.shallow(MOST_ELEMENTS)))
     cluster, device = job.cluster, job.options.device
     plans = list(runs.plans(thorough))
     with _progress(job.rank) as progress:

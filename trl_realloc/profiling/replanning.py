@@ -63,7 +63,7 @@ class Replanner:
         self._basis = current.seconds
         pricing = self.job.pricing(profile, self.job.workload.of_lengths(lengths))
         try:
-            specs, engine = self.job.subject.specs, self.job.engine
+            specs, engine = self.job.models.specs, self.job.engine
             chosen = choose(specs, pricing, generation_engine=engine, time_limit_s=time_limit_s)
         except PlanError:
             return None

@@ -49,15 +49,16 @@ class Runs:
     """The short runs: which plans, with how many samples of which length, and what is learned from their timelines."""
 
     def __init__(self, job: Job) -> None:
-        self.subject, self.cluster, self.rank, self.engine = job.subject, job.cluster, job.rank, job.engine
+        self.models, self.cluster, self.rank, self.engine = job.models, job.cluster, job.rank, job.engine
         workload, options = job.workload, job.options
         self.prompt = max(1, round(workload.prompt_tokens))
         self.response = max(2, min(RESPONSE, workload.response_tokens[-1]))
         share = max(2, min(EPISODES, workload.episodes // self.cluster.size))
         self.episodes = share * self.cluster.size
         length = max(options.context_length, self.prompt + self.response)
-        vllm = {**options.vllm, "max_num_seqs": max(int(options.vllm.get("max_num_seqs", 1)), share)}
-        self.options = replace(options, context_length=length, vllm=vllm)
+        # random models are sampled from at temperature 1, whatever the job's
+        self.options = replace(options, context_length=length, temperature=1.0)
+        self.slots = max(workload.episodes, self.episodes)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -83,7 +84,7 @@ class Runs:
 
     def _can(self, tp: int, pp: int) -> bool:
         try:
-            for specs in self.subject.specs.values():
+            for specs in self.models.specs.values():
                 for spec in specs:
                     spec.check_strategy(tp, pp)
         except PlanError:
@@ -91,7 +92,7 @@ class Runs:
         return True
 
     def _can_generate(self, tp: int) -> bool:
-        (spec,) = self.subject.specs["actor.generate"]
+        (spec,) = self.models.specs["actor.generate"]
         return spec.layers > 0 and spec.generates_under(tp)
 
     def _generating(self, tp: int) -> ExecutionPlan:
@@ -113,7 +114,8 @@ class Runs:
         found: list[Observation] = []
         splits_generation = plan["actor.generate"].strategy.tp > 1
         known = samples is not None and not splits_generation
-        placement = Placement(plan, self.rank, self._roles(), self.options)
+        options = self.options.for_plan(plan, self.slots)
+        placement = Placement(plan, self.rank, self._roles(), options)
         try:
             placement.start()
             executor = make_executor(placement, self._algorithm(), self._rules())
@@ -154,7 +156,7 @@ class Runs:
             strategy, kind = plan[name].strategy, plan.graph.call(name).kind
             if plan["actor.generate"].strategy.tp > 1 and kind is not CallKind.GENERATE:
                 continue  # seen before
-            specs = self.subject.specs.get(name, ())
+            specs = self.models.specs.get(name, ())
             every = sum(spec.elements for spec in specs)
             for spec in specs:
                 counts: dict[str, float]
@@ -182,7 +184,7 @@ class Runs:
 
     def arithmetic(self) -> Callable[[], None]:
         """A forward and a backward of the actor."""
-        model = self._model(self.subject.configs[Role.ACTOR][0], is_policy=True)
+        model = self._model(self.models.configs[Role.ACTOR][0], is_policy=True)
         tokens = torch.zeros((4, min(256, self.options.context_length)), dtype=torch.long)
 
         def work() -> None:
@@ -195,8 +197,8 @@ class Runs:
         """What forwards of two lengths keep for their backwards, by the trained roles; counted, so it takes no GPU."""
         found = []
         for role in (Role.ACTOR, Role.CRITIC):
-            spec = self.subject.specs[f"{role}.train"][0]
-            model = self._model(self.subject.configs[role][0], is_policy=role in POLICIES).to(self.options.device)
+            spec = self.models.specs[f"{role}.train"][0]
+            model = self._model(self.models.configs[role][0], is_policy=role in POLICIES).to(self.options.device)
             backbone = getattr(model, "base_model", model)
             for length in (max(2, self.prompt // 2), self.prompt + self.response):
                 kept = _kept(backbone, length, self.options)
@@ -211,9 +213,9 @@ class Runs:
     # --- what is run ------------------------------------------------------------------------------------------------
 
     def _roles(self) -> Roles:
-        configs = self.subject.configs
+        configs = self.models.configs
         (actor,), (reference,), (critic,) = (configs[r] for r in (Role.ACTOR, Role.REFERENCE, Role.CRITIC))
-        peft = self.subject.peft_config
+        peft = self.models.peft_config
         scorers = configs[Role.REWARD]
         models = {
             Role.ACTOR: RoleModels(
@@ -243,18 +245,18 @@ class Runs:
         return without_dropout(model)
 
     def _rules(self) -> Rules:
-        functions = [] if self.subject.configs[Role.REWARD] else [FunctionReward(_nothing, "nothing")]
-        names = [f"model {at}" for at in range(len(self.subject.configs[Role.REWARD]))] or ["nothing"]
+        functions = [] if self.models.configs[Role.REWARD] else [FunctionReward(_nothing, "nothing")]
+        names = [f"model {at}" for at in range(len(self.models.configs[Role.REWARD]))] or ["nothing"]
         weights = dict.fromkeys(names, 1.0)
         sampling = Sampling(self.response, 1.0)
-        return Rules(sampling, 0, None, self.subject.processing_class, functions, weights)
+        return Rules(sampling, 0, None, self.models.processing_class, functions, weights)
 
     def _algorithm(self) -> Algorithm:
         """One optimizer step of an iteration, whatever the job's number of mini-batches and epochs."""
         return PPO(PPOSettings(self.response, num_ppo_epochs=1, num_mini_batches=1))
 
     def _prompts(self, episodes: int) -> PromptBatch:
-        vocabulary = self.subject.configs[Role.ACTOR][0].get_text_config().vocab_size
+        vocabulary = self.models.configs[Role.ACTOR][0].get_text_config().vocab_size
         draw = torch.Generator().manual_seed(0)
         rows = [torch.randint(0, vocabulary, (self.prompt,), generator=draw) for _ in range(episodes)]
         return PromptBatch(Rollouts(index=torch.arange(episodes), prompts=Ragged.of(rows, torch.long)), [{}] * episodes)

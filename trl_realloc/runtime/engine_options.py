@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from ..plan.assignment import CACHED_TOKENS
+from ..plan.dataflow import CallKind
+from ..plan.execution_plan import ExecutionPlan
 from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S
 from .failures.alarm import HEARTBEAT_TIMEOUT_S
 
@@ -54,6 +57,12 @@ class EngineOptions:
     collective_timeout_s: float = 1800.0
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     log_folder: Path | None = None
+
+    def for_plan(self, plan: ExecutionPlan, episodes: int) -> EngineOptions:
+        """These options with room in every vLLM engine for its share of `episodes` samples at once."""
+        replicas = [plan[call.name].strategy.dp for call in plan.graph.calls if call.kind is CallKind.GENERATE]
+        slots = max(1, math.ceil(episodes / min(replicas, default=1)))
+        return replace(self, vllm={**self.vllm, "max_num_seqs": slots})
 
     def budget(self, *, trains: bool) -> int:
         """Most tokens of one forward where a plan gives no number: room for so many of the longest samples."""

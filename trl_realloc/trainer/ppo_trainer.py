@@ -181,8 +181,9 @@ class PPOTrainer(CheckpointMixin, TrlAttributes, PPOTrainerBase):
 
     def _place(self) -> None:
         """The runtime of the plan: groups now, engines when they are first needed."""
-        options = setup.engine_options(self.args, self.setup, self.accelerator, self.plugin)
-        self.placement = Placement(self.setup.plan, self.accelerator.process_index, self.setup.roles, options)
+        self.placement = Placement(
+            self.setup.plan, self.accelerator.process_index, self.setup.roles, self.setup.engine_options
+        )
         self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.rules)
         self.alarm = self.executor.alarm
 

@@ -5,9 +5,8 @@ model is loaded or an engine started.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -41,9 +40,9 @@ from ..plan.dataflow import Role, ppo_graph
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from ..plan.presets import AUTO, resolve_plan
-from ..profiling.auto_plan import Planned, job_of, known_estimate, mixed_precision, plan_job, recomputes
+from ..profiling.auto_plan import Planned, known_estimate, plan_job
 from ..profiling.job import Job
-from ..profiling.job_models import Subject, element_bytes, spec_of, specs_of
+from ..profiling.job_models import JobModels, element_bytes, spec_of, specs_of
 from ..profiling.replanning import Replanner
 from ..realloc.memory import check_memory
 from ..runtime.calls import Rules
@@ -55,6 +54,7 @@ from ..runtime.roles import RoleModels, Roles
 from . import input_checks
 from .accelerate_plugin import ReallocationPlugin
 from .input_checks import check_positions
+from .job import compute_dtype, make_job, sampling_temperature
 from .optimizer_sharding import check_sharding, shards_anyhow
 from .optimizers import LearningRates, check_optimizer, make_optimizer, part_of
 from .ppo_config import ConfigError, PPOConfig
@@ -98,6 +98,12 @@ class Setup:
     models_before_start: tuple[Any, Any]
     value_shell: Callable[[], Any]
 
+    @property
+    def engine_options(self) -> EngineOptions:
+        """The job's, for this plan, with the optimizer of the run."""
+        options = self.job.options.for_plan(self.plan, self.job.workload.episodes)
+        return replace(options, make_optimizer=self.make_optimizer)
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -112,6 +118,7 @@ class Wanted:
     engine: str
     processes: Sequence[Process]
     policy_config: Any
+    plugin: ReallocationPlugin
 
 
 def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any, model: Any) -> Wanted:
@@ -152,7 +159,7 @@ def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any, model: Any)
         )
     if "vllm" in engines and problem:
         raise ConfigError(f"{problem}; set generation_engine: transformers.")
-    return Wanted(plan, cluster, engine, processes, config if isinstance(model, str) else None)
+    return Wanted(plan, cluster, engine, processes, config if isinstance(model, str) else None, plugin)
 
 
 def _zero_stage(plugin: Any) -> int:
@@ -231,13 +238,14 @@ def prepare(
     check_positions(configs, context_length)
 
     make = partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer)
-    mixed = mixed_precision(args)
-    job = job_of(
+    mixed = compute_dtype(args)
+    job = make_job(
         args,
+        wanted.plugin,
         wanted.cluster,
         rank,
         wanted.engine,
-        Subject(configs, specs_of(configs, mixed=mixed), peft_config, processing_class, mixed),
+        JobModels(configs, specs_of(configs, mixed=mixed), peft_config, processing_class, mixed),
         prompt_tokens=sum(lengths["train_dataset"]) / len(train),
         context_length=context_length,
         pad_token_id=pad_token_id,
@@ -253,7 +261,7 @@ def prepare(
     policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, value_config, peft_config)
     value_shell = partial(shell, value_config, is_policy=False)
     rules = Rules(
-        sampling=Sampling(args.response_length, args.temperature + 1e-7, stop_token_id),  # TRL's guard against 0
+        sampling=Sampling(args.response_length, sampling_temperature(args), stop_token_id),
         seed=args.seed,
         eos_token_id=eos_token_id,
         processing_class=processing_class,
@@ -294,7 +302,7 @@ def check_plan(
     split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
     if args.fp16 and split:
         raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
-    if plan["actor.generate"].engine == "vllm" and args.temperature + 1e-7 < MIN_TEMPERATURE:
+    if plan["actor.generate"].engine == "vllm" and sampling_temperature(args) < MIN_TEMPERATURE:
         raise ConfigError(
             f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
             f"it, or set generation_engine='transformers'."
@@ -449,35 +457,3 @@ def replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
     if not shards_anyhow(setup.make_optimizer, torch.device("cpu")):  # another plan could be one that cuts it
         return None
     return Replanner(setup.job, planned, plugin.replan or 0.0)
-
-
-def engine_options(args: PPOConfig, setup: Setup, accelerator: Any, plugin: ReallocationPlugin) -> EngineOptions:
-    """What the engines are told beyond the plan."""
-    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return EngineOptions(
-        device=accelerator.device,
-        temperature=setup.rules.sampling.temperature,
-        response_length=args.response_length,
-        context_length=setup.context_length,
-        forward_batch_size=args.local_rollout_forward_batch_size,
-        train_batch_size=args.per_device_train_batch_size,
-        pad_token_id=setup.pad_token_id,
-        make_optimizer=setup.make_optimizer,
-        compute_dtype=dtypes.get(accelerator.mixed_precision),
-        max_grad_norm=args.max_grad_norm or 0.0,
-        gradient_checkpointing=recomputes(args),
-        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        deepspeed=None if deepspeed is None else deepspeed.deepspeed_config,
-        seed=args.seed,
-        bucket_bytes=(plugin.bucket_mb or 0) << 20,
-        transfer_timeout_s=plugin.transfer_timeout or float(args.ddp_timeout),
-        collective_timeout_s=float(args.ddp_timeout),
-        heartbeat_timeout_s=plugin.heartbeat_timeout or 0.0,
-        log_folder=Path(args.output_dir) / "logs",
-        checksums=bool(plugin.checksums),
-        vllm={
-            "max_num_seqs": max(1, -(-(args.batch_size or 1) // setup.plan["actor.generate"].strategy.dp)),
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        },
-    )

@@ -1,0 +1,58 @@
+"""The import rules: the contracts in pyproject.toml, kept by import-linter, and what it cannot say."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trl_realloc
+
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "trl_realloc"
+
+
+def test_the_import_contracts_are_kept() -> None:
+    program = Path(sys.executable).with_name("lint-imports")
+    ended = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_plans_are_made_and_shown_in_a_process_without_torch() -> None:
+    folders = ("common", "plan", "planner")
+    files = [path for folder in folders for path in sorted((PACKAGE / folder).glob("*.py"))]
+    files += [PACKAGE / "realloc" / f"{name}.py" for name in ("layout", "memory", "schedule")]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files]
+    code = (
+        "import importlib, sys\n"
+        f"for module in {modules}: importlib.import_module(module)\n"
+        "from trl_realloc.cli.main import main\n"
+        "assert main(['plan', 'interleave', '--devices', '4096', '--nodes', '512']) == 0\n"
+        "heavy = {'torch', 'transformers', 'trl', 'accelerate', 'datasets', 'deepspeed', 'vllm'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "mesh: 0-4095" in ended.stdout
+
+
+def test_trl_experimental_ppo_is_imported_at_one_seam() -> None:
+    statement = re.compile(r"^\s*(from|import) trl\.experimental", re.MULTILINE)
+    users = [path for path in PACKAGE.rglob("*.py") if statement.search(path.read_text(encoding="utf-8"))]
+    assert users == [PACKAGE / "trainer" / "trl_compat.py"]
+
+
+def test_every_name_of_the_package_has_a_home() -> None:
+    assert set(trl_realloc.__all__) == {*trl_realloc._HOMES, "__version__"} == set(dir(trl_realloc))
+    for name, home in trl_realloc._HOMES.items():
+        tree = ast.parse((PACKAGE / f"{home.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert name in defined | imported
+    with pytest.raises(AttributeError, match="no attribute 'PPOTrianer'"):
+        _ = trl_realloc.PPOTrianer

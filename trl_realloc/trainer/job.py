@@ -1,0 +1,120 @@
+"""Builds the `Job` and the `EngineOptions` of a run from its training arguments and its plugin.
+
+Planning and measuring (`profiling`) and the run itself (`runtime`) are handed what is built here, and nothing else of
+the training arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..plan.cluster import Cluster
+from ..planner.workload import Workload
+from ..profiling.job import Job
+from ..profiling.job_models import JobModels
+from ..runtime.engine_options import EngineOptions
+from .accelerate_plugin import ReallocationPlugin
+from .optimizers import make_optimizer
+from .ppo_config import PPOConfig
+
+
+def make_job(
+    args: PPOConfig,
+    plugin: ReallocationPlugin,
+    cluster: Cluster,
+    rank: int,
+    generation_engine: str,
+    models: JobModels,
+    *,
+    prompt_tokens: float,
+    context_length: int,
+    pad_token_id: int,
+) -> Job:
+    """The job of one rank, before its plan is known.
+
+    The workload assumes that every response has `response_length` tokens, because real lengths are known only after the
+    first update.
+
+    Args:
+        prompt_tokens: mean length of the data set's prompts, tokens.
+        context_length: the longest prompt plus `response_length`, tokens.
+    """
+    workload = Workload(
+        episodes=args.per_device_train_batch_size * args.gradient_accumulation_steps * cluster.size,
+        prompt_tokens=max(1.0, prompt_tokens),
+        response_tokens=(args.response_length,),
+        mini_batches=args.num_mini_batches,
+        epochs=args.num_ppo_epochs,
+        recompute=recomputes(args),
+        forward_tokens=args.local_rollout_forward_batch_size * context_length,
+        train_tokens=args.per_device_train_batch_size * context_length,
+    )
+    options = engine_options(args, plugin, context_length=context_length, pad_token_id=pad_token_id)
+    return Job(cluster, rank, generation_engine, models, options, workload, args.vllm_gpu_memory_utilization)
+
+
+def engine_options(
+    args: PPOConfig, plugin: ReallocationPlugin, *, context_length: int, pad_token_id: int
+) -> EngineOptions:
+    """The engines' settings for any plan, with the optimizer that the training arguments describe.
+
+    A run replaces that optimizer where the user passed one (`Setup.engine_options`).
+    """
+    return EngineOptions(
+        device=args.device,
+        temperature=sampling_temperature(args),
+        response_length=args.response_length,
+        context_length=context_length,
+        forward_batch_size=args.local_rollout_forward_batch_size,
+        train_batch_size=args.per_device_train_batch_size,
+        pad_token_id=pad_token_id,
+        make_optimizer=partial(make_optimizer, args),
+        compute_dtype=compute_dtype(args),
+        max_grad_norm=args.max_grad_norm or 0.0,
+        gradient_checkpointing=recomputes(args),
+        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        deepspeed=deepspeed_config(args),
+        seed=args.seed,
+        bucket_bytes=(plugin.bucket_mb or 0) << 20,
+        transfer_timeout_s=plugin.transfer_timeout or float(args.ddp_timeout),
+        collective_timeout_s=float(args.ddp_timeout),
+        heartbeat_timeout_s=plugin.heartbeat_timeout or 0.0,
+        log_folder=Path(args.output_dir) / "logs",
+        checksums=bool(plugin.checksums),
+        vllm={"gpu_memory_utilization": args.vllm_gpu_memory_utilization},
+    )
+
+
+def sampling_temperature(args: PPOConfig) -> float:
+    """TRL's: never 0."""
+    return args.temperature + 1e-7
+
+
+def compute_dtype(args: PPOConfig) -> torch.dtype | None:
+    """The dtype of mixed precision, or `None`; as Accelerate decides it.
+
+    `args.mixed_precision` has what `accelerate launch --mixed_precision` says where neither `bf16` nor `fp16` is set. A
+    DeepSpeed config comes before both.
+    """
+    name = args.mixed_precision
+    config = deepspeed_config(args)
+    if config is not None:
+        enabled = (kind for kind in ("fp16", "bf16") if config.get(kind, {}).get("enabled", False))
+        name = next(enabled, "no")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+
+
+def deepspeed_config(args: PPOConfig) -> Mapping[str, Any] | None:
+    """The DeepSpeed config that the job was launched with, if any."""
+    plugin = args.deepspeed_plugin
+    return None if plugin is None else plugin.deepspeed_config
+
+
+def recomputes(args: PPOConfig) -> bool:
+    """Whether training computes its forwards again in its backwards."""
+    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
