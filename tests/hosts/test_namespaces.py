@@ -65,7 +65,8 @@ hosts[0].popen(["sleep", "100"], open({str(tmp_path / "log")!r}, "w"))
 print(*(made.init for made in (hosts.switch, *hosts)), flush=True)
 time.sleep(100)
 """
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as maker:
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", text], env=paths, stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         inits = maker.stdout.readline().split()
         assert len(inits) == 3 and all(Path("/proc", pid).exists() for pid in inits)
