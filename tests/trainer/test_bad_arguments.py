@@ -23,8 +23,8 @@ from trl_realloc.algorithms.rewards import FunctionReward, RewardError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
+from trl_realloc.trainer.plan_checks import check_plan
 from trl_realloc.trainer.ppo_config import ConfigError
-from trl_realloc.trainer.setup import check_plan
 
 
 NAN, INF = math.nan, math.inf

@@ -18,7 +18,7 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role, grpo_graph
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
 from trl_realloc.plan.presets import flatten
-from trl_realloc.trainer.setup import check_layouts
+from trl_realloc.trainer.plan_checks import check_layouts
 
 
 def _long() -> Dataset:

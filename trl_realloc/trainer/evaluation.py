@@ -1,0 +1,130 @@
+"""`evaluate` and `generate_completions`: the calls of an iteration that do not train, on the evaluation prompts.
+
+How completions are printed is in `completions`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import speed_metrics
+
+from ..algorithms.prompts import PromptBatch, prompt_loader, tokenize_prompts
+from ..plan.dataflow import CallKind, Role
+from ..runtime.executor import EVALUATION_STEP, Executor
+from .completions import completion_rows, show_completions
+from .setup import Setup
+
+
+NEAR_GREEDY = 0.01 + 1e-7  # TRL's temperature for completions
+
+
+class EvaluationMixin:
+    """Evaluates. The attributes are those of the trainer that the class is mixed into."""
+
+    args: Any
+    state: Any
+    control: Any
+    eval_dataset: Any
+    processing_class: Any
+    callback_handler: Any
+    accelerator: Any
+    setup: Setup
+    plan: Any
+    sample_generations_freq: Any
+    executor: Executor
+    log: Callable[[dict[str, float]], None]
+    _start: Callable[[], None]
+    _end_together: Callable[[], None]
+    _failing_together: Callable[[], contextlib.AbstractContextManager[None]]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
+        """Global batches of evaluation prompts, the same on every rank; by default of the constructor's dataset."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        size = self.args.per_device_eval_batch_size * self.args.world_size
+        return prompt_loader(rows, size, self.setup.collate, None)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Generate responses to the evaluation prompts and score them. Nothing is trained.
+
+        Args:
+            eval_dataset: prompts as in the constructor, or a dict of several datasets; by default the constructor's.
+
+        Returns:
+            `{prefix}_objective/*`: the means over the prompts.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(rows, dict):
+            metrics: dict[str, float] = {}
+            for name, part in rows.items():
+                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        if rows is None:
+            raise ValueError("evaluate needs an eval_dataset; none was given to the trainer nor to this call.")
+        rows = tokenize_prompts(rows, self.processing_class, "eval_dataset", self.args.dataset_num_proc)
+        start, sums, count = time.time(), defaultdict[str, float](float), 0
+        with self._failing_together():
+            self._start()
+            graph = self.plan.graph
+            scoring = [call for call in graph.order if not graph.call(call).trains]
+            for at, batch in enumerate(self.get_eval_dataloader(rows)):
+                iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=scoring)
+                for name, value in iteration.metrics.items():
+                    sums[name] += value * len(batch)
+                count += len(batch)
+            self._end_together()
+        metrics = {f"{metric_key_prefix}_{name}": total / count for name, total in sums.items()}
+        metrics |= speed_metrics(metric_key_prefix, start, num_samples=count)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
+        """Near-greedy completions of the evaluation prompts with their scores. Five of them are printed as a table.
+
+        Args:
+            sampling (`bool`, *optional*, defaults to `False`):
+                Only the first batch of prompts.
+
+        Returns:
+            `list[dict]`: `query`, `model response` and `score` of each prompt; empty without an evaluation dataset.
+        """
+        if self.eval_dataset is None:
+            return []
+        rows = next(iter(self.eval_dataset.values())) if isinstance(self.eval_dataset, dict) else self.eval_dataset
+        table: list[dict[str, Any]] = []
+        near_greedy = replace(self.setup.rules.sampling, temperature=NEAR_GREEDY)
+        with self._failing_together():
+            self._start()
+            graph = self.plan.graph
+            only = (*graph.calls_of(CallKind.GENERATE), *graph.calls_of(CallKind.FORWARD, Role.REWARD))
+            for at, batch in enumerate(self.get_eval_dataloader(rows)):
+                iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=only, sampling=near_greedy)
+                table += completion_rows(iteration.samples, self.processing_class)
+                if sampling:
+                    break
+            self._end_together()
+        if self.accelerator.is_main_process:
+            show_completions(table, self.args.report_to, self.state.global_step)
+        return table
+
+    def _show_completions(self) -> None:
+        """After an update: print a few completions where `num_sample_generations` asks for them."""
+        if self.args.num_sample_generations <= 0:
+            return
+        if (self.state.global_step - 1) % self.sample_generations_freq == 0:
+            self.generate_completions(sampling=True)
+
+
+__all__ = ["EvaluationMixin"]

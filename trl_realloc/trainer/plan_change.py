@@ -1,0 +1,92 @@
+"""Moving a run to another execution plan between two updates, when the lengths of its responses have changed.
+
+The search for a faster plan is in `profiling.replanning`, the state that is moved in `runtime.run_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..plan.dataflow import Role
+from ..profiling.auto_plan import Planned
+from ..profiling.replanning import Replanner
+from ..runtime.executor import Executor, Iteration
+from ..runtime.failures.alarm import Alarm
+from ..runtime.placement import Placement
+from ..runtime.run_state import Cargo
+from .accelerate_plugin import ReallocationPlugin
+from .optimizer_sharding import shards_anyhow
+from .optimizers import make_optimizer
+from .setup import Setup
+
+
+logger = logging.get_logger(__name__)
+
+
+def make_replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
+    """What searches for a faster plan during the run.
+
+    Returns:
+        `None` where the user gave the plan, and where the run's state cannot be moved to another plan: with adapters, a
+        policy that is frozen in part, an optimizer of the user's, or an optimizer that cannot be sharded.
+    """
+    planned = setup.planned
+    if not all(parameter.requires_grad for parameter in setup.policy.parameters()):
+        return None
+    is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
+    if planned.chosen is None or setup.roles[Role.ACTOR].adapted or not is_default or not (plugin.replan or 0.0) > 0:
+        return None
+    if not shards_anyhow(setup.make_optimizer, torch.device("cpu")):  # another plan may shard its state
+        return None
+    return Replanner(setup.job, planned, plugin.replan or 0.0)
+
+
+class PlanChangeMixin:
+    """Moves a run to another plan. The attributes are those of the trainer that the class is mixed into."""
+
+    state: Any
+    accelerator: Any
+    setup: Setup
+    placement: Placement
+    executor: Executor
+    alarm: Alarm
+    replanner: Replanner | None
+    _place: Callable[[], None]
+    _start: Callable[[], None]
+
+    _start_seconds = 0.0  # what loading the models and starting the engines took
+
+    def _replan(self, iteration: Iteration) -> None:
+        """Move to another plan where it is now faster. Collective over the job."""
+        if self.replanner is None:
+            return
+        self.replanner.note(iteration.samples.ragged("responses").lengths.tolist())
+        planned = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
+        if planned is not None:
+            self._move_to(planned)
+
+    def _move_to(self, planned: Planned) -> None:
+        """Close the engines and build those of another plan, with the same parameters, optimizer states and random
+        states."""
+        self.alarm.at(f"the move to another plan after update {self.state.global_step}")
+        self.executor.exchange.flush()
+        run_state = Cargo(self.placement)
+        self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
+        self.placement.close()
+        roles = run_state.roles(self.setup.roles, planned.plan)
+        self.setup = replace(self.setup, plan=planned.plan, planned=planned, policy=None, roles=roles)
+        self._place()
+        self._start()
+        run_state.deliver(self.placement)
+        if self.accelerator.is_main_process:
+            expected = f", an estimated {planned.found.seconds:.3g} s per iteration" if planned.found else ""
+            logger.warning(f"update {self.state.global_step}: the plan is now {planned.plan.name}{expected}.")
+
+
+__all__ = ["PlanChangeMixin", "make_replanner"]

@@ -1,0 +1,74 @@
+"""Refuses a plan that the settings, the models or the stated memory do not allow, before anything is loaded.
+
+What any plan must keep is checked in `plan.execution_plan`; what an optimizer needs, in `optimizer_sharding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ..common.errors import Problems
+from ..engines.generation.vllm import MIN_TEMPERATURE
+from ..plan.assignment import Assignment
+from ..plan.dataflow import Role
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.model_spec import ModelSpec
+from ..profiling.job_models import element_bytes, spec_of
+from ..realloc.memory import check_memory
+from .job import sampling_temperature
+from .ppo_config import ConfigError, PPOConfig
+
+
+def check_plan(
+    args: PPOConfig, plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]
+) -> None:
+    """Refuse a plan that these settings or these models do not allow.
+
+    Args:
+        configs: the Transformers config of every model of every role.
+        adapted: the roles that train adapters alone.
+
+    Raises:
+        ConfigError: fp16 with the engine `megatron`, or a temperature below vLLM's smallest.
+        PlanError: see `check_layouts`.
+    """
+    split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
+    if args.fp16 and split:
+        raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
+    if plan["actor.generate"].engine == "vllm" and sampling_temperature(args) < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
+            f"it, or set generation_engine='transformers'."
+        )
+    check_layouts(plan, configs, adapted)
+
+
+def check_layouts(plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]) -> None:
+    """Check the tensor and pipeline parallelism of every call, and the memory that the plan states, against the models'
+    configs.
+
+    Raises:
+        PlanError: a model that cannot be split as the plan says, or parameters that do not fit.
+    """
+    specs: dict[str, list[ModelSpec]] = {}
+    problems = Problems()
+    for name, assignment in plan.assignments.items():
+        role = plan.graph.call(name).role
+        is_policy = role in (Role.ACTOR, Role.REFERENCE)
+        if assignment.engine == "megatron" or plan.cluster.memory_gb is not None:
+            for config in configs[role]:
+                with problems.of(name):
+                    specs.setdefault(name, []).append(_spec(config, assignment, is_policy))
+    problems.refuse()
+    check_memory(plan, specs, adapted)
+
+
+def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:
+    """The parameter spec of a call's model. Raises `PlanError` where the model cannot be split as assigned."""
+    if assignment.engine == "megatron":
+        head: Literal["lm", "score"] = "lm" if is_policy else "score"
+        spec = ModelSpec.from_config(config, head, bytes_per_element=element_bytes(config))
+        spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
+        return spec
+    return spec_of(config, is_policy)

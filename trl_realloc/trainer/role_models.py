@@ -1,0 +1,143 @@
+"""Makes the models of every role (`runtime.roles.Roles`) from what the user passed to the trainer.
+
+The models themselves are loaded by `engines.models`, and moved to their devices by the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..algorithms.rewards import Rewards, read_rewards
+from ..engines.models import (
+    adapters_off,
+    check_trains,
+    frozen_copy,
+    has_adapters,
+    load_classifier,
+    load_policy,
+    read_config,
+    seeded,
+    shell,
+    trained_config,
+    with_adapters,
+    without_dropout,
+)
+from ..plan.assignment import in_place
+from ..plan.dataflow import Role
+from ..plan.execution_plan import ExecutionPlan
+from ..runtime.engine_builder import has_part
+from ..runtime.roles import RoleModels, Roles
+from .ppo_config import ConfigError, PPOConfig
+from .trainer_inputs import TrainerInputs
+
+
+def role_configs(inputs: TrainerInputs, checkpoint_config: Any) -> dict[Role, list[Any]]:
+    """The Transformers config of every model of every role; of a trained role in the dtype in which it is trained.
+
+    Args:
+        checkpoint_config: the policy's config as its checkpoint has it.
+    """
+    reference = checkpoint_config if inputs.ref_model is None else read_config(inputs.ref_model, "ref_model")
+    return {
+        Role.ACTOR: [trained_config(checkpoint_config, inputs.model)],
+        Role.REFERENCE: [reference],
+        Role.CRITIC: [trained_config(read_config(inputs.value_model, "value_model"), inputs.value_model)],
+        Role.REWARD: [read_config(reward, "reward_model") for reward in inputs.reward_models],
+    }
+
+
+def reward_sources(args: PPOConfig, inputs: TrainerInputs) -> Rewards:
+    """The reward models and functions with their weights. Loads no model."""
+    load = partial(_load_seeded, args.seed, load_classifier, trained=False)
+    return read_rewards(inputs.rewards, load, inputs.reward_processing_classes, args.reward_weights)
+
+
+def build_roles(
+    args: PPOConfig,
+    plan: ExecutionPlan,
+    rank: int,
+    inputs: TrainerInputs,
+    rewards: Rewards,
+    configs: Mapping[Role, Sequence[Any]],
+) -> tuple[Any, Roles]:
+    """The policy, and how the models of every role are loaded. Only the policy is loaded here.
+
+    Args:
+        configs: from `role_configs`.
+
+    Returns:
+        The policy as this rank loaded it, or its structure without weights on a rank that has no part of it; and the
+        roles.
+
+    Raises:
+        ConfigError: `ref_adapter_name` under a plan that gives the reference parameters of its own.
+        ModelError: the policy has no trainable parameter.
+    """
+    (config,), (value_config,) = configs[Role.ACTOR], configs[Role.CRITIC]
+    policy, adapted, reference = _policy_and_reference(args, plan, rank, inputs, config)
+    shares_policy = reference is None
+    value_model = partial(_load_seeded, args.seed, load_classifier, inputs.value_model, trained=True)
+    models = {
+        Role.ACTOR: RoleModels(
+            "policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted
+        ),
+        Role.REFERENCE: RoleModels(
+            "policy",
+            [] if reference is None else [reference],
+            copy_of=Role.ACTOR if inputs.ref_model is None else None,
+            inside=adapters_off(args.ref_adapter_name, args.model_adapter_name) if shares_policy else None,
+        ),
+        Role.CRITIC: RoleModels("value", [value_model], shell=partial(shell, value_config, is_policy=False)),
+        Role.REWARD: RoleModels(
+            "score",
+            [source.load for source in rewards.models],
+            [source.name for source in rewards.models],
+            [source.processing_class for source in rewards.models],
+        ),
+    }
+    return policy, Roles(models)
+
+
+def _policy_and_reference(
+    args: PPOConfig, plan: ExecutionPlan, rank: int, inputs: TrainerInputs, config: Any
+) -> tuple[Any, bool, Callable[[], Any] | None]:
+    """The policy, whether it trains adapters alone, and the function that loads the reference: `None` where the policy
+    without its adapters is the reference."""
+    model, peft_config = inputs.model, inputs.peft_config
+    has_policy = has_part(plan, Role.ACTOR, rank, peft_config is not None or has_adapters(model))
+    with seeded(args.seed):
+        policy = load_policy(model, trained=True) if has_policy or not isinstance(model, str) else shell(config)
+    adapted = peft_config is not None or has_adapters(policy)
+    reference = _reference_loader(args, plan, inputs, policy, adapted)
+    if has_policy:
+        with seeded(args.seed):
+            policy = without_dropout(with_adapters(policy, peft_config, args.model_adapter_name))
+        check_trains(policy, "model")
+    return policy, adapted, reference
+
+
+def _reference_loader(
+    args: PPOConfig, plan: ExecutionPlan, inputs: TrainerInputs, policy: Any, adapted: bool
+) -> Callable[[], Any] | None:
+    """The function that loads the reference; `None` where the policy without its adapters is the reference. To be
+    called before the policy gets its adapters."""
+    if inputs.ref_model is not None:
+        return partial(_load_seeded, args.seed, load_policy, inputs.ref_model, trained=False)
+    if adapted and in_place(plan["actor.train"], plan["reference.forward"]):
+        return None
+    if isinstance(inputs.model, str):
+        return partial(_load_seeded, args.seed, load_policy, inputs.model, trained=False)
+    if not adapted:
+        return lambda: without_dropout(frozen_copy(policy))  # a copy of the policy as it is when the role is loaded
+    if args.ref_adapter_name is not None:
+        raise ConfigError("ref_adapter_name needs reference.forward in actor.train's layout, e.g. plan: flatten.")
+    base = frozen_copy(policy)  # copied now, because the adapters are added to the policy in place
+    return lambda: without_dropout(base)
+
+
+def _load_seeded(seed: int, load: Callable[..., Any], model: Any, *, trained: bool) -> Any:
+    """A model without dropout, whose new layers are drawn from the seed."""
+    with seeded(seed):
+        return without_dropout(load(model, trained=trained))

@@ -1,0 +1,68 @@
+"""What the user passed to the trainer's constructor beside the training arguments.
+
+The checks of these values are in `input_checks`, the steps that use them in `setup`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..engines.training.zero_init import gathered
+
+
+@dataclass(frozen=True)
+class TrainerInputs:
+    """The constructor's arguments under their names; `PPOTrainer` documents them.
+
+    Args:
+        reward_model: a model, a name, a function, or a list of these.
+    """
+
+    processing_class: Any
+    model: Any
+    ref_model: Any
+    reward_model: Any
+    value_model: Any
+    train_dataset: Any
+    eval_dataset: Any = None
+    data_collator: Any = None
+    optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
+    peft_config: Any = None
+    reward_processing_classes: Any = None
+
+    @property
+    def rewards(self) -> list[Any]:
+        """The reward models and functions as a list."""
+        rewards = self.reward_model
+        return list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+
+    @property
+    def reward_models(self) -> list[Any]:
+        """The reward models, loaded or by name, without the reward functions."""
+        return [reward for reward in self.rewards if isinstance(reward, str) or hasattr(reward, "config")]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.optimizers[0]
+
+    @property
+    def scheduler(self) -> Any:
+        return self.optimizers[1]
+
+    def gathered(self) -> TrainerInputs:
+        """The same inputs with model paths as text, and with loaded models whose parameters `zero.Init` had
+        partitioned gathered again, in place."""
+        model, ref_model, value_model = map(path_as_text, (self.model, self.ref_model, self.value_model))
+        rewards = [path_as_text(reward) for reward in self.rewards]
+        for loaded in (model, ref_model, value_model, *rewards):
+            gathered(loaded)
+        return replace(self, model=model, ref_model=ref_model, value_model=value_model, reward_model=rewards)
+
+
+def path_as_text(model: Any) -> Any:
+    """A model's path as text. Anything else is returned unchanged."""
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
