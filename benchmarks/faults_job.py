@@ -82,7 +82,7 @@ class Fault:
             if how == "int2":
                 time.sleep(0.3)
                 os.kill(os.getppid(), number)
-            time.sleep(2.0)
+            time.sleep(45.0 if how == "stop" else 2.0)
         elif self.kind.startswith(("engine", "worker")):
             assert self.trainer is not None
             process = self.trainer.placement.generators["actor.generate"]._process.pid
@@ -152,7 +152,12 @@ class Fault:
         save = torch.save
 
         def failing(content: Any, file: Any, *given: Any, **named: Any) -> Any:
-            if self.where.startswith("saving") and self.here() and not isinstance(file, io.IOBase):
+            if (
+                self.moment == "save"
+                and self.where.startswith("saving")
+                and self.here()
+                and not isinstance(file, io.IOBase)
+            ):
                 whole = io.BytesIO()
                 save(content, whole, *given, **named)
                 if not self.kind.startswith("disk"):

@@ -68,6 +68,22 @@ def test_a_killed_rank_ends_the_others_and_its_temporary_files_go(ranks: Ranks, 
     assert {path.name for path in tmp_path.iterdir()} <= {"store"}
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_a_launcher_ends_all_at_once_say_how_and_where(ranks: Ranks, how: signal.Signals) -> None:
+    processes = ranks("hang")
+    for process in processes:
+        assert process.stdout is not None and int(process.stdout.readline()) == process.pid
+    time.sleep(1.0)
+    for process in processes:
+        process.send_signal(how)
+    text = "".join(stderr for _, stderr in outputs(processes))
+    for_one_of_them = [
+        f"rank {r} on host {HOST} (pid {p.pid}) was ended by {how.name} in" for r, p in enumerate(processes)
+    ]
+    assert any(sentence in text for sentence in for_one_of_them), text
+    assert "Resume from runs/checkpoint-7" in text
+
+
 def test_a_stopped_rank_ends_the_job_within_its_limit(ranks: Ranks) -> None:
     stopped = 0  # whose watchdog the others' listen to
     processes = ranks("hang")

@@ -153,6 +153,11 @@ class Liveness:
             return self._decide(first)
         return None
 
+    @property
+    def is_undecided(self) -> bool:
+        """Something was reported, and waits for a likelier first cause."""
+        return bool(self._reports)
+
     def _decide(self, report: _Report) -> Verdict | None:
         fatal = report.kind not in (Kind.ERROR, Kind.NETWORK)
         known = self.verdict

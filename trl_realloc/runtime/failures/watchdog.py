@@ -43,6 +43,7 @@ TICK_S = 0.2
 LEAVE_S = 12.0  # a rank that has not left so long after a verdict is killed
 LAST_WORDS_S = 2.0  # a watchdog whose rank ended badly waits so long for the reason
 FATAL = 1 << 30  # in place of a generation: all of them
+LAUNCHER_ENDS_S = 0.3
 LAUNCHER_S = 40.0  # torchrun gives its ranks 30 s to end
 
 
@@ -207,11 +208,20 @@ class Watchdog:
         fields = _stat(self.pid)
         status = int(fields[49]) if fields and len(fields) > 49 and fields[0] in "ZX" else None
         launcher = ""
-        if self.launcher and process_state(self.launcher) in ("", "Z", "X"):
+        if status != 0 and not self.said_bye and self._launcher_ends():
             launcher = f"the launcher on host {self.host} (pid {self.launcher}) ended, and its ranks with it."
         self.rank_ended, self.ended_at, self.status = True, now, status
         self.tell(beat={**asdict(self.state), "rank": self.rank})  # what it did last
         self.tell(ended={"status": status, "bye": self.said_bye, "launcher": launcher})
+
+    def _launcher_ends(self) -> bool:
+        """Whether the launcher has ended. Its ranks get their signal before the kernel shows it as ended."""
+        deadline = time.monotonic() + LAUNCHER_ENDS_S
+        while self.launcher and time.monotonic() < deadline:
+            if process_state(self.launcher) in ("", "Z", "X"):
+                return True
+            time.sleep(0.02)
+        return False
 
     def _is_taken(self, verdict: Verdict) -> bool:
         """The rank deals with that failure by an exception; of its own it says so before the verdict comes."""
@@ -434,6 +444,8 @@ class Hub(Watchdog):
                 wire.send(**message)
 
     def finished(self) -> bool:
+        if self.liveness.is_undecided:
+            return False
         now = time.monotonic()
         well = self.liveness.ranks[self.rank].ended and self.verdict is None and not self.liveness.verdict
         others_ended = all(state.ended for state in self.liveness.ranks.values())
