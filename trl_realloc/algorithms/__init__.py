@@ -1,1 +1,1 @@
-"""The arithmetic of an algorithm and its samples: no process group, no engine."""
+"""Algorithms as arithmetic on samples. Process groups are in `runtime`, models and devices in `engines`."""

@@ -1,7 +1,7 @@
-"""Rewards per token, generalised advantage estimation, whitening and KL estimators, on ragged samples.
+"""Rewards per token, generalised advantage estimation (GAE), whitening and KL estimators, on ragged samples.
 
-No algorithm's settings are read here. GAE: Schulman et al. 2016, arXiv 1506.02438. The KL estimators:
-http://joschu.net/blog/kl-approx.html.
+The functions take numbers, not an algorithm's settings; PPO's settings are in `ppo`. GAE: Schulman et al. 2016, arXiv
+1506.02438. KL estimators: http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -15,27 +15,34 @@ from .rollout import Ragged
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:
-    """Per-token KL(policy || reference), any shape, nats. k1 = log p/q; k3 = q/p - 1 - log q/p, never negative."""
+    """KL(policy || reference) per token in nats, of the shape of the log-probabilities.
+
+    With the policy p and the reference q: k1 = log p/q; k3 = q/p - 1 - log q/p, which is never negative.
+    """
     log_ratio = ref_logprobs - logprobs
     return -log_ratio if estimator == "k1" else torch.expm1(log_ratio) - log_ratio
 
 
 def row_groups(n: int, group_size: int, device: torch.device) -> tuple[Tensor, int]:
-    """(n,) int64 group of each row when consecutive `group_size` rows form a group (0: all in one), and how many."""
+    """Assigns rows to groups of `group_size` consecutive rows; 0 puts all rows into one group.
+
+    Returns:
+        The group of each row, (n,) int64, and the number of groups.
+    """
     size = group_size or max(n, 1)
     return torch.arange(n, device=device) // size, -(-n // size)
 
 
 def whiten(values: Ragged, mask: Tensor, *, shift_mean: bool, group_size: int = 0) -> Ragged:
-    """Values to variance 1 (and to mean 0 where `shift_mean`), both over the masked tokens of each group of rows.
+    """Scale the values of each group of rows to variance 1, and with `shift_mean` shift them to mean 0.
+
+    Mean and variance are over the tokens in `mask`. The variance has Bessel's correction, as in TRL's `masked_whiten`.
+    A group with fewer than two masked tokens has no variance, and its values are returned unchanged.
 
     Args:
         values: (total,) float32.
-        mask: (total,) bool, the tokens that count.
-        group_size: rows per group; 0 is the global batch.
-
-    The variance has Bessel's correction, as TRL's `masked_whiten` has it. A group with fewer than two masked tokens
-    has no variance: its values are left as they are.
+        mask: (total,) bool.
+        group_size: rows per group; 0 for the global batch.
     """
     row_group, groups = row_groups(len(values), group_size, values.values.device)
     group = values.spread(row_group)
@@ -52,12 +59,13 @@ def whiten(values: Ragged, mask: Tensor, *, shift_mean: bool, group_size: int = 
 
 
 def token_rewards(kl: Ragged, scores: Tensor, lengths: Tensor, kl_coef: float) -> Ragged:
-    """-kl_coef·KL on every response token, and the score on the last of the `lengths` positions.
+    """The reward at every position, (sum of `lengths`,) float32: -kl_coef·KL at the response tokens, plus the score at
+    the last position.
 
     Args:
         kl: (total,) float32 nats over the response tokens.
         scores: (n,) float32.
-        lengths: (n,) int64 from `value_lengths`, a response's length or one more.
+        lengths: (n,) int64 from `ppo.value_lengths`: a response's length, or one more.
     """
     ends = torch.cumsum(lengths, 0) - 1
     extra = lengths - kl.lengths
@@ -70,15 +78,16 @@ def token_rewards(kl: Ragged, scores: Tensor, lengths: Tensor, kl_coef: float) -
 
 
 def gae(rewards: Ragged, values: Ragged, gamma: float, lam: float) -> tuple[Ragged, Ragged]:
-    """Advantages and returns by generalised advantage estimation (arXiv 1506.02438, eq. 16), undiscounted end value 0.
+    """Advantages and returns by generalised advantage estimation (arXiv 1506.02438, eq. 16).
 
-    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t; returns are A + V. All (total,) float32.
+    A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, where the value after the last position is 0. Returns are
+    A + V. Inputs and outputs are (total,) float32.
     """
     r, v = rewards.pad(), values.pad()
     advantages = torch.zeros_like(v)
     last = torch.zeros(v.shape[0])
     next_value = torch.zeros(v.shape[0])
-    for t in range(v.shape[1] - 1, -1, -1):  # rows shorter than t are zero there, so they pass 0 on
+    for t in range(v.shape[1] - 1, -1, -1):  # a shorter row is padded with zeros, so `last` stays 0
         delta = r[:, t] + gamma * next_value - v[:, t]
         last = delta + gamma * lam * last
         advantages[:, t] = last

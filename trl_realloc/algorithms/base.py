@@ -1,7 +1,7 @@
-"""What the executor asks of an algorithm: its dataflow graph, what is computed between calls, mini-batches, losses and
-metrics.
+"""The protocol of an algorithm: dataflow graph, computation between calls, mini-batches, losses and metrics.
 
-An algorithm is arithmetic on samples. It knows no process group, no engine and no plan.
+An algorithm is arithmetic on samples and uses no process group, engine or plan; `runtime.executor` calls it.
+docs/algorithms.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,20 @@ from .rollout import Ragged, Rollouts
 
 
 class TokenLoss(Protocol):
-    """A loss of one micro-batch: the weighted sum to differentiate, and (n,) sums per sample to report."""
+    """The loss of one micro-batch."""
 
-    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and statistics to report.
+
+        Args:
+            outputs: of the model's head, differentiable: `logprobs` and `entropy` per response token of a policy,
+                `values` of a critic, a response's length + 1 each.
+            samples: the micro-batch, with the columns that `mini_batches` added.
+
+        Returns:
+            A scalar to differentiate: a weighted sum over samples, whose weights do not depend on the micro-batch. And
+            sums over the tokens of each sample by name, (n,) each, without gradients.
+        """
 
 
 @dataclass(frozen=True)
@@ -27,9 +38,9 @@ class TrainingLoss:
     """The loss of a call that trains.
 
     Args:
-        name: for metrics, such as `policy`.
-        statistic: a key of the statistics that the loss returns in every optimizer step that is taken.
-        of_tokens: the loss itself.
+        name: used in metrics, such as `policy`.
+        statistic: a key of the statistics that `of_tokens` returns. An optimizer step without it was skipped.
+        of_tokens: the loss of a micro-batch.
     """
 
     name: str
@@ -38,29 +49,33 @@ class TrainingLoss:
 
 
 class Algorithm(Protocol):
-    """One reinforcement learning algorithm. The same on every rank; every method is deterministic, so all ranks compute
-    the same from the same samples."""
+    """One reinforcement learning algorithm.
+
+    Every rank has an equal one, and every method is deterministic: all ranks compute the same from the same samples.
+    """
 
     @property
     def graph(self) -> DataflowGraph:
-        """The calls of an iteration, and the columns that each reads and makes."""
+        """The calls of an iteration, and the columns that each call reads and adds."""
 
     def prepare(self, samples: Rollouts) -> Rollouts:
-        """Add the columns that the losses read and no call makes, such as advantages.
+        """Add the columns that the losses read and that no call adds, such as advantages.
 
-        Called once per iteration on each rank that trains, with the whole global batch and every column that a call
-        that trains reads; before any role is trained.
+        Called once per iteration and rank, before any role is trained.
+
+        Args:
+            samples: the whole global batch, with every column that a training call reads.
         """
 
     def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
-        """The samples of each optimizer step of iteration `step` in order, with their weights as columns.
+        """The samples of each optimizer step of iteration `step`, in order, with their weights as columns.
 
         Args:
             samples: the global batch after `prepare`.
         """
 
     def loss(self, call: str) -> TrainingLoss:
-        """The loss of a call that trains, by the call's name."""
+        """The loss of the training call of this name."""
 
     def sample_metrics(self, samples: Rollouts) -> dict[str, float]:
         """The metrics of one global batch after `prepare`."""
@@ -69,10 +84,11 @@ class Algorithm(Protocol):
         """The metrics of one iteration's optimizer steps.
 
         Args:
-            steps: each mini-batch, and the statistics of its samples, (n,) each, of every loss that was stepped with.
+            steps: each mini-batch, and the statistics of its samples, (n,) each, from every loss whose optimizer step
+                was taken.
         """
 
 
 def training_inputs(graph: DataflowGraph) -> frozenset[str]:
-    """The columns that the calls that train read: `Algorithm.prepare` may read these."""
+    """The columns that training calls read, which `Algorithm.prepare` may read too."""
     return frozenset(column for call in graph.calls if call.trains for column in call.inputs)

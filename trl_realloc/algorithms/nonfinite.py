@@ -1,7 +1,6 @@
-"""Refusing numbers that are not finite before an optimizer steps, and naming the sample that they come from.
+"""Checks that the numbers of samples are finite before an optimizer step, with messages that name the sample.
 
-Owns the checks of samples and the texts of the refusals. The engines look at the gradients
-(`engines/training/nonfinite_guard`), and `rewards` at what a reward returned.
+Gradients are checked in `engines.training.nonfinite_guard`, scores in `rewards`.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from .rollout import Ragged, Rollouts
 
 
 LARGEST = 1e15  # losses and whitening sum squares in float32, which ends at 3.4e38: this leaves room for 1e8 tokens
-QUOTED = 160  # most characters of a text in a message
+QUOTED = 160  # maximum characters of a prompt or completion in a message
 
 
 class NonFiniteError(ValueError):
-    """Something is NaN, infinite or too large to be trained on. Nothing of it has reached the weights.
+    """A number is NaN, infinite or too large to train on. It has not reached the weights.
 
     Args:
-        message: what is not finite.
-        sample: the place in the global batch of the sample to blame, -1 where it is none in particular.
+        message: names the number that is not finite.
+        sample: position in the global batch of the sample that has it; -1 if it is of no single sample.
     """
 
     def __init__(self, message: str, sample: int = -1) -> None:
@@ -32,14 +31,15 @@ class NonFiniteError(ValueError):
         self.sample = sample
 
 
-# What a sample carries into the trainings, in the order in which it is made, and who makes it.
-MADE_BY = {
+# Columns of a sample that calls add, in the order in which they are added, with the words for messages.
+CALL_COLUMNS = {
     "scores": "the score",
     "logprobs": "a log-probability of actor.generate",
     "ref_logprobs": "a log-probability of reference.forward",
     "values": "a value of critic.forward",
 }
-DERIVED = {
+# Columns that are computed from them.
+DERIVED_COLUMNS = {
     "penalized_scores": "the score after missing_eos_penalty",
     "kl": "the KL penalty",
     "advantages": "an advantage",
@@ -48,30 +48,30 @@ DERIVED = {
 
 
 def is_bad(numbers: Tensor) -> Tensor:
-    """Where numbers are NaN, infinite, or larger than `LARGEST`; bool of the same shape."""
+    """Marks NaN, infinity, and magnitudes above `LARGEST`: bool of the same shape."""
     return ~(numbers.abs() <= LARGEST)
 
 
 def problem_of(samples: Rollouts) -> NonFiniteError | None:
-    """The first number of a prepared global batch that nothing may be trained on, or `None`. The same on every rank,
-    because every rank has the same samples.
+    """The error for the first number of a global batch that cannot be trained on, or `None`. It is the same on every
+    rank, because every rank has the same samples.
 
     Args:
-        samples: after `ppo.prepare`.
+        samples: the global batch after `Algorithm.prepare`.
     """
-    for name, what in {**MADE_BY, **DERIVED}.items():
+    for name, description in {**CALL_COLUMNS, **DERIVED_COLUMNS}.items():
         if name not in samples:
             continue
         column = samples[name]
         numbers = column.values if isinstance(column, Ragged) else column
-        places = is_bad(numbers).nonzero()
-        if not len(places):
+        bad_positions = is_bad(numbers).nonzero()
+        if not len(bad_positions):
             continue
-        first = int(places[0])
+        first = int(bad_positions[0])
         row = int(column.row_of[first]) if isinstance(column, Ragged) else first
         sample = int(samples.tensor("index")[row])
-        message = f"{what} of sample {sample} of the batch is {float(numbers[first]):g}"
-        if name in DERIVED:
+        message = f"{description} of sample {sample} of the batch is {float(numbers[first]):g}"
+        if name in DERIVED_COLUMNS:
             message += (
                 ", though its score, log-probabilities and values are finite: kl_coef, gamma, lam or "
                 "missing_eos_penalty is not a finite number, or makes it overflow"
@@ -81,7 +81,7 @@ def problem_of(samples: Rollouts) -> NonFiniteError | None:
 
 
 def with_text(error: NonFiniteError, samples: Rollouts, processing_class: Any) -> NonFiniteError:
-    """The same error, its message with the prompt and the completion of the sample to blame."""
+    """The same error with the prompt and the completion of its sample in the message."""
     rows = (samples.tensor("index") == error.sample).nonzero()
     if not len(rows):
         return error
@@ -92,7 +92,7 @@ def with_text(error: NonFiniteError, samples: Rollouts, processing_class: Any) -
 
 
 def quoted(prompt: Any, completion: Any) -> str:
-    """A sample's texts for a message, each cut to `QUOTED` characters."""
+    """A sample's prompt and completion for a message, cut to `QUOTED` characters each."""
 
     def cut(text: Any) -> str:
         shown = repr(text)
@@ -102,17 +102,25 @@ def quoted(prompt: Any, completion: Any) -> str:
 
 
 def check_rates(rates: Mapping[str, float | Sequence[Mapping[str, Any]]]) -> None:
-    """Raises:
-    NonFiniteError: the learning rate of a call is NaN or infinite.
+    """Check the learning rates of an update.
+
+    Args:
+        rates: by call: one rate, or the optimizer's parameter groups with their `lr`.
+
+    Raises:
+        NonFiniteError: the learning rate of a call is NaN or infinite.
     """
     for call, rate in rates.items():
-        every = [rate] if isinstance(rate, (int, float)) else [group["lr"] for group in rate]
-        for one in every:
-            if one is not None and not abs(float(one)) < float("inf"):
-                raise NonFiniteError(f"the learning rate of {call} is {one}; look at the scheduler and its settings")
+        group_rates = [rate] if isinstance(rate, (int, float)) else [group["lr"] for group in rate]
+        for group_rate in group_rates:
+            if group_rate is not None and not abs(float(group_rate)) < float("inf"):
+                raise NonFiniteError(
+                    f"the learning rate of {call} is {group_rate}; look at the scheduler and its settings"
+                )
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every element is finite; reads each tensor once, without a copy, and waits for the device once."""
-    whole = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
-    return not whole or bool(torch.nn.utils.get_total_norm(whole, torch.inf).isfinite())
+    """Whether every element is finite. Reads each tensor once, without a copy, and synchronises with the device
+    once."""
+    float_tensors = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
+    return not float_tensors or bool(torch.nn.utils.get_total_norm(float_tensors, torch.inf).isfinite())

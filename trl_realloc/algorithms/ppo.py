@@ -1,9 +1,9 @@
-"""PPO's arithmetic as plain functions on ragged samples, in the order it happens: advantages, mini-batches, losses,
-statistics; and `PPO`, which hands them to the executor.
+"""PPO: advantages, mini-batches, losses and statistics as functions on ragged samples, and the class `PPO` that offers
+them to the executor. GAE and whitening are in `advantages`, the trainer in `trainer.ppo_trainer`.
 
-A loss is a weighted sum over the tokens of one global mini-batch, with weights known before it is cut into
-micro-batches: so no plan can change it. Formulas: PPO (Schulman et al. 2017, arXiv 1707.06347), details as TRL 1.12 has
-them ("The N Implementation Details of RLHF with PPO", Huang et al. 2023). Advantages: `advantages`.
+A loss is a weighted sum over the tokens of one global mini-batch. The weights are computed before the mini-batch is
+divided into micro-batches, so the loss does not depend on the plan. Formulas: PPO (Schulman et al. 2017, arXiv
+1707.06347), with the details of TRL 1.12 ("The N Implementation Details of RLHF with PPO", Huang et al. 2023).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .rollout import Ragged, Rollouts
 
 @dataclass(frozen=True)
 class PPOSettings:
-    """The numbers of `PPOConfig` that this arithmetic needs, under its names.
+    """The fields of `PPOConfig` that the arithmetic needs, under the same names.
 
     Args:
-        response_length: most tokens of a response.
-        local_batch_size, per_device_train_batch_size: only read where `match_trl`.
-        match_trl: reproduce what in TRL 1.12 depends on the batch's layout: whitening per rank, a loss that is the
-            mean over micro-batches of each one's token mean, statistics over padded positions, and "the longest
-            response of the rank's batch" in place of `response_length`.
+        response_length: maximum tokens of a response.
+        local_batch_size, per_device_train_batch_size: read only with `match_trl`.
+        match_trl: reproduce the parts of TRL 1.12's arithmetic that depend on the layout of the batch: whitening per
+            rank, a loss that is the mean over micro-batches of their token means, statistics over padded positions, and
+            the longest response of the rank's batch in place of `response_length`.
     """
 
     response_length: int
@@ -55,11 +55,11 @@ class PPOSettings:
 
 
 def value_lengths(samples: Rollouts, settings: PPOSettings) -> Tensor:
-    """(n,) int64: over how many positions a sample's value function is trained.
+    """(n,) int64: the number of positions at which the value function of each sample is trained.
 
-    A response of L tokens has L states to act in; one that ended before the limit also has a last state, after its
-    final token, in which the score is received (TRL's `padding_mask_p1`). At the limit there is no room for it and
-    the score falls on the last token.
+    A response of L tokens has L positions at which a token is chosen. A response that ended before the limit has one
+    more position, after its final token, at which the score is received (TRL's `padding_mask_p1`). A response at the
+    limit does not have it, and its score is received at the last token.
     """
     lengths = samples.ragged("responses").lengths
     if not settings.match_trl:
@@ -71,11 +71,14 @@ def value_lengths(samples: Rollouts, settings: PPOSettings) -> Tensor:
 
 
 def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
-    """Adds what the two trainings need, from the whole global batch (whitening is over all of it).
+    """Add the columns that the losses read.
 
-    Reads `responses`, `logprobs`, `ref_logprobs`, `values` (a response's length + 1 each), `scores` (n,), `has_eos`
-    (n,) bool; adds `penalized_scores` (n,), `kl`, `advantages` (per response token), `old_values`, `returns` (per
+    Reads `responses`, `logprobs`, `ref_logprobs`, `values` (a response's length + 1 each), `scores` (n,) and `has_eos`
+    (n,) bool. Adds `penalized_scores` (n,), `kl` and `advantages` (per response token), `old_values` and `returns` (per
     position of `value_lengths`).
+
+    Args:
+        samples: the whole global batch, because whitening is over all of it.
     """
     logprobs, lengths = samples.ragged("logprobs"), value_lengths(samples, settings)
     scores = samples.tensor("scores").clone()
@@ -86,12 +89,12 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
     rewards = token_rewards(kl, scores, lengths, settings.kl_coef)
     group_size = settings.local_batch_size if settings.match_trl else 0
     if settings.whiten_rewards:
-        everywhere = torch.ones_like(rewards.values, dtype=torch.bool)
-        rewards = whiten(rewards, everywhere, shift_mean=False, group_size=group_size)
+        all_tokens = torch.ones_like(rewards.values, dtype=torch.bool)
+        rewards = whiten(rewards, all_tokens, shift_mean=False, group_size=group_size)
     advantages, returns = gae(rewards, values, settings.gamma, settings.lam)
     advantages = advantages.crop(logprobs.lengths)
-    everywhere = torch.ones_like(advantages.values, dtype=torch.bool)
-    advantages = whiten(advantages, everywhere, shift_mean=True, group_size=group_size)
+    all_tokens = torch.ones_like(advantages.values, dtype=torch.bool)
+    advantages = whiten(advantages, all_tokens, shift_mean=True, group_size=group_size)
     return samples.plus(penalized_scores=scores, kl=kl, advantages=advantages, old_values=values, returns=returns)
 
 
@@ -99,32 +102,35 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
 
 
 def mini_batches(n: int, settings: PPOSettings, seed: int, step: int) -> list[list[int]]:
-    """Positions of every mini-batch of one iteration, epoch after epoch; each epoch a new draw from (seed, step,
-    epoch), all of one size or one apart. Where `match_trl`, each rank's samples are drawn apart, so every mini-batch
-    has as many of each rank."""
+    """The sample positions of every mini-batch of one iteration, epoch after epoch.
+
+    Each epoch is a permutation drawn from (seed, step, epoch). Sizes of mini-batches differ by one at most. With
+    `match_trl` the samples of each rank are permuted separately, so that every mini-batch has equally many of each
+    rank.
+    """
     local = settings.local_batch_size if settings.match_trl else n
-    batches: list[list[int]] = []
+    mini_batch_positions: list[list[int]] = []
     for epoch in range(settings.num_ppo_epochs):
-        draws = [
+        rank_parts = [
             np.array_split(
                 start + np.random.default_rng((seed, step, epoch, start)).permutation(min(local, n - start)),
                 settings.num_mini_batches,
             )
             for start in range(0, n, local)
         ]
-        batches += [np.concatenate(parts).tolist() for parts in zip(*draws, strict=True)]
-    return batches
+        mini_batch_positions += [np.concatenate(parts).tolist() for parts in zip(*rank_parts, strict=True)]
+    return mini_batch_positions
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What one sample's sums over tokens count for in one mini-batch; (n,) float32 each, in the mini-batch's order.
+    """The weight of each sample's sums over tokens in one mini-batch, (n,) float32 in the order of the mini-batch.
 
     Args:
-        policy: on sums over response tokens; the policy loss is the weighted sum of them.
-        value: on sums over value positions.
-        statistic: on the statistics that TRL averages over padded positions too (`policy` otherwise).
-        group: (n,) int64, the group whose mean it is part of.
+        policy: of sums over response tokens. The policy loss is their weighted sum.
+        value: of sums over value positions.
+        statistic: of the statistics that TRL averages over padded positions too; otherwise equal to `policy`.
+        group: (n,) int64, the TRL micro-batch in whose mean the sample counts; 0 without `match_trl`.
     """
 
     policy: Tensor
@@ -133,7 +139,7 @@ class Weights:
     group: Tensor
 
     def columns(self) -> dict[str, Tensor]:
-        """As columns of the mini-batch, which travel with its samples into micro-batches."""
+        """The weights as columns of the mini-batch, so that they stay with their samples in micro-batches."""
         return {f"{name}_weight": weight for name, weight in vars(self).items()}
 
     @staticmethod
@@ -143,14 +149,14 @@ class Weights:
 
 
 def sample_weights(samples: Rollouts, settings: PPOSettings) -> Weights:
-    """The weights of one mini-batch: one over its number of tokens; with `match_trl` one over the number of TRL's
-    micro-batches times the micro-batch's tokens."""
+    """The weights of one mini-batch: 1 / its number of tokens. With `match_trl`: 1 / (the number of TRL's micro-batches
+    times the tokens of the sample's micro-batch)."""
     tokens = samples.ragged("responses").lengths.float()
     positions = samples.ragged("returns").lengths.float()
     if not settings.match_trl:
-        n = torch.ones_like(tokens)
-        policy = n / tokens.sum()
-        return Weights(policy, n / positions.sum(), policy, torch.zeros_like(tokens, dtype=torch.long))
+        ones = torch.ones_like(tokens)
+        policy = ones / tokens.sum()
+        return Weights(policy, ones / positions.sum(), policy, torch.zeros_like(tokens, dtype=torch.long))
     group = _trl_micro_batches(samples, settings)
     groups = int(group.max()) + 1
     count = torch.bincount(group, minlength=groups).float()
@@ -163,16 +169,16 @@ def sample_weights(samples: Rollouts, settings: PPOSettings) -> Weights:
 
 
 def _trl_micro_batches(samples: Rollouts, settings: PPOSettings) -> Tensor:
-    """(n,) int64: the micro-batch that TRL would have each sample of this mini-batch in."""
+    """(n,) int64: the micro-batch of TRL that each sample of this mini-batch would be in."""
     local = settings.local_batch_size // settings.num_mini_batches
     size = min(settings.per_device_train_batch_size or local, local)
     per_rank = -(-local // size)
-    at = torch.arange(len(samples))
-    return (at // local) * per_rank + (at % local) // size
+    position = torch.arange(len(samples))
+    return (position // local) * per_rank + (position % local) // size
 
 
 def response_widths(samples: Rollouts, settings: PPOSettings) -> Tensor:
-    """(n,) int64: the width of the rectangle that TRL would hold each sample's response in."""
+    """(n,) int64: the length to which TRL would pad each sample's response."""
     lengths = samples.ragged("responses").lengths
     row_group, groups = row_groups(len(samples), settings.local_batch_size, lengths.device)
     return torch.zeros(groups, dtype=torch.long).scatter_reduce(0, row_group, lengths, "amax")[row_group]
@@ -183,8 +189,11 @@ def response_widths(samples: Rollouts, settings: PPOSettings) -> Tensor:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), negated: max(-A·r, -A·clip(r, 1-ε, 1+ε)), r = exp(logp' -
-    logp). Reads `logprobs`, `advantages`, `policy_weight`; the head's `logprobs` and `entropy`."""
+    """PPO's clipped surrogate objective (arXiv 1707.06347, eq. 7), negated.
+
+    max(-A·r, -A·clip(r, 1-ε, 1+ε)) with r = exp(logp' - logp). Reads the columns `logprobs`, `advantages` and
+    `policy_weight`, and the outputs `logprobs` and `entropy`.
+    """
 
     cliprange: float
 
@@ -209,8 +218,11 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The clipped value loss, ½·max((V' - R)², (clip(V', V-ε, V+ε) - R)²), times `vf_coef`. Reads `old_values`,
-    `returns`, `value_weight`; the head's `values` (a response's length + 1 each)."""
+    """The clipped value loss, ½·max((V' - R)², (clip(V', V-ε, V+ε) - R)²), times `vf_coef`.
+
+    Reads the columns `old_values`, `returns` and `value_weight`, and the output `values` (a response's length + 1
+    each).
+    """
 
     cliprange_value: float
     vf_coef: float
@@ -233,8 +245,8 @@ class ValueLoss:
 
 
 def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: int | None) -> dict[str, float]:
-    """`objective/*` and `val/num_eos_tokens` of one global batch after `prepare`. Sums over a response, then the mean
-    over samples, as TRL has them."""
+    """`objective/*` and `val/num_eos_tokens` of one global batch after `prepare`: as in TRL, sums over each response,
+    then the mean over samples."""
     kl, logprobs, scores = samples.ragged("kl"), samples.ragged("logprobs"), samples.tensor("penalized_scores")
     mean_kl = float(kl.sum().mean())
     non_score = -settings.kl_coef * mean_kl
@@ -250,35 +262,39 @@ def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: in
 
 
 def update_metrics(steps: Sequence[tuple[Weights, Mapping[str, Tensor]]]) -> dict[str, float]:
-    """`policy/*`, `loss/*`, `val/*` over the optimizer steps of one iteration: `steps` holds each mini-batch's weights
-    and its (n,) sums per sample (of both losses, or of one of them)."""
+    """`policy/*`, `loss/*` and `val/*` over the optimizer steps of one iteration.
+
+    Args:
+        steps: of each mini-batch the weights, and the sums per sample, (n,) each, of both losses or of one of them.
+    """
     metrics: dict[str, list[float]] = {}
     ratios: list[float] = []
 
-    def note(name: str, weight: Tensor, sums: Tensor) -> None:
+    def add(name: str, weight: Tensor, sums: Tensor) -> None:
         metrics.setdefault(name, []).append(float((weight * sums).sum()))
 
     for weights, sums in steps:
         if "policy_loss" in sums:
-            note("loss/policy_avg", weights.policy, sums["policy_loss"])
-            note("policy/clipfrac_avg", weights.policy, sums["clipped"])
-            note("policy/approxkl_avg", weights.statistic, sums["approxkl"])
-            # TRL's entropy has the distributions after padding tokens in its mean: not reproduced, they mean nothing
-            note("policy/entropy_avg", weights.policy, sums["entropy"])
+            add("loss/policy_avg", weights.policy, sums["policy_loss"])
+            add("policy/clipfrac_avg", weights.policy, sums["clipped"])
+            add("policy/approxkl_avg", weights.statistic, sums["approxkl"])
+            # TRL's mean entropy includes the distributions after padding tokens. They have no meaning, so they are left
+            # out
+            add("policy/entropy_avg", weights.policy, sums["entropy"])
             groups = int(weights.group.max()) + 1
             excess = torch.zeros(groups).index_add(0, weights.group, weights.statistic * sums["excess_ratio"])
             ratios += (1 + groups * excess).tolist()
         if "value_loss" in sums:
-            note("loss/value_avg", weights.value, sums["value_loss"])
-            note("val/clipfrac_avg", weights.value, sums["value_clipped"])
-    out = {name: float(np.mean(values)) for name, values in metrics.items()}
+            add("loss/value_avg", weights.value, sums["value_loss"])
+            add("val/clipfrac_avg", weights.value, sums["value_clipped"])
+    means = {name: float(np.mean(values)) for name, values in metrics.items()}
     if ratios:
-        out["val/ratio"] = float(np.mean(ratios))
-        out["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0
-    return out
+        means["val/ratio"] = float(np.mean(ratios))
+        means["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0
+    return means
 
 
-# --- for the executor ------------------------------------------------------------------------------------------------
+# --- the Algorithm ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -286,8 +302,8 @@ class PPO:
     """PPO as an `algorithms.base.Algorithm`.
 
     Args:
-        seed: of the draws of mini-batches.
-        eos_token_id: counted in `val/num_eos_tokens`.
+        seed: the seed of the mini-batches' permutations.
+        eos_token_id: the token that `val/num_eos_tokens` counts.
     """
 
     settings: PPOSettings

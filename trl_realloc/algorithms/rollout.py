@@ -1,7 +1,8 @@
-"""The samples of one iteration as ragged columns, and how they are dealt out: to data-parallel ranks by tokens, to
+"""Samples as ragged columns (`Ragged`, `Rollouts`), and how they are divided: among data-parallel ranks by tokens, into
 micro-batches by a token budget.
 
-Owns no arithmetic of PPO and no padding: rectangles are made inside an engine, where a kernel wants them.
+An algorithm's arithmetic is in `advantages` and `ppo`. Padded tensors are made inside the engines, where a kernel needs
+them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ragged:
-    """`n` rows of differing length, one after the other.
+    """`n` rows of different lengths in one flat tensor.
 
     Args:
-        values: (total,) any dtype; row i is `values[offsets[i] : offsets[i] + lengths[i]]`.
+        values: (total,) any dtype; row i begins at `lengths[:i].sum()` and has `lengths[i]` values.
         lengths: (n,) int64, at least 0; their sum is total.
     """
 
@@ -46,12 +47,12 @@ class Ragged:
 
     @property
     def row_of(self) -> Tensor:
-        """(total,) int64: which row each value belongs to."""
+        """(total,) int64: the row of each value."""
         lengths = self.lengths.to(self.values.device)
         return torch.repeat_interleave(torch.arange(len(self), device=lengths.device), lengths)
 
     def sum(self) -> Tensor:
-        """(n,): the sum of each row, differentiable."""
+        """(n,): the sum of each row. Differentiable."""
         out = torch.zeros(len(self), dtype=self.values.dtype, device=self.values.device)
         return out.index_add(0, self.row_of, self.values)
 
@@ -60,23 +61,25 @@ class Ragged:
         return per_row[self.row_of]
 
     def like(self, values: Tensor) -> Ragged:
-        """The same rows with other values."""
+        """Rows of the same lengths with other values, (total,)."""
         return Ragged(values, self.lengths)
 
     def select(self, index: Sequence[int] | Tensor) -> Ragged:
+        """The rows at these positions, in this order."""
         rows = self.rows()
         picked = [rows[int(i)] for i in index]
         lengths = self.lengths[torch.as_tensor(index, dtype=torch.long)]
         return Ragged(torch.cat(picked) if picked else self.values[:0], lengths)
 
     def crop(self, lengths: Tensor) -> Ragged:
-        """Each row cut to its first `lengths[i]` values."""
+        """The first `lengths[i]` values of each row."""
         place = torch.cat([torch.arange(n) for n in self.lengths.tolist()]) if len(self) else self.lengths
         keep = place.to(self.values.device) < self.spread(lengths.to(self.values.device))
         return Ragged(self.values[keep], lengths)
 
     def pad(self, fill: float = 0) -> Tensor:
-        """(n, longest): right-padded with `fill`. For arithmetic across time; it leaves no room that calls it."""
+        """(n, longest row): padded on the right with `fill`. For arithmetic across time only; samples are never passed
+        on in this form."""
         if not len(self):
             return self.values.new_zeros((0, 0))
         return torch.nn.utils.rnn.pad_sequence(list(self.rows()), batch_first=True, padding_value=fill)
@@ -86,13 +89,14 @@ class Ragged:
 
     @staticmethod
     def of(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Ragged:
+        """Rows from lists or tensors."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([t.shape[0] for t in tensors], dtype=torch.long)
         return Ragged(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), lengths)
 
     @staticmethod
     def unpad(rectangle: Tensor, lengths: Tensor) -> Ragged:
-        """The inverse of `pad`: the first `lengths[i]` values of each row of (n, width)."""
+        """The inverse of `pad`: the first `lengths[i]` values of each row of `rectangle` (n, width)."""
         mask = torch.arange(rectangle.shape[1], device=rectangle.device) < lengths.to(rectangle.device)[:, None]
         return Ragged(rectangle[mask], lengths)
 
@@ -105,10 +109,11 @@ Column = Ragged | Tensor
 
 
 class Rollouts(Mapping[str, Column]):
-    """Samples by column: `Ragged` (one value per token) or a tensor (n, …) (one entry per sample). Immutable.
+    """Samples as named columns. A column is `Ragged` (one value per token) or a tensor (n, …) (one entry per sample).
+    Immutable.
 
-    Every batch has `index` (n,) int64, a sample's place in the global batch, and `prompts`, `responses` (ragged,
-    int64 token ids without padding). The calls add `logprobs`, `ref_logprobs`, `values`, `scores`, …
+    Every batch has `index`, (n,) int64, each sample's position in the global batch, and `prompts`, ragged int64 token
+    ids without padding. The calls add `responses`, `logprobs`, `ref_logprobs`, `values`, `scores` and others.
     """
 
     def __init__(self, **columns: Column) -> None:
@@ -143,17 +148,20 @@ class Rollouts(Mapping[str, Column]):
 
     @property
     def lengths(self) -> Tensor:
-        """(n,) int64: prompt and response tokens of each sample."""
+        """(n,) int64: prompt plus response tokens of each sample."""
         return self.ragged("prompts").lengths + self.ragged("responses").lengths
 
     @property
     def tokens(self) -> int:
+        """Prompt and response tokens of all samples."""
         return int(self.lengths.sum())
 
     def plus(self, **columns: Column) -> Rollouts:
+        """The same samples with these columns added or replaced."""
         return Rollouts(**{**self._columns, **columns})
 
     def only(self, names: Iterable[str]) -> Rollouts:
+        """The same samples with these columns alone."""
         return Rollouts(**{name: self._columns[name] for name in names})
 
     def select(self, index: Sequence[int] | Tensor) -> Rollouts:
@@ -162,7 +170,7 @@ class Rollouts(Mapping[str, Column]):
         return Rollouts(**{k: c.select(at) if isinstance(c, Ragged) else c[at] for k, c in self._columns.items()})
 
     def sorted(self) -> Rollouts:
-        """In the order of the global batch, wherever and whenever the samples were finished."""
+        """The samples in ascending order of `index`."""
         return self.select(torch.argsort(self.tensor("index")))
 
     def to(self, device: torch.device | str) -> Rollouts:
@@ -192,26 +200,38 @@ class Rollouts(Mapping[str, Column]):
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Deal samples to `parts` ranks so that tokens are even: longest first, to the rank with the fewest tokens
-    (Graham's LPT rule: the fullest rank has at most 4/3 of the best possible). Deterministic, so that every rank of a
-    mesh computes the same deal; within a part the samples keep their order.
+    """Divide samples among `parts` ranks so that their token counts are as even as possible.
 
-    Returns `parts` lists of positions, together each of `range(len(lengths))` once; some may be empty.
+    The longest sample comes first, and each goes to the rank with the fewest tokens (Graham's LPT rule: the fullest
+    rank has at most 4/3 of the optimum). Deterministic, so that every rank of a mesh computes the same division. Within
+    a part the samples keep their order.
+
+    Args:
+        lengths: tokens of each sample.
+
+    Returns:
+        `parts` lists of positions. Every position of `range(len(lengths))` is in one of them; some may be empty.
     """
     heap = [(0, 0, part) for part in range(parts)]
-    dealt: list[list[int]] = [[] for _ in range(parts)]
+    positions: list[list[int]] = [[] for _ in range(parts)]
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         tokens, count, part = heapq.heappop(heap)
-        dealt[part].append(position)
+        positions[part].append(position)
         heapq.heappush(heap, (tokens + lengths[position], count + 1, part))
-    return [sorted(part) for part in dealt]
+    return [sorted(part_positions) for part_positions in positions]
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack samples into micro-batches of at most `budget` tokens (a longer sample is alone in its own): first fit,
-    longest first, so samples of like length lie together and an engine that must pad pads little.
+    """Pack samples into micro-batches of at most `budget` tokens. A longer sample has a micro-batch to itself.
 
-    Returns lists of positions; none is empty.
+    First fit with the longest sample first: samples of similar length are together, so an engine that pads adds little
+    padding.
+
+    Args:
+        lengths: tokens of each sample.
+
+    Returns:
+        Lists of positions; none is empty.
     """
     batches: list[list[int]] = []
     room: list[int] = []
