@@ -35,7 +35,8 @@ from transformers import (
 )
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, TokenLogprobs, ValueHead, packs
+from trl_realloc.engines.training.packed_attention import packs
+from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, TokenLogprobs, ValueHead
 
 
 VOCABULARY, TEMPERATURE = 96, 0.7

@@ -25,7 +25,8 @@ from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
 from .master_weights import Master, Masters, NamedOptimizer
 from .nonfinite_guard import guarded, refusal
-from .packed_forward import PolicyHead, RoleHead, TokenLogprobs, base_of, run_forward, run_training, tied_weight
+from .packed_attention import base_of
+from .packed_forward import PolicyHead, RoleHead, TokenLogprobs, run_forward, run_training, tied_weight
 from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_cut, local, split_tensors, vocabulary_start

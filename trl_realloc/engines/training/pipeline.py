@@ -17,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.model_spec import stage_layers
 from ..mesh_group import MeshGroup
-from .packed_forward import RoleHead, backbone_of, base_of, tied_weight
+from .packed_attention import backbone_of, base_of
+from .packed_forward import RoleHead, tied_weight
 
 
 class _PassedOver(nn.Module):
@@ -156,7 +157,7 @@ class _Stage(nn.Module):
         samples = self._padded[at]
         hidden = None if self._pipeline.group.index == 0 else received
         if not self._pipeline.is_last:
-            sent = self._call(lambda: self.head(samples, received=hidden, passes_on=True)).to(self._pipeline.dtype)
+            sent = self._call(lambda: self.head(samples, received=hidden, returns_hidden=True)).to(self._pipeline.dtype)
             # where nothing up to here is trained, the later stages send gradients back all the same
             if self.learns and not sent.requires_grad:
                 sent = sent.detach().requires_grad_()

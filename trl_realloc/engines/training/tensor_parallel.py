@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..mesh_group import MeshGroup
-from .packed_forward import base_of
+from .packed_attention import base_of
 
 
 # A gradient that each rank has a part of, for its own heads. Transformers' style of that name sums it in a hook after
