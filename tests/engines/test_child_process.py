@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trl_realloc.engines import child_process as process
-from trl_realloc.engines.child_process import end, session_members, started_at, stopped, unlink_shared_memory
+from trl_realloc.engines.child_process import end, remove_shared_memory_names, session_members, started_at, stopped
 
 
 SHARES = """
@@ -57,7 +57,7 @@ def test_only_shared_memory_that_the_process_made_is_unlinked(
 ) -> None:
     started, theirs, shared = child
     assert shared.exists()
-    unlink_shared_memory(session_members(started.pid), started_at(started.pid))
+    remove_shared_memory_names(session_members(started.pid), started_at(started.pid))
     assert not shared.exists() and all(path.exists() for path in theirs)
 
 

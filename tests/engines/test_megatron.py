@@ -16,8 +16,7 @@ from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.training.master_weights import _owners
 from trl_realloc.engines.training.megatron import MegatronEngine, check_model
-from trl_realloc.engines.training.packed_forward import PolicyHead, TokenLogprobs, ValueHead
-from trl_realloc.engines.training.replicated import ReplicatedEngine
+from trl_realloc.engines.training.packed_forward import PolicyHead, TokenLogprobs
 
 
 CPU, ALONE = torch.device("cpu"), MeshGroup((0,), 0)
@@ -45,13 +44,6 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_masters() -> None:
     assert torch.equal(made.head.model.get_parameter(name), before), "too small a step to be seen"
     assert not torch.equal(state, before.float()), "but the master has it"
     assert made.head.model.get_parameter(name).dtype is torch.bfloat16 and state.dtype is torch.float32
-
-
-def test_a_frozen_role_scores_as_a_whole_model_does() -> None:
-    samples = rollouts(5)
-    ours = MegatronEngine(ValueHead(tiny.classifier()), GROUPS, CPU).forward(samples, 30)["values"]
-    whole = ReplicatedEngine(ValueHead(tiny.classifier()), ALONE, CPU).forward(samples, 30)["values"]
-    assert torch.allclose(ours.values, whole.values, atol=1e-6)
 
 
 def test_adapters_that_cannot_be_split_are_refused_by_name() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -116,18 +115,6 @@ def furthest(ours: State, other: State) -> float:
 # --- scoring ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [1, 15, 30, 1000])
-def test_results_come_in_the_samples_order_whatever_the_micro_batches(samples: Rollouts, budget: int) -> None:
-    for made in (engine(policy_head()), engine(value_head(), optimizer=None)):
-        expected = made.head.eval()(samples)
-        ours = made.forward(samples, budget)
-        assert ours.keys() == expected.keys()
-        for name, column in ours.items():
-            assert column.lengths.tolist() == expected[name].lengths.tolist()
-            torch.testing.assert_close(column.values, expected[name].values.detach(), rtol=1e-5, atol=1e-5)
-            assert not column.values.requires_grad and column.values.dtype == torch.float32
-
-
 def test_scoring_is_without_dropout_and_leaves_the_model_training(samples: Rollouts) -> None:
     torch.manual_seed(0)
     made = engine(PolicyHead(AutoModelForCausalLM.from_config(config(attention_dropout=0.5)), 0.7))
@@ -142,39 +129,11 @@ def test_scoring_is_without_dropout_and_leaves_the_model_training(samples: Rollo
 def test_a_frozen_role_has_no_gradients_and_is_not_trained(samples: Rollouts) -> None:
     frozen = engine(policy_head(), optimizer=None)
     assert not any(p.requires_grad for p in frozen.head.parameters())
-    with pytest.raises(AssertionError, match="frozen role was asked to train"):
+    with pytest.raises(AssertionError, match="frozen role cannot be trained"):
         frozen.train(samples, POLICY_LOSS, 100, 0.1)
 
 
 # --- training -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make_head,loss", [(policy_head, POLICY_LOSS), (value_head, VALUE_LOSS)])
-def test_no_budget_changes_what_is_learned_or_reported(
-    samples: Rollouts, make_head: Callable[[], RoleHead], loss: ppo.TokenLoss
-) -> None:
-    whole = engine(make_head())
-    before = state(whole)
-    expected = whole.train(samples, loss, 1000, learning_rate=1.0)
-    assert furthest(state(whole), before) > 1e-2
-    for budget in (1, 15, 30):
-        made = engine(make_head())
-        statistics = made.train(samples, loss, budget, learning_rate=1.0)
-        assert_same(state(made), state(whole))
-        assert statistics.keys() == expected.keys()
-        for name, sums in statistics.items():
-            assert sums.shape == (8,) and not sums.requires_grad
-            torch.testing.assert_close(sums, expected[name], rtol=1e-5, atol=1e-5)
-
-
-def test_a_step_is_the_gradient_times_the_learning_rate(samples: Rollouts) -> None:
-    made = engine(value_head())
-    by_hand = copy.deepcopy(made.head).train()
-    VALUE_LOSS(by_hand(samples), samples)[0].backward()
-    made.train(samples, VALUE_LOSS, 30, learning_rate=0.5)
-    expected = {n: (p - 0.5 * p.grad).detach() for n, p in by_hand.model.named_parameters() if p.grad is not None}
-    assert_same(state(made), expected)
-    assert made.version == 1 and all(p.grad is None for p in made.head.parameters())
 
 
 def test_gradients_are_clipped_by_their_global_norm(samples: Rollouts) -> None:
@@ -229,47 +188,6 @@ def test_adapters_learn_and_their_base_does_not(samples: Rollouts) -> None:
 
 
 # --- state --------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_exported_is_what_was_learned(samples: Rollouts) -> None:
-    made = engine(policy_head())
-    before = {name: tensor.clone() for bucket in made.export() for name, tensor in bucket}
-    made.train(samples, POLICY_LOSS, 30, learning_rate=1.0)
-    after = {name: tensor.clone() for bucket in made.export(bucket_bytes=1000) for name, tensor in bucket}
-    assert_same(after, state(made), tolerance=0)
-    assert furthest(after, before) > 1e-2
-
-
-def test_training_goes_on_from_a_saved_state_as_if_never_stopped(samples: Rollouts, tmp_path: Path) -> None:
-    made = engine(value_head(), optimizer=adamw)
-    for _ in range(2):
-        made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    torch.save(made.state_dict(), tmp_path / "state.pt")
-    made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    fresh = engine(value_head(), optimizer=adamw)
-    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert fresh.version == 2
-    fresh.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    assert_same(state(fresh), state(made), tolerance=0)
-
-
-def test_a_saved_state_stays_what_it_was(samples: Rollouts) -> None:
-    made, other = engine(value_head(), optimizer=adamw), engine(value_head(), optimizer=adamw)
-    made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    saved, then = made.state_dict(), state(made)
-    made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    other.load_state_dict(saved)
-    assert_same(state(other), then, tolerance=0)
-    other.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    assert_same(state(other), state(made), tolerance=0)
-    assert_same(saved["parameters"]["score.weight"], made_again(samples)["score.weight"], tolerance=0)
-
-
-def made_again(samples: Rollouts) -> dict[str, State]:
-    made = engine(value_head(), optimizer=adamw)
-    made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    parameters: dict[str, State] = made.state_dict()["parameters"]
-    return parameters
 
 
 def test_a_bfloat16_role_goes_on_from_a_saved_state(samples: Rollouts) -> None:

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from generating import LENGTH, SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens, worst_difference
+from transformers import LlamaForCausalLM
 
-from trl_realloc.engines.base import Completion, EngineDied, EngineError, GenerationEngine, GenerationRequest, Sampling
+from trl_realloc.engines.base import EngineDied, EngineError, GenerationRequest, Sampling
 from trl_realloc.engines.child_process import session_members
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine, _environment, is_vllm_available
@@ -29,74 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed"),
 ]
 
-VOCABULARY = 128
-LENGTH = 256  # max_model_len
-SAMPLING = Sampling(max_tokens=24, temperature=0.7)
 Start = Callable[..., VLLMEngine]
-
-
-def llama(seed: int, tied: bool = False) -> LlamaForCausalLM:
-    """A random Llama whose distributions are far from uniform, so that wrong weights show."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the least that vLLM's attention on the CPU takes
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        architectures=["LlamaForCausalLM"],
-    )
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(config).eval()
-
-
-def buckets(model: LlamaForCausalLM, size: int = 5) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    named = list(model.named_parameters())  # a tied head is not named twice
-    for start in range(0, len(named), size):
-        yield named[start : start + size]
-
-
-def requests(count: int, seed: int = 0, length: int = 7) -> list[GenerationRequest]:
-    """Prompts of unlike lengths; `index` is not the position."""
-    return [
-        GenerationRequest(
-            index=100 + i,
-            prompt_ids=tuple((i * 13 + j * 5 + 1) % VOCABULARY for j in range(length + i % 4)),
-            seed=seed + i,
-        )
-        for i in range(count)
-    ]
-
-
-def samples(
-    engine: GenerationEngine, asked: Sequence[GenerationRequest], sampling: Sampling = SAMPLING
-) -> list[Completion]:
-    """The completions in the order of the requests."""
-    by_index = {completion.index: completion for completion in engine.generate(asked, sampling)}
-    assert len(by_index) == len(asked)
-    return [by_index[request.index] for request in asked]
-
-
-def worst_difference(
-    model: LlamaForCausalLM, asked: Sequence[GenerationRequest], got: Sequence[Completion], temperature: float
-) -> float:
-    """Greatest difference between an engine's log-probabilities and those of the model itself."""
-    worst = 0.0
-    for request, completion in zip(asked, got, strict=True):
-        ids = torch.tensor([request.prompt_ids + completion.token_ids])
-        with torch.no_grad():
-            logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
-        own = logprobs[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        worst = max(worst, (own - torch.tensor(completion.logprobs)).abs().max().item())
-    return worst
-
-
-def tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
-    return [completion.token_ids for completion in completions]
 
 
 def shared_memory() -> set[str]:
@@ -126,32 +60,9 @@ def unix_sockets(session: int) -> list[str]:
     return [row[7] for row in rows if row[6] in inodes and len(row) > 7]
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts engines that are closed, and whose processes are looked for, after the module."""
-    with contextlib.ExitStack() as stack:
-
-        def begin(tied: bool = False, **settings: object) -> VLLMEngine:
-            folder = tmp_path_factory.mktemp("model")
-            llama(0, tied).config.save_pretrained(folder)
-            # the model's own taste, which must not leak into the samples: every log-probability below would be off
-            GenerationConfig(do_sample=True, repetition_penalty=1.5, top_k=3).save_pretrained(folder)
-            settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, **settings}
-            engine = VLLMEngine(folder, max_model_len=LENGTH, **settings)  # type: ignore[arg-type]
-            stack.callback(engine.close)
-            return engine
-
-        yield begin
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return llama(1)
-
-
-@pytest.fixture(scope="module")
-def engine(start: Start) -> VLLMEngine:
-    return start()
+@pytest.fixture
+def engine(vllm_engine: VLLMEngine) -> VLLMEngine:
+    return vllm_engine
 
 
 @pytest.fixture
@@ -166,39 +77,6 @@ def pair(start: Start) -> VLLMEngine:
     """An engine of two tensor-parallel processes."""
     cores = sorted(os.sched_getaffinity(0))
     return start(tensor_parallel_size=2, cpu_cores=[cores[0], cores[-1]])
-
-
-def test_no_sample_before_weights(engine: VLLMEngine) -> None:
-    engine.wait_ready()
-    assert isinstance(engine, GenerationEngine)
-    assert engine.version == -1
-    with pytest.raises(EngineError, match="no complete weights"):
-        engine.generate(requests(1), SAMPLING)
-
-
-def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
-    loaded: VLLMEngine, model: LlamaForCausalLM
-) -> None:
-    assert loaded.version == 1
-    for temperature in (0.7, 1.0):
-        asked = requests(16)
-        got = samples(loaded, asked, Sampling(max_tokens=24, temperature=temperature))
-        assert all(len(completion.token_ids) == len(completion.logprobs) == 24 for completion in got)
-        assert worst_difference(model, asked, got, temperature) < 1e-4
-
-
-def test_seeds_repeat_samples_and_other_seeds_differ(loaded: VLLMEngine) -> None:
-    first = samples(loaded, requests(32))
-    assert samples(loaded, requests(32)) == first
-    assert all(
-        one != other for one, other in zip(tokens(first), tokens(samples(loaded, requests(32, 1000))), strict=True)
-    )
-
-
-def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(loaded: VLLMEngine) -> None:
-    asked = requests(32)
-    together = tokens(samples(loaded, asked))
-    assert tokens(samples(loaded, asked[20:] + asked[3:5])) == together[20:] + together[3:5]
 
 
 def test_the_same_seeds_draw_the_same_tokens_as_generation_by_transformers(
@@ -226,19 +104,6 @@ def test_tokens_come_as_often_as_their_probabilities_say(loaded: VLLMEngine, mod
     freedom = int(often.sum())
     assert freedom > 50
     assert abs(chi_square - freedom) < 4.5 * (2 * freedom) ** 0.5
-
-
-def test_a_stop_token_ends_its_sample_and_is_part_of_it(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
-    asked = requests(32)
-    free = samples(loaded, asked)
-    stop = free[0].token_ids[5]
-    got = samples(loaded, asked, Sampling(max_tokens=24, temperature=0.7, stop_token_id=stop))
-    for whole, cut in zip(free, got, strict=True):
-        length = whole.token_ids.index(stop) + 1 if stop in whole.token_ids else 24
-        assert (cut.token_ids, cut.stopped) == (whole.token_ids[:length], stop in whole.token_ids)
-    assert any(completion.stopped for completion in got)
-    assert not all(completion.stopped for completion in got)
-    assert worst_difference(model, asked, got, 0.7) < 1e-4
 
 
 def test_prompts_that_do_not_fit_into_one_step_change_nothing(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
@@ -345,6 +210,9 @@ def test_vllm_stays_out_of_this_process(loaded: VLLMEngine) -> None:
 def test_a_stopped_engine_is_reported_within_its_step_timeout(start: Start, model: LlamaForCausalLM) -> None:
     shared_before = shared_memory()
     engine = start(step_timeout_s=3, name="engine 5")
+    assert engine.version == -1
+    with pytest.raises(EngineError, match="no complete weights"):
+        engine.generate(requests(1), SAMPLING)
     engine.load(buckets(model), 1)
     session = engine._process.pid
     completions = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))

@@ -34,21 +34,21 @@ GROUP = "given_group"
 
 
 class EngineError(RuntimeError):
-    """An engine could not do its call. The message names the call, the rank and what to do."""
+    """An engine could not run its call. The message names the call, the rank and the remedy."""
 
 
 class EngineDied(EngineError):
-    """The process behind an engine ended or stopped answering while it was needed."""
+    """An engine's process ended or stopped answering during a call."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: by `temperature` from the whole vocabulary, as PPO's ratio demands.
+    """How tokens are drawn. Always from the whole vocabulary, because PPO's ratio compares full distributions.
 
     Args:
         max_tokens: most response tokens, the stop token included.
         temperature: logits are divided by this; greater than 0.
-        stop_token_id: the token that ends a response (and is part of it), or `None` for always `max_tokens` tokens.
+        stop_token_id: the token that ends a response and is its last; `None` for responses of `max_tokens` tokens.
     """
 
     max_tokens: int
@@ -58,7 +58,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. `index` is its place in the global batch; `seed` fixes its random draws."""
+    """One prompt to continue. `index` is its index in the global batch; `seed` determines its random draws."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -67,8 +67,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response: `token_ids` with the stop token if it `stopped`, and each token's `logprobs`, natural
-    logarithms under the distribution that was sampled from (after temperature)."""
+    """One finished response.
+
+    Args:
+        index: of its request.
+        token_ids: with the stop token, if it `stopped`.
+        logprobs: of each token, natural logarithms, under the distribution after temperature that it was drawn from.
+        stopped: whether it ended with the stop token.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -87,7 +93,8 @@ class GenerationEngine(Protocol):
     version: int
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
-        """Take the actor's parameters, bucket by bucket. `version` is set after the last bucket.
+        """Take the actor's parameters, bucket by bucket. `version` is set after the last bucket. An engine that
+        generates with a training engine's own model sets `version` alone and reads no bucket.
 
         Raises:
             EngineError: the parameters are not those of the engine's model.

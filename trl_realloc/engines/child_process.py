@@ -1,6 +1,6 @@
-"""A child process that cannot outlive its parent, and leaves nothing behind: how it is started, watched and ended.
+"""Starts, watches and ends a child process that does not outlive its parent and leaves no shared memory behind.
 
-Knows nothing of what the child does. Linux only: it rests on PR_SET_PDEATHSIG and /proc.
+What the child runs is in `generation/vllm_host`. Linux only: uses PR_SET_PDEATHSIG and /proc.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import IO, Any
 
 
-# What a launcher (torchrun, accelerate, DeepSpeed) tells its ranks. A child that reads these believes it is a rank:
-# with TORCHELASTIC_USE_AGENT_STORE alone, vLLM waits for a store that never comes.
+# The variables that a launcher (torchrun, accelerate, DeepSpeed) sets for its ranks. A child that reads them behaves as
+# a rank: with TORCHELASTIC_USE_AGENT_STORE alone, vLLM waits for ever for a store.
 _LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _LAUNCHER_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "OMP_", "GOMP_", "KMP_")
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends; exit at once if it already has.
+    """Have the kernel kill this process when its parent ends; exit at once if the parent has ended already.
 
     Args:
-        parent_pid: who should be the parent. It may have ended before this call, and then no signal would come.
+        parent_pid: the expected parent. If it ended before this call, the kernel would send no signal.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -38,14 +38,14 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """Tie this rank to `torchrun` or `accelerate launch`, if one started it: killed with -9, a launcher ends nobody,
-    and its ranks would train on with nobody to stop them."""
+    """Have this rank end with `torchrun` or `accelerate launch`, if one started it. A launcher that is killed with
+    SIGKILL does not end its ranks, which would go on training."""
     if os.path.exists("/proc/self") and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         die_with_parent(os.getppid())
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment less what a launcher told this rank, its OpenMP threads included."""
+    """The environment without the variables that a launcher set for this rank, those of OpenMP included."""
     return {
         name: value
         for name, value in environment.items()
@@ -91,7 +91,7 @@ def spawn(
 
 
 def session_members(session: int) -> list[int]:
-    """The living processes of a session (that of a spawned child is its pid); zombies have ended and do not count."""
+    """The running processes of a session, without zombies. The session of a spawned child is its pid."""
     members = []
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         state, sid = _state_and_session(pid)
@@ -106,7 +106,7 @@ def stopped(session: int) -> list[int]:
 
 
 def _state_and_session(pid: int) -> tuple[str, int]:
-    """A process's state by its letter in /proc, and its session; `("X", 0)` of one that has ended."""
+    """A process's state (the letter in /proc) and its session; `("X", 0)` if it has ended."""
     with contextlib.suppress(OSError):
         # pid (name, which may hold anything) state ppid pgrp session ...
         state, _, _, sid = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[:4]
@@ -114,35 +114,35 @@ def _state_and_session(pid: int) -> tuple[str, int]:
     return "X", 0
 
 
-# What the kernel lists under /dev/shm of an engine: Python's shared memory and semaphores, vLLM's own segments on the
-# CPU. Of other names nothing is ours: an environment, a compiler's cache, a model that a user staged there.
+# The names of an engine's files in /dev/shm: shared memory and semaphores of Python, segments of torch and of vLLM on
+# the CPU. Files of other names are not an engine's: an environment, a compiler's cache, a model that a user put there.
 _SHARED_NAMES = re.compile(r"psm_[0-9a-f]+|sem\.[\w.-]+|[^/]*-cpushm[_\d]*|torch_\d+_\d+_\d+")
 
 
 def shared_memory(pids: Iterable[int], since: float) -> set[Path]:
-    """The files in /dev/shm, not in its folders, that these processes have mapped to share with each other: named as
-    Python, torch or vLLM name such, not executable, and made after `since` (seconds since the epoch).
+    """The shared memory of these processes: files in /dev/shm (not in its folders) that they have mapped as shared,
+    with a name as Python, torch or vLLM give, not executable, and created after `since` (seconds since the epoch).
     """
-    found = set()
+    paths = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path("/proc", str(pid), "maps").read_text().splitlines():
                 _, permissions, *_, name = line.split(maxsplit=5) if line.count(" ") > 4 else ("", "", "")
                 path = Path(name)
-                ours = path.parent == Path("/dev/shm") and _SHARED_NAMES.fullmatch(path.name)
-                if not ours or not permissions.endswith("s") or "x" in permissions:
+                is_engine_file = path.parent == Path("/dev/shm") and _SHARED_NAMES.fullmatch(path.name)
+                if not is_engine_file or not permissions.endswith("s") or "x" in permissions:
                     continue
                 with contextlib.suppress(OSError):  # "... (deleted)" among them
                     status = path.stat()
                     if status.st_ctime >= since - 1 and status.st_uid == os.getuid():
-                        found.add(path)
-    return found
+                        paths.add(path)
+    return paths
 
 
 def started_at(pid: int) -> float:
-    """When a process was started, in seconds since the epoch."""
+    """The start time of a process, in seconds since the epoch; now, if it has ended."""
     try:
-        # field 22, in ticks since the machine's start
+        # field 22: the start in clock ticks since the machine booted
         ticks = int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -150,21 +150,24 @@ def started_at(pid: int) -> float:
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def unlink_shared_memory(pids: Iterable[int], since: float) -> None:
-    """Remove the names of the shared memory that these processes made; the mappings themselves stay valid."""
+def remove_shared_memory_names(pids: Iterable[int], since: float) -> None:
+    """Unlink the files of the shared memory of these processes (`shared_memory`). Their mappings stay valid."""
     for path in shared_memory(pids, since):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def end(child: subprocess.Popen[bytes], grace_s: float = 3.0, patience_s: float = 10.0) -> None:
-    """Kill a spawned child and all of its session, and unlink the shared memory they had.
+    """Kill a spawned child and all processes of its session, and remove the names of their shared memory.
 
-    First the child alone: what it started dies with it, but for Python's resource tracker, which then unlinks the
-    semaphores and segments it knows of. After `grace_s` seconds, whatever is left. A process that the kernel does not
-    let go (in state D, in a driver) ends when that returns; after `patience_s` more it is not waited for.
+    The child is killed first. Its children die with it, except Python's resource tracker, which then unlinks the
+    semaphores and segments that it tracks. The processes left after `grace_s` seconds are killed too. A process in
+    uninterruptible sleep (state D, in a driver) ends when the driver returns; it is waited for `patience_s` seconds
+    more.
     """
-    unlink_shared_memory(session_members(child.pid), started_at(child.pid))  # a dead process has no maps to read
+    remove_shared_memory_names(
+        session_members(child.pid), started_at(child.pid)
+    )  # before the kill: an ended process has no maps
     child.kill()
     begun = time.monotonic()
     killed = False
@@ -180,7 +183,7 @@ def end(child: subprocess.Popen[bytes], grace_s: float = 3.0, patience_s: float 
 
 
 def how_it_ended(child: subprocess.Popen[Any]) -> str:
-    """For an error message: "was ended by SIGKILL", "ended with exit status 1", "is still running"."""
+    """The end of a process as a predicate: "was ended by SIGKILL", "ended with exit status 1", "is still running"."""
     code = child.poll()
     if code is None:
         return "is still running"
@@ -188,7 +191,7 @@ def how_it_ended(child: subprocess.Popen[Any]) -> str:
 
 
 def tail(log: IO[bytes], lines: int = 30) -> str:
-    """The last lines of a log that another process writes through the same descriptor."""
+    """The last lines of a log that another process writes to through the same descriptor."""
     size = os.fstat(log.fileno()).st_size
     start = max(0, size - 16384)
     text = os.pread(log.fileno(), size - start, start).decode(errors="replace")

@@ -1,4 +1,6 @@
-"""The ranks of one device mesh as a process group: the collectives an engine needs, and nothing for a mesh of one."""
+"""The ranks of one device mesh as a process group, with the collectives that engines use. On a mesh of one rank they do
+nothing. The process groups themselves are made in `runtime/process_groups`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class MeshGroup:
     ranks: global ranks of the mesh, ascending.
     rank: this process.
     group: its `torch.distributed` process group; `None` on a mesh of one device.
-    device: where this mesh's tensors live (NCCL moves nothing else).
+    device: of the tensors that the collectives send; a GPU with NCCL.
     """
 
     ranks: tuple[int, ...]
@@ -36,7 +38,7 @@ class MeshGroup:
 
     @property
     def index(self) -> int:
-        """This process's place in the mesh; its data-parallel rank where tp = pp = 1."""
+        """The index of this process among `ranks`; with tp = pp = 1 its data-parallel rank."""
         return self.ranks.index(self.rank)
 
     @property
@@ -44,11 +46,12 @@ class MeshGroup:
         return self.rank == self.ranks[0]
 
     def max(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
         if self.size == 1:
             return number
-        box = torch.tensor(number, device=self.device)
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.group)
-        return int(box)
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return int(largest)
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors in place over the mesh. Every rank passes tensors of the same shapes and dtypes."""
@@ -77,7 +80,7 @@ class MeshGroup:
                 yield bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor of one shape, in the order of `ranks`."""
+        """The tensors of all ranks, of one shape, in the order of `ranks`."""
         if self.size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor, device=self.device) for _ in self.ranks]
@@ -96,13 +99,15 @@ def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class SplitGroups:
-    """A mesh as tensor groups inside pipelines inside replicas: its device `(d * pp + p) * tp + t` has tensor rank t
-    of stage p of replica d.
+    """The process groups of a mesh that is split into data x pipeline x tensor ranks: device `(d * pp + p) * tp + t`
+    has tensor rank t in stage p of replica d.
 
     Args:
-        mesh: all of it.
-        dp: the ranks with this one's t and p; tp: those with its d and p; pp: those with its d and t.
-        ends: of its pipeline the first and the last stage (of which this rank need not be one).
+        mesh: all ranks.
+        dp: the ranks that share this rank's t and p.
+        tp: the ranks that share its d and p.
+        pp: the ranks that share its d and t, in the order of the stages.
+        ends: the first and the last stage of its pipeline; this rank may be neither.
     """
 
     mesh: MeshGroup
@@ -113,7 +118,7 @@ class SplitGroups:
 
 
 def split_ranks(ranks: tuple[int, ...], tp: int, pp: int) -> Mapping[str, list[tuple[int, ...]]]:
-    """The ranks of every `dp`, `tp`, `pp` and `ends` group of a mesh, in one order for all that make them."""
+    """The ranks of all `dp`, `tp`, `pp` and `ends` groups of a mesh, in the order in which every rank creates them."""
     inner = tp * pp
     starts = range(0, len(ranks), inner)
     pipelines = [tuple(ranks[d + t : d + inner : tp]) for d in starts for t in range(tp)]

@@ -1,6 +1,8 @@
-"""The four models as a user may give them (loaded, or by name or path) and as the roles need them.
+"""Loads and prepares the roles' models: from a loaded model or from a name or path, without weights, with adapters,
+frozen.
 
-A model given by name is loaded by the ranks whose calls use it, and by no other.
+Which rank loads which model is decided in `runtime/engine_builder`; making the ranks' copies equal is in
+`training/replica_sync`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from .training.zero_init import created_whole
 
 
 class ModelError(ValueError):
-    """A model that cannot play its role. The message names the argument and what to do."""
+    """A model that cannot be used for its role. The message names the argument and the remedy."""
 
 
 def read_config(model: PreTrainedModel | str, argument: str) -> Any:
-    """A model's Transformers config without loading its weights. Its `dtype` is that of a loaded model's parameters, of
-    one by path the checkpoint's.
+    """A model's Transformers config, without loading weights. Its `dtype` is that of the parameters if the model is
+    loaded, and the checkpoint's otherwise.
 
     Raises:
         ModelError: a name or path under which there is no model.
@@ -35,10 +37,10 @@ def read_config(model: PreTrainedModel | str, argument: str) -> Any:
         return _in_dtype(model.config, dtype)
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged config makes its class raise
+    except Exception as error:  # a damaged config may make its class raise anything
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"{argument}: {model!r} needs code of its own (trust_remote_code), which the engines cannot load; use "
+                f"{argument}: {model!r} needs remote code (trust_remote_code), which the engines cannot load; use "
                 f"a model whose family Transformers itself has."
             ) from None
         looks_local = os.sep in model and (model.startswith((".", os.sep, "~")) or model.count(os.sep) > 1)
@@ -51,8 +53,8 @@ def read_config(model: PreTrainedModel | str, argument: str) -> Any:
 
 
 def trained_config(config: Any, model: PreTrainedModel | str) -> Any:
-    """The config of a model that is to be trained, in the dtype of its parameters in this run: one by path is loaded in
-    float32 (`load_policy`)."""
+    """The config of a model that is trained, with the dtype of its parameters in this run. A model given by path is
+    loaded in float32 (`load_policy`)."""
     return _in_dtype(config, torch.float32) if isinstance(model, str) else config
 
 
@@ -66,8 +68,8 @@ def _in_dtype(config: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws from `seed`: the parameters that a checkpoint lacks and the matrices of new adapters are the
-    same in every process and every run. The generators' states are restored after."""
+    """Inside, torch's generators are seeded, so that parameters that a checkpoint lacks and the matrices of new
+    adapters are the same in every process and every run. The generators' states are restored at the end."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -75,7 +77,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def load_policy(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
-    """A causal language model; by name in float32 where it is trained (mixed precision is autocast), else as saved."""
+    """A causal language model. From a name or path it is loaded in float32 if it is trained (mixed precision uses
+    autocast), and in the checkpoint's dtype otherwise."""
     if not isinstance(model, str):
         return model
     with created_whole():
@@ -83,7 +86,7 @@ def load_policy(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
 
 
 def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
-    """A sequence classifier with one output, likewise."""
+    """A sequence classifier with one output, loaded as `load_policy` loads."""
     if not isinstance(model, str):
         return model
     dtype = torch.float32 if trained else "auto"
@@ -92,7 +95,7 @@ def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedMo
 
 
 def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
-    """The model's structure without its weights: what a `Trainer` can hold on a rank that has no part of the role."""
+    """The model's modules on the meta device, for a `Trainer` on a rank that has no part of the role."""
     if not is_policy:
         config = copy.copy(config)
         config.num_labels = 1
@@ -102,8 +105,11 @@ def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
 
 
 def blank(config: Any, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> PreTrainedModel:
-    """A model with memory for its parameters, of these types by name (of others the first), and nothing in it; its
-    buffers as when made new."""
+    """A model with uninitialized parameters and initialized buffers.
+
+    Args:
+        dtypes: of the parameters by name; parameters without an entry get the first one.
+    """
     kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
     with init_empty_weights(include_buffers=False), created_whole():
         model = kind.from_config(config)
@@ -117,7 +123,7 @@ def blank(config: Any, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> Pr
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `from_pretrained` would read beside the parameters, on the host."""
+    """The model's persistent buffers by name, on the CPU: the part of a checkpoint that is not parameters."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
         name: tensor.cpu()
@@ -127,7 +133,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Dropout off, in place: it would make the ratio of new to old probabilities differ from 1 before any step."""
+    """Turn dropout off, in place. With dropout the ratio of new to old probabilities is not 1 before the first step."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -138,7 +144,10 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None) -> PreTrainedModel:
-    """The policy under a new adapter of `peft_config`, or as it is; of several adapters `adapter` is the one to train.
+    """The policy with a new adapter, if `peft_config` asks for one.
+
+    Args:
+        adapter: the name of the adapter to train, if there are several.
 
     Raises:
         ModelError: peft is missing, or the model has adapters already.
@@ -148,7 +157,7 @@ def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None)
             from peft import PeftConfig, PeftModel, get_peft_model
         except ImportError:
             raise ModelError(
-                "peft_config is given, but peft is not installed; pip install 'trl_realloc[peft]'."
+                "peft_config is set, but peft is not installed; pip install 'trl_realloc[peft]'."
             ) from None
         if not isinstance(peft_config, PeftConfig):
             raise ModelError(
@@ -167,7 +176,7 @@ def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None)
 
 def check_trains(model: nn.Module, argument: str) -> None:
     """Raises:
-    ModelError: all parameters of the role that is to learn are frozen, or some that are not are in float16.
+    ModelError: all parameters of a role that is trained are frozen, or a parameter that is trained is float16.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         way_out = (
@@ -192,7 +201,8 @@ def has_adapters(model: Any) -> bool:
 
 
 def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.Module], Any]:
-    """The context in which the policy's module is its own reference: with its adapters off, or with the reference's."""
+    """The context in which the policy's module computes the reference: with its adapters disabled, or with the adapter
+    `ref_adapter` active."""
 
     @contextlib.contextmanager
     def context(model: Any) -> Iterator[None]:
@@ -210,7 +220,7 @@ def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.M
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as it is now, for a reference that stays; without adapters, which are what is trained."""
-    made: Any = copy.deepcopy(model)
-    frozen: PreTrainedModel = (made.unload() if has_adapters(made) else made).requires_grad_(False).eval()
+    """A frozen copy of the model for the reference, without adapters."""
+    copied: Any = copy.deepcopy(model)
+    frozen: PreTrainedModel = (copied.unload() if has_adapters(copied) else copied).requires_grad_(False).eval()
     return frozen

@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..child_process import die_with_parent, started_at, unlink_shared_memory
+from ..child_process import die_with_parent, remove_shared_memory_names, started_at
 
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def tie_to_workers(channel: Channel) -> threading.Event:
     # All have opened what they share; without names, not even a kill of the whole group leaves any of it behind. Before
     # this, the start of several workers on the CPU has a gap: vLLM's own "...cpushm_0" stays if all are killed in it.
     pids = [os.getpid(), *(worker.pid for worker in workers if worker.pid)]
-    unlink_shared_memory(pids, started_at(os.getpid()))
+    remove_shared_memory_names(pids, started_at(os.getpid()))
     return closing
 
 

@@ -1,5 +1,5 @@
-"""Locks in the folder where torch compiles extensions, among them DeepSpeed's ops: whose holder has ended, and what to
-say of the others. torch waits for such a lock without a word and without an end.
+"""Removes stale locks in the folder where torch compiles extensions, such as DeepSpeed's ops. torch would wait for such
+a lock for ever, without a message. Which ops DeepSpeed compiles on a CPU is in `zero_setup`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ _NETWORK = ("nfs", "lustre", "cifs", "smb", "ceph", "gpfs", "beegfs", "glusterfs
 
 
 def compiles(config: Mapping[str, Any]) -> bool:
-    """Whether an engine of this DeepSpeed config needs a compiled op: reading and writing an NVMe drive does."""
+    """Whether an engine with this DeepSpeed config needs a compiled op: offload to an NVMe drive does."""
     zero = config.get("zero_optimization", {})
     return any("nvme" in str(zero.get(name, {})) for name in ("offload_optimizer", "offload_param"))
 
 
 def extensions_folder() -> Path:
-    """Where torch compiles extensions, one folder for each."""
+    """The folder in which torch compiles extensions, each in a folder of its own."""
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory("", False))
 
 
 def clear_stale_locks(folder: Path) -> None:
-    """Remove the locks in `folder` that a job has left which was killed while it compiled, and say of the others for
-    what this job may wait.
+    """Remove the locks in `folder` of jobs that were killed while they compiled, and warn about the other locks.
 
-    torch holds a lock's file open while it compiles, so a lock that no process has open is stale. Where the processes
-    that may have it cannot be seen (another user's, another host's over a network file system) it is left.
+    torch has a lock's file open while it compiles, so a lock that no process has open is stale. A lock whose holder may
+    be invisible here (another user's process, or another host's on a network file system) is not removed.
     """
     for lock in folder.glob("*/lock"):
-        with contextlib.suppress(FileNotFoundError), _alone(lock.parent):
+        with contextlib.suppress(FileNotFoundError), _exclusive(lock.parent):
             holders = list(_holders(lock))
             if holders:
                 logger.warning("%s is being compiled by process %d; this job may wait for it.", lock.parent, holders[0])
@@ -47,13 +46,13 @@ def clear_stale_locks(folder: Path) -> None:
                 logger.warning("%s: if no job compiles there, delete this file, or this job waits for ever.", lock)
             else:
                 lock.unlink()
-                logger.warning("removed %s, which a job has left that was killed while it compiled.", lock)
+                logger.warning("removed %s, the lock of a job that was killed while it compiled.", lock)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Inside, no other rank looks at this folder's lock: one that has just been taken must not be removed as the stale
-    one that it replaced."""
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Inside, no other rank handles this folder's lock. Otherwise a rank could remove a new lock for the stale one that
+    it replaced."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -63,20 +62,20 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _holders(path: Path) -> Iterator[int]:
-    """The processes of this user that have a file open."""
-    own = os.stat(path)
+    """The pids of this user's processes that have the file open."""
+    file = os.stat(path)
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
                 for handle in os.scandir(f"/proc/{entry}/fd"):
                     with contextlib.suppress(OSError):
-                        if os.path.samestat(os.stat(handle.path), own):
+                        if os.path.samestat(os.stat(handle.path), file):
                             yield int(entry)
                             break
 
 
 def _on_network(path: Path) -> bool:
-    """Whether a file lies on a file system that other hosts may write to."""
+    """Whether a file is on a network file system."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     inside = [(point, kind) for point, kind in mounts if path.resolve().is_relative_to(point)]
     return max(inside, key=lambda mount: len(mount[0]), default=("", ""))[1].startswith(_NETWORK)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh_group import SplitGroups
-from .tensor_parallel import box_of, is_cut, local, local_gradient
+from .tensor_parallel import box_of, is_split, local, local_gradient
 
 
 def is_low(parameter: Tensor) -> bool:
@@ -203,7 +203,7 @@ class Masters:
     def counts(self, master: Master) -> bool:
         """Whether this rank stands for it where each part of the model is wanted once: in the norm, in a checkpoint."""
         first_replica = master.owner == self.groups.dp.index or (master.owner == -1 and self.groups.dp.index == 0)
-        of_tensor = is_cut(master.parameter) or self.groups.tp.index == 0
+        of_tensor = is_split(master.parameter) or self.groups.tp.index == 0
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
 
     @torch.no_grad()
@@ -241,7 +241,7 @@ class Masters:
         if groups.tp.size > 1:
             groups.tp.sum_([gradients[master.name] for master in self.all if master.partial])
             # each rank has computed these for itself: a kernel that adds in no fixed order must not part the replicas
-            whole = [m for m in self.all if not m.partial and not is_cut(m.parameter)]
+            whole = [m for m in self.all if not m.partial and not is_split(m.parameter)]
             groups.tp.broadcast([gradients[master.name] for master in whole], 0)
         if groups.ends.size > 1 and groups.ends.rank in groups.ends.ranks:
             groups.ends.sum_([gradients[master.name] for master in self.all if master.tied])

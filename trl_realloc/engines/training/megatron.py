@@ -29,7 +29,7 @@ from .packed_attention import base_of
 from .packed_forward import PolicyHead, RoleHead, TokenLogprobs, run_forward, run_training, tied_weight
 from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
-from .tensor_parallel import box_of, is_cut, local, split_tensors, vocabulary_start
+from .tensor_parallel import box_of, is_split, local, split_tensors, vocabulary_start
 from .vocab_parallel import SplitLogprobs
 from .weight_export import check_state, checkpoint_names
 
@@ -286,7 +286,7 @@ class MegatronEngine:
     def _stands_for(self, parameter: Tensor, name: str) -> bool:
         """Whether this rank's part is the one that is taken, of all replicas of it."""
         groups = self.groups
-        of_tensor = is_cut(parameter) or groups.tp.index == 0
+        of_tensor = is_split(parameter) or groups.tp.index == 0
         return groups.dp.index == 0 and of_tensor and not (name == self._tied and groups.pp.index > 0)
 
     def _gathered(self, word: Any) -> list[Any]:

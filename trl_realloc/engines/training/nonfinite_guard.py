@@ -1,7 +1,7 @@
-"""Refuses an optimizer step whose losses or gradients are not finite, on all ranks of a mesh at the same place.
+"""Refuses an optimizer step whose losses or gradients are not finite, on all ranks of a mesh together.
 
-A loss that is not finite makes its gradients NaN (`guarded`), and gradients are summed over the mesh: one look at their
-global norm, which every rank has, decides for all of them without another message.
+A loss that is not finite gets NaN gradients (`guarded`). Gradients are summed over the mesh, so every rank finds the
+same in their global norm, without another message. Checks of samples and weights are in `algorithms/nonfinite`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from ..mesh_group import MeshGroup
 
 
 def guarded(loss: Tensor) -> Tensor:
-    """The loss (0-dimensional), with NaN for gradients where it is not finite: the square of a large error overflows,
-    and its derivative does not. Stays on the device."""
+    """The loss (0-dimensional), with NaN gradients if it is not finite. Without this they may be finite: the square of
+    a large error overflows, its derivative does not. Does not wait for the device."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 def refusal(group: MeshGroup, samples: Rollouts, statistics: Mapping[str, Tensor]) -> NonFiniteError:
-    """Why a step whose gradients are not finite was refused. Collective over the mesh; the same on all its ranks.
+    """The error for a step whose gradients are not finite, with the sample that caused it. Collective over the mesh;
+    the same on all ranks.
 
     Args:
-        samples: this rank's of the mini-batch.
-        statistics: (n,) of each, on the CPU, as `run_training` returns them; those named `*_loss` are the losses.
+        samples: this rank's share of the mini-batch.
+        statistics: (n,) tensors by name on the CPU, as `run_training` returns them. Those named `*_loss` are losses.
     """
-    blamed = -1
+    sample = -1
     for name, column in statistics.items():
-        places = (~column.isfinite()).nonzero()
-        if name.endswith("_loss") and len(places):
-            blamed = int(samples.tensor("index")[int(places[0])])
-    blamed = group.max(blamed)
-    if blamed < 0:
+        rows = (~column.isfinite()).nonzero()
+        if name.endswith("_loss") and len(rows):
+            sample = int(samples.tensor("index")[int(rows[0])])
+    sample = group.max(sample)
+    if sample < 0:
         return NonFiniteError("the gradients are not finite, though every sample's loss is")
-    return NonFiniteError(f"the loss of sample {blamed} of the batch is not finite", blamed)
+    return NonFiniteError(f"the loss of sample {sample} of the batch is not finite", sample)

@@ -1,7 +1,8 @@
-"""Training and scoring with a full replica of the role on every rank of the mesh: `zero_stage: 0`.
+"""Engine that trains and scores with a full replica of the model on every rank of the mesh (`zero_stage: 0`).
 
-Plain torch, so one process needs neither DeepSpeed nor a launcher. Gradients are summed over the mesh after the last
-micro-batch; the loss is already divided by the global number of tokens.
+Uses plain torch, so a single process needs neither DeepSpeed nor a launcher. Gradients are summed over the mesh after
+the last micro-batch. Replicas whose optimizer state or parameters are sharded are in `zero`, split models in
+`megatron`.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ if TYPE_CHECKING:
 
 
 class ReplicatedEngine:
-    """Args:
-    head: the role's model and what is asked of it.
-    group: the mesh.
-    device: where the model lives while it computes.
-    compute_dtype: bfloat16 or float16 for mixed precision (float32 parameters, autocast), `None` for the model's own.
-    make_optimizer: from the module to its optimizer; `None` for a frozen role. Parameters of 16 bits are trained
-        through float32 master weights.
-    max_grad_norm: clip the global gradient to this norm; 0 or less for never.
+    """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods.
+
+    Args:
+        head: the role's model, in its head.
+        group: the mesh.
+        device: that the model computes on.
+        compute_dtype: bfloat16 or float16 for mixed precision (float32 parameters, autocast); `None` to compute in the
+            parameters' dtype.
+        make_optimizer: makes the optimizer of a module; `None` for a frozen role. Parameters of 16 bits are trained
+            through float32 master weights.
+        max_grad_norm: the global gradient is clipped to this norm; not clipped if 0 or less.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class ReplicatedEngine:
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of the whole model."""
+        """The names of the model's parameters."""
         return [name for name, _ in self.head.model.named_parameters()]
 
     @property
@@ -77,7 +81,7 @@ class ReplicatedEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
-        assert self.optimizer is not None, "a frozen role was asked to train"
+        assert self.optimizer is not None, "a frozen role cannot be trained"
         self.head.train()
         statistics = run_training(
             self._call,
@@ -102,33 +106,35 @@ class ReplicatedEngine:
 
     @property
     def _masters(self) -> MasterWeights:
-        assert self.masters is not None, "a frozen role has no masters"
+        assert self.masters is not None, "a frozen role has no master weights"
         return self.masters
 
-    def _stepped(self) -> list[nn.Parameter]:
-        """What the optimizer steps, with the gradients: the parameters, or their masters."""
+    def _optimized(self) -> list[nn.Parameter]:
+        """The tensors that the optimizer steps and that have the gradients: the parameters, or their master weights."""
         return [self._masters.of(p) for p in self.head.parameters() if p.requires_grad]
 
     def _clip(self) -> Tensor:
-        """Clip the gradients to `max_grad_norm`; returns their norm before that, 0-dimensional."""
-        stepped = self._stepped()
-        gradients = [p.grad for p in stepped if p.grad is not None]
+        """Clip the gradients to `max_grad_norm`. Returns their norm before, a 0-dimensional tensor."""
+        optimized = self._optimized()
+        gradients = [p.grad for p in optimized if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(stepped, self.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(optimized, self.max_grad_norm, norm)
         return norm
 
     def _refuse(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
-        """Raises:
-        NonFiniteError: the step cannot be taken; its gradients are dropped. Not under float16's scaler where the
-            losses are finite: it leaves the step out by itself, and scales the next one less.
+        """Drop the gradients of a step that is not finite.
+
+        Raises:
+            NonFiniteError: always, except where the losses are finite and the scaler of float16 has a scale of 1 or
+                more: the scaler then skips the step itself and lowers the scale.
         """
         assert self.optimizer is not None, "a frozen role has no gradients"
         error = refusal(self.group, samples, statistics)
         if self.scaler.is_enabled() and error.sample < 0:
             if self.scaler.get_scale() >= 1.0:
                 return
-            error = NonFiniteError(f"{error}, with float16's losses scaled by {self.scaler.get_scale():g}")
+            error = NonFiniteError(f"{error}, with the loss scaled by {self.scaler.get_scale():g}")
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(self.scaler.get_scale() if self.scaler.is_enabled() else None)
         raise error
@@ -137,49 +143,44 @@ class ReplicatedEngine:
         return buckets(self.head.model, None, bucket_bytes, merged=merged)
 
     def parts(self) -> Parts:
-        """The parameters that training changes, of a frozen role all: whole, live tensors by the module's names."""
+        """See `base.ScoringEngine.parts`: here full parameters."""
         return whole_parts(self.head.model)
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        """The model with all its parameters, for generating in place."""
+        """See `base.InPlaceEngine`."""
         with self._evaluating(), self._autocast():
             yield self.head.model
 
     def state_dict(self) -> dict[str, Any]:
-        """What training goes on from, by parameter name and whatever the layout, so that one plan's state loads under
-        another: `parameters[name]` holds `master` (the float32 weights) and each of the optimizer's tensors in the
-        parameter's shape; `scalars[name]` the rest."""
-        assert self.optimizer is not None, "a frozen role has no state"
+        """See `base.TrainingEngine.state_dict`. Every rank returns the complete state."""
+        assert self.optimizer is not None, "a frozen role has no training state"
         parameters: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, dict[str, Any]] = {}
         for name, parameter in self.head.model.named_parameters():
             if parameter.requires_grad:
                 master = self._masters.of(parameter)
-                slots = self.optimizer.state.get(master, {})
-                full = {key: cell for key, cell in slots.items() if torch.is_tensor(cell) and cell.dim()}
-                cells = {key: cell.detach() for key, cell in {**full, "master": master}.items()}
-                parameters[name] = {
-                    key: cell.float().cpu() if cell.is_floating_point() and is_low(cell) else cell.to("cpu", copy=True)
-                    for key, cell in cells.items()
-                }
-                scalars[name] = copy.deepcopy({key: cell for key, cell in slots.items() if key not in full})
+                state = self.optimizer.state.get(master, {})
+                tensors = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+                tensors["master"] = master
+                parameters[name] = {key: _on_host(tensor.detach()) for key, tensor in tensors.items()}
+                scalars[name] = copy.deepcopy({key: value for key, value in state.items() if key not in tensors})
         scaler = {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
         return {"version": self.version, "parameters": parameters, "scalars": scalars, **scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        assert self.optimizer is not None, "a frozen role has no state to load"
+        assert self.optimizer is not None, "a frozen role has no training state"
         trained = [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]
         check_state(state, [name for name, _ in trained])
         if self.scaler.is_enabled() and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         for name, parameter in trained:
             master = self._masters.of(parameter)
-            slots = {key: in_dtype_of(master, cell) for key, cell in state["parameters"][name].items()}
-            master.data.copy_(slots.pop("master"))
-            slots |= {k: c.clone() if torch.is_tensor(c) else c for k, c in state["scalars"][name].items()}
-            if slots:
-                self.optimizer.state[master] = slots
+            values = {key: in_dtype_of(master, tensor) for key, tensor in state["parameters"][name].items()}
+            master.data.copy_(values.pop("master"))
+            values |= {k: v.clone() if torch.is_tensor(v) else v for k, v in state["scalars"][name].items()}
+            if values:
+                self.optimizer.state[master] = values
         self._masters.publish()
         self.version = state["version"]
 
@@ -208,25 +209,33 @@ class ReplicatedEngine:
     def _sum_gradients(self) -> None:
         if self.group.size == 1:
             return
-        parameters = self._stepped()
-        has = torch.tensor([float(p.grad is not None) for p in parameters], device=self.group.device)
-        self.group.sum_([has])  # a rank without samples has no gradients; a parameter without use has none anywhere
-        used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+        parameters = self._optimized()
+        # a rank without samples has no gradients; a parameter that the loss does not use has none on any rank
+        gradients = torch.tensor([float(p.grad is not None) for p in parameters], device=self.group.device)
+        self.group.sum_([gradients])
+        used = [p for p, count in zip(parameters, gradients.tolist(), strict=True) if count]
         for parameter in used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.group.sum_([p.grad for p in used if p.grad is not None])
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, in float32 if the tensor has 16-bit floating-point numbers."""
+    if tensor.is_floating_point() and is_low(tensor):
+        return tensor.float().cpu()
+    return tensor.to("cpu", copy=True)
+
+
 def whole_parts(model: nn.Module) -> Parts:
-    """A replica's parameters as layouts see them: the trained ones, or all where none is."""
+    """The full parameters of a replica as `Parts`: those that are trained, or all if none is."""
     named = list(model.named_parameters())
     trained = [(name, p) for name, p in named if p.requires_grad] or named
     return {name: [(tuple((0, size) for size in p.shape), p.data)] for name, p in trained}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: Rate) -> None:
-    """To every parameter group; of settings by group, each gets those with its number."""
+    """Set every parameter group of an optimizer to one learning rate, or to the settings under its number (`GROUP`)."""
     for group in optimizer.param_groups:
         group.update({"lr": learning_rate} if isinstance(learning_rate, (int, float)) else learning_rate[group[GROUP]])
 

@@ -1,7 +1,7 @@
-"""A model's parameters under the names a checkpoint has, adapters merged in, in buckets.
+"""Exports a model's parameters in buckets under checkpoint names, with adapters merged into the weights.
 
-What a generation engine loads. Owns no transport; where parameters are partitioned (ZeRO-3) the caller says how to
-gather a few of them.
+How a bucket gets into a generation engine is in `generation/weight_buffers`. Gathering partitioned parameters (ZeRO-3)
+is in `zero`, which passes the function for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..base import BUCKET_BYTES, Bucket, EngineError
 from ..buckets import in_buckets
 
 
-try:  # what `save_pretrained` names parameters by; not public, and absent before Transformers 5
+try:  # the renaming that `save_pretrained` does; private, and absent before Transformers 5
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
@@ -32,35 +32,38 @@ Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class _Weight:
-    """One tensor of a checkpoint: the parameters that make it, and how, once they are whole."""
+    """One tensor of a checkpoint: its name, the parameters that it is computed from, and the function that computes it
+    when they are full."""
 
     name: str
     sources: tuple[nn.Parameter, ...]
-    make: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
 
 
 def buckets(
     model: nn.Module, gather: Gather | None = None, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True
 ) -> Iterator[Bucket]:
-    """Full tensors in checkpoint names, in buckets of about `bucket_bytes`; a larger tensor has one of its own.
+    """Yield the model's parameters as full tensors, in buckets of at most `bucket_bytes` or of one larger tensor.
 
     The tensors may be the live parameters: a receiver copies what it keeps. Collective if `gather` is.
 
     Args:
-        gather: makes some parameters whole for a while, where they are partitioned.
-        merged: adapters added into the weights they adapt; else every parameter as the module has it, adapters apart.
+        gather: the context in which the given parameters are full, where they are partitioned.
+        merged: under checkpoint names, with adapters merged into the weights. Otherwise under the module's names, with
+            the adapters as parameters of their own.
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
-    named = partial(checkpoint_names, model) if merged else list
+    rename = partial(checkpoint_names, model) if merged else list
     weights = _weights(model) if merged else _plain(model)
     for bucket in in_buckets(weights, lambda weight: _full_bytes(weight.sources[0]), bucket_bytes):
         with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
-            yield named([(weight.name, weight.make()) for weight in bucket])
+            yield rename([(weight.name, weight.compute()) for weight in bucket])
 
 
 def checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:
-    """The module's names as the family's checkpoints have them, where they differ since Transformers 5 (GPT-NeoX's
-    `lm_head` is saved as `embed_out`; a mixture's experts lie fused in the module, one by one in a checkpoint)."""
+    """The tensors under the names, and in the form, that the family's checkpoints have. Since Transformers 5 they may
+    differ from the module's: GPT-NeoX's `lm_head` is saved as `embed_out`, and the experts of a mixture, which the
+    module has fused, are saved one by one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if revert_weight_conversion is None or not isinstance(base, PreTrainedModel):
         return tensors
@@ -68,7 +71,7 @@ def checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:
 
 
 def _full_bytes(parameter: nn.Parameter) -> int:
-    # under ZeRO-3 numel() is 0 between gathers; DeepSpeed keeps the true one in ds_numel
+    # under ZeRO-3 numel() is 0 outside a gather; DeepSpeed has the full number of elements in ds_numel
     return int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
 
 
@@ -87,8 +90,8 @@ def _weights(model: Any) -> Iterator[_Weight]:
     for name, parameter in model.named_parameters():
         owner = next((layer for layer in tuned if name.startswith(f"{layer}.")), None)
         if owner is None:
-            if (kept := _saved_name(name, model.active_adapters)) is not None:
-                yield _Weight(kept, (parameter,), parameter.detach)
+            if (saved := _saved_name(name, model.active_adapters)) is not None:
+                yield _Weight(saved, (parameter,), parameter.detach)
         elif name.startswith(f"{owner}.base_layer."):
             layer = tuned[owner]
             clean = _clean(name.replace(".base_layer.", "."))
@@ -97,8 +100,9 @@ def _weights(model: Any) -> Iterator[_Weight]:
 
 
 def _merged(parameter: nn.Parameter, layer: Any) -> Tensor:
-    """A base layer's parameter as peft's own merge makes it, whatever the kind of adapter (DoRA and IA3 do not just
-    add a product); the layer is left as it was. `safe_merge` puts new tensors in the old ones' place."""
+    """A base layer's parameter after PEFT's own merge, which is right for every kind of adapter (DoRA and IA3 do not
+    only add a product). The layer is unchanged afterwards: `safe_merge` replaces tensors, and the old ones are put
+    back."""
     merged_before = list(layer.merged_adapters)
     before = [(base, base.data) for base in layer.get_base_layer().parameters()]
     try:
@@ -111,8 +115,8 @@ def _merged(parameter: nn.Parameter, layer: Any) -> Tensor:
 
 
 def _saved_name(name: str, active_adapters: Sequence[str]) -> str | None:
-    """The checkpoint name of a parameter outside the adapters; None for the original that `modules_to_save` replaced,
-    and for its copies in adapters that are not active."""
+    """The checkpoint name of a parameter that no adapter layer has. `None` for a module that `modules_to_save` has
+    replaced, and for its copies in adapters that are not active."""
     if ".original_module." in name:
         return None
     parts = name.split(".")
@@ -120,7 +124,7 @@ def _saved_name(name: str, active_adapters: Sequence[str]) -> str | None:
         at = parts.index("modules_to_save")
         if parts[at + 1] not in active_adapters:
             return None
-        del parts[at : at + 2]  # and the adapter's name
+        del parts[at : at + 2]  # with the adapter's name
     return _clean(".".join(parts))
 
 
@@ -129,17 +133,17 @@ def _clean(name: str) -> str:
 
 
 def check_state(state: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuse a `state_dict` of another model: what it lacks would be left as it was made.
+    """Refuse the training state of another model, which would leave parameters as they were initialized.
 
     Args:
-        names: of the parameters that the whole role trains.
+        names: of all parameters that the role trains.
 
     Raises:
-        EngineError
+        EngineError: the state has other parameters.
     """
-    odd = sorted(set(state["parameters"]) ^ set(names))
-    if odd:
+    unmatched = sorted(set(state["parameters"]) ^ set(names))
+    if unmatched:
         raise EngineError(
             f"the state to load has {len(state['parameters'])} parameters, the model trains {len(names)}; "
-            f"{', '.join(odd[:3])} {'is' if len(odd) == 1 else 'are'} in one of them only."
+            f"{', '.join(unmatched[:3])} {'is' if len(unmatched) == 1 else 'are'} in one of them only."
         )

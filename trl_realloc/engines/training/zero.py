@@ -1,7 +1,8 @@
-"""Training and scoring with DeepSpeed ZeRO on the ranks of one mesh: stages 1 to 3.
+"""Engine that trains and scores with DeepSpeed ZeRO, stages 1 to 3, on the ranks of one mesh.
 
-Several of these engines live in one job, each on its own mesh, which Accelerate cannot give (its DeepSpeed path spans
-the world): `deepspeed.initialize` is called here with the mesh's groups.
+A job has several of these engines on different meshes. Accelerate's DeepSpeed integration spans the whole job, so
+`deepspeed.initialize` is called here with the mesh's process groups. The settings and workarounds for this are in
+`zero_setup`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
 
 
 class ZeroEngine:
-    """Arguments as `ReplicatedEngine`'s, and:
+    """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods. The arguments that
+    are not listed are those of `ReplicatedEngine`.
 
     Args:
-        stage: 1, 2 or 3; a frozen role only 3.
-        alone: a process group of this rank by itself.
+        stage: 1, 2 or 3; 3 for a frozen role.
+        alone: a process group of this rank alone.
         config: the user's DeepSpeed config, or `None`.
     """
 
@@ -78,7 +80,7 @@ class ZeroEngine:
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of the whole model."""
+        """The names of the model's parameters."""
         return [name for name, _ in self.head.model.named_parameters()]
 
     @property
@@ -97,7 +99,8 @@ class ZeroEngine:
 
         def backward(value: Tensor, is_last: bool) -> None:
             self.engine.set_gradient_accumulation_boundary(is_last)
-            self.engine.backward(value * self.group.size)  # DeepSpeed averages over the mesh; the loss wants the sum
+            # DeepSpeed averages gradients over the mesh, but the loss needs their sum
+            self.engine.backward(value * self.group.size)
             self.engine.step()
 
         with self._linear():
@@ -109,11 +112,11 @@ class ZeroEngine:
         return statistics
 
     def _check_step(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
-        """DeepSpeed leaves a step out whose gradients are not finite, on all ranks of the mesh, and says so in
-        `overflow`. Under its own float16 that is how its scaler finds the scale, where the losses are finite.
+        """DeepSpeed skips a step whose gradients are not finite, on all ranks of the mesh, and sets `overflow`. With
+        DeepSpeed's float16 and finite losses this is no error: its scaler then lowers the scale.
 
         Raises:
-            NonFiniteError: the step was left out.
+            NonFiniteError: the step was skipped.
         """
         if getattr(self.engine.optimizer, "overflow", False):
             error = refusal(self.group, samples, statistics)
@@ -124,8 +127,8 @@ class ZeroEngine:
         return buckets(self.head.model, self._gather, bucket_bytes, merged=merged)
 
     def parts(self) -> Parts:
-        """As `ReplicatedEngine.parts`. In stage 3 a process holds a stretch of every flattened parameter: some boxes of
-        it, live in DeepSpeed's partition."""
+        """See `base.ScoringEngine.parts`. In stage 3 a rank has a contiguous range of every flattened parameter, which
+        is several boxes of it. Their tensors are views of DeepSpeed's partition."""
         if self.stage < 3:
             return whole_parts(self.head.model)
         named = list(self.head.model.named_parameters())
@@ -133,6 +136,7 @@ class ZeroEngine:
         return {name: self._partition(p) for name, p in trained}
 
     def _partition(self, parameter: Any) -> list[tuple[Box, Tensor]]:
+        """This rank's boxes of a parameter in stage 3."""
         shape, flat = tuple(parameter.ds_shape), parameter.ds_tensor.data
         first = self.group.index * flat.numel()
         boxes = flat_boxes(shape, first, min(first + flat.numel(), parameter.ds_numel))
@@ -142,81 +146,85 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        """The model with all its parameters, for generating in place. Entering is collective over the mesh; a forward
-        inside is not, so ranks may make different numbers of them, or none."""
+        """See `base.InPlaceEngine`. Ranks may run different numbers of forwards inside, or none."""
         self.engine.eval()
         with self._gather(list(self.head.model.parameters())), self._without_hooks(), self._autocast():
             yield self.head.model
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """The modules without DeepSpeed's hooks. After a module's forward in stage 3 they partition its parameters, the
-        gathered ones too, and gather them for the next forward with the whole mesh: ranks that decode for different
-        numbers of steps would wait for each other for ever. They are set aside rather than made anew, which would lose
-        the recorded order of modules by which DeepSpeed prefetches."""
+        """Inside, the modules have no hooks of DeepSpeed's. In stage 3 the hooks partition a module's parameters after
+        its forward, the gathered ones too, and gather them for the next forward over the whole mesh: ranks that decode
+        for different numbers of steps would wait for each other for ever. The hooks are put back and not created again,
+        because that would lose the recorded order of modules by which DeepSpeed prefetches."""
         if self.stage < 3:
             yield
             return
         zero = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)
         ids = {handle.id for handle in (zero.fwd_pre_hook, *zero.forward_hooks, *zero.backward_hooks)}
-        kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        saved: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for module in self.head.modules():
             for table in (module._forward_pre_hooks, module._forward_hooks):
                 if not ids.isdisjoint(table):
-                    kept.append((table, dict(table)))
+                    saved.append((table, dict(table)))
                     for hook in ids.intersection(table):
                         del table[hook]
         try:
             yield
         finally:
-            for table, hooks in kept:
+            for table, hooks in saved:
                 table.clear()
                 table.update(hooks)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `ReplicatedEngine.state_dict`. Collective; every rank has the whole."""
+        """See `base.TrainingEngine.state_dict`. Every rank returns the complete state."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        self._link_slots()
+        self._link_state()
         parameters: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._trained():
-            slots = {key: safe_get_full_optimizer_state(parameter, key) for key in self._slot_names()}
-            slots["master"] = safe_get_full_fp32_param(parameter)
-            parameters[name] = {key: cell.detach().float().cpu().clone() for key, cell in slots.items()}
-        scalars = {name: {key: cell.clone() for key, cell in self._scalars().items()} for name in parameters}
+            tensors = {key: safe_get_full_optimizer_state(parameter, key) for key in self._state_names()}
+            tensors["master"] = safe_get_full_fp32_param(parameter)
+            parameters[name] = {key: tensor.detach().float().cpu().clone() for key, tensor in tensors.items()}
+        scalars = {name: {key: value.clone() for key, value in self._scalars().items()} for name in parameters}
         return {"version": self.version, "parameters": parameters, "scalars": scalars}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state(state, [name for name, _ in self._trained()])
-        kinds = {key for cells in state["parameters"].values() for key in cells} - {"master"}
-        # one step count for a partition of many parameters: it is the same for all of them
+        state_names = {key for tensors in state["parameters"].values() for key in tensors} - {"master"}
+        # a partition has many parameters and one step count, which is the same for all of them
         scalars: dict[str, Any] = next(iter(state["scalars"].values()), {})
-        self._make_slots(sorted(kinds), scalars)
+        self._initialize_state(sorted(state_names), scalars)
         for name, parameter in self._trained():
-            for key, cell in state["parameters"][name].items():
-                self._set(parameter, None if key == "master" else key, cell.to(self.device))
+            for key, tensor in state["parameters"][name].items():
+                self._set(parameter, None if key == "master" else key, tensor.to(self.device))
         self.version = state["version"]
 
-    def _make_slots(self, kinds: Sequence[str], scalars: Mapping[str, Any]) -> None:
-        """The optimizer's state as its first step would make it, for every flat partition of this rank."""
+    def _initialize_state(self, state_names: Sequence[str], scalars: Mapping[str, Any]) -> None:
+        """Create the optimizer state of this rank's flat partitions, as the first step would: zeros, and the
+        scalars."""
         zero = self.engine.optimizer
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        for flat in flats if kinds else ():
-            slots = zero.optimizer.state[flat]
-            slots.update({key: torch.zeros_like(flat) for key in kinds})
-            slots.update({key: cell.clone() if torch.is_tensor(cell) else cell for key, cell in scalars.items()})
-        self._link_slots()
+        for flat in flats if state_names else ():
+            state = zero.optimizer.state[flat]
+            state.update({key: torch.zeros_like(flat) for key in state_names})
+            state.update({key: value.clone() if torch.is_tensor(value) else value for key, value in scalars.items()})
+        self._link_state()
 
-    def _link_slots(self) -> None:
-        """In stages 1 and 2 a parameter keeps views of its slots. DeepSpeed 0.19.8 makes them after the first step of
-        the first parameter group, when the other groups have no slots yet, and then never again."""
+    def _link_state(self) -> None:
+        """Give every parameter views of its optimizer state, which stages 1 and 2 read. DeepSpeed 0.19.8 creates the
+        views once, after the first step of the first parameter group, when the other groups have no state yet."""
         zero = self.engine.optimizer
-        if self.stage < 3 and self._slot_names():
+        if self.stage < 3 and self._state_names():
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
 
     def _set(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
-        """This rank's part of a parameter's float32 weights (`key` None) or of one slot, from the whole tensor."""
+        """Set this rank's part of a parameter's optimizer state, or of its float32 weights if `key` is `None`.
+
+        Args:
+            value: the full tensor.
+        """
         from deepspeed import utils
 
         if self.stage < 3:
@@ -225,16 +233,16 @@ class ZeroEngine:
             else:
                 utils.safe_set_full_optimizer_state(parameter, value, key)
         else:
-            # DeepSpeed 0.19.8's safe_set_full_* take a partition's offset from its own length, which is wrong for the
-            # last one of a parameter that does not divide; the local setters take what belongs here
-            each = -(-value.numel() // self.group.size)
-            padded = torch.nn.functional.pad(value.flatten(), (0, each * self.group.size - value.numel()))
-            part = padded.narrow(0, each * self.group.index, each)
+            # DeepSpeed 0.19.8's safe_set_full_* compute a partition's offset from its length, which is wrong for the
+            # last partition of a parameter that does not divide evenly, so this rank's part is set locally
+            length = -(-value.numel() // self.group.size)
+            padded = torch.nn.functional.pad(value.flatten(), (0, length * self.group.size - value.numel()))
+            part = padded.narrow(0, length * self.group.index, length)
             if key is None:
                 utils.safe_set_local_fp32_param(parameter, part[: utils.safe_get_local_fp32_param(parameter).numel()])
             else:
-                here = utils.safe_get_local_optimizer_state(parameter, key).numel()
-                utils.safe_set_local_optimizer_state(parameter, part[:here], key)
+                held = utils.safe_get_local_optimizer_state(parameter, key).numel()
+                utils.safe_set_local_optimizer_state(parameter, part[:held], key)
         if key is None:
             with self._gather([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
@@ -255,8 +263,8 @@ class ZeroEngine:
     def _gather(
         self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None
     ) -> contextlib.AbstractContextManager[Any]:
-        """Whole parameters inside; what rank `modifier_rank`, counted within the mesh, changed there is every rank's
-        after."""
+        """Inside, the parameters are full. At the end the changes of the rank with the index `modifier_rank` in the
+        mesh are copied to all ranks."""
         if self.stage < 3:
             return contextlib.nullcontext()
         import deepspeed
@@ -267,19 +275,20 @@ class ZeroEngine:
         return [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]
 
     def _flat_states(self) -> list[dict[str, Any]]:
-        """The states that the user's optimizer keeps of this rank's flat partitions."""
+        """The optimizer state of each of this rank's flat partitions."""
         return list(self.engine.optimizer.optimizer.state.values())
 
-    def _slot_names(self) -> list[str]:
-        """`exp_avg`, … : what the optimizer keeps per element. The same on every rank, for each is a collective."""
-        flat = self._flat_states()
-        names = {key for state in flat for key, cell in state.items() if torch.is_tensor(cell) and cell.dim() > 0}
+    def _state_names(self) -> list[str]:
+        """The names of the optimizer's tensors with a value per element, such as `exp_avg`. The same on every rank,
+        because reading each is a collective."""
+        states = self._flat_states()
+        names = {key for state in states for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
         return sorted(names)
 
     def _scalars(self) -> dict[str, Tensor]:
-        flat = self._flat_states()
-        cells = {key: cell for state in flat for key, cell in state.items()}
-        return {key: cell for key, cell in cells.items() if torch.is_tensor(cell) and cell.dim() == 0}
+        """The optimizer's 0-dimensional tensors, such as `step`."""
+        values = {key: value for state in self._flat_states() for key, value in state.items()}
+        return {key: value for key, value in values.items() if torch.is_tensor(value) and value.dim() == 0}
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols

@@ -1,8 +1,8 @@
-"""Models that DeepSpeed partitions as they are created: made whole, or not partitioned to begin with.
+"""Undoes, and prevents, the partitioning of models by `deepspeed.zero.Init` at their creation.
 
-Launched with ZeRO-3, Transformers creates every model under `deepspeed.zero.Init`, over all ranks of the job and in the
-dtype that DeepSpeed's config computes in. A plan may want the model on other ranks, in another layout or whole.
-Partitioning a model for the mesh that it trains on is the engine's business (`zero`).
+In a job launched with ZeRO-3, Transformers creates every model under `deepspeed.zero.Init`, partitioned over all ranks
+of the job and in the dtype of DeepSpeed's config. A plan may need the model on other ranks or in another layout.
+Partitioning a model over the mesh that trains it is in `zero`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from transformers.integrations import deepspeed as integration
 
 
 def gathered(model: Any) -> Any:
-    """The given model with whole parameters, in host memory. In place: its parameters remain the objects that a user's
-    optimizer has. What is not a partitioned module is left as it is. Collective over the ranks that share it.
+    """Replace a module's partitioned parameters with full ones in host memory, in place: the `Parameter` objects, which
+    a user's optimizer may have, stay. Anything else is returned unchanged. Collective over the ranks that share the
+    model.
 
-    One parameter at a time, so a device never holds more than one whole.
+    Parameters are gathered one at a time, so a device has memory for one full parameter at most.
     """
     if not isinstance(model, nn.Module):
         return model
@@ -29,7 +30,8 @@ def gathered(model: Any) -> Any:
 
         with deepspeed.zero.GatheredParameters([parameter]):
             whole = parameter.data.to("cpu", copy=True)
-        for name, value in list(vars(parameter).items()):  # by these DeepSpeed knows a partitioned parameter
+        # the attributes by which DeepSpeed recognizes a partitioned parameter
+        for name, value in list(vars(parameter).items()):
             if name.startswith("ds_") or callable(value) or name in ("nvme_swapper", "is_external_param"):
                 delattr(parameter, name)
         parameter.data = whole
@@ -38,8 +40,8 @@ def gathered(model: Any) -> Any:
 
 @contextlib.contextmanager
 def created_whole() -> Iterator[None]:
-    """Inside, Transformers creates and loads models as it does without ZeRO-3, on each rank by itself: partitioning is
-    a collective of the whole job, and a role's model is created on the ranks of its meshes alone."""
+    """Inside, Transformers creates and loads models as without ZeRO-3. Partitioning is a collective over the whole job,
+    but only the ranks of a role's meshes create its model."""
     config = integration._hf_deepspeed_config_weak_ref
     integration.unset_hf_deepspeed_config()
     try:

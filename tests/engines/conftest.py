@@ -1,0 +1,43 @@
+"""vLLM engines for the tests of this folder: one that they share, and others where a test needs its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+from generating import LENGTH, llama
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from trl_realloc.engines.generation.vllm import VLLMEngine
+
+
+Start = Callable[..., VLLMEngine]
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts engines that are closed, and whose processes are looked for, after the tests."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(tied: bool = False, **settings: object) -> VLLMEngine:
+            folder = tmp_path_factory.mktemp("model")
+            llama(0, tied).config.save_pretrained(folder)
+            # the model's own taste, which must not leak into the samples: every log-probability below would be off
+            GenerationConfig(do_sample=True, repetition_penalty=1.5, top_k=3).save_pretrained(folder)
+            settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, **settings}
+            engine = VLLMEngine(folder, max_model_len=LENGTH, **settings)  # type: ignore[arg-type]
+            stack.callback(engine.close)
+            return engine
+
+        yield begin
+
+
+@pytest.fixture(scope="session")
+def model() -> LlamaForCausalLM:
+    return llama(1)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(start: Start) -> VLLMEngine:
+    return start()
