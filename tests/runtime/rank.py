@@ -11,30 +11,31 @@ from pathlib import Path
 
 import torch
 
-from trl_realloc.runtime.failures import alarm
+from trl_realloc.runtime.failures.alarm import Alarm
+from trl_realloc.runtime.failures.watchdog_client import WatchdogClient
 
 
 def main() -> None:
     rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     store = torch.distributed.FileStore(place, size)
-    watchdog = alarm.Watchdog(rank, size, store, 5.0)
-    ring = alarm.Alarm(watchdog)
-    ring.checkpoint("runs/checkpoint-7")
-    ring.at(f"actor.train of update {rank}")
+    watchdog = WatchdogClient(rank, size, store, 5.0)
+    alarm = Alarm(watchdog)
+    alarm.checkpoint("runs/checkpoint-7")
+    alarm.at(f"actor.train of update {rank}")
     print(os.getpid(), flush=True)
     if what == "caught twice":
         for message in ("first", "second"):
             try:
                 if rank == 0:
-                    with ring.covers():
+                    with alarm.covers():
                         raise RuntimeError(message)
-                with ring.covers():
+                with alarm.covers():
                     while True:
-                        ring.check()
+                        alarm.check()
                         time.sleep(0.05)
             except RuntimeError as error:
                 print(error, flush=True)
-            ring = alarm.Alarm(watchdog)
+            alarm = Alarm(watchdog)
             arrived = store.add(message, 1)  # runtimes are made together
             while arrived < size:
                 time.sleep(0.05)
@@ -42,7 +43,7 @@ def main() -> None:
         return
     if what == "raise" and rank == 1:
         time.sleep(1.0)
-        with ring.covers():
+        with alarm.covers():
             raise RuntimeError("no memory")
     if what == "die" and rank == 1:
         time.sleep(1.0)

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from trl_realloc.realloc.transfer import TransferError
-from trl_realloc.runtime.failures.alarm import HOST, is_network
+from trl_realloc.runtime.failures.alarm import is_network
+from trl_realloc.runtime.failures.coordinator_watchdog import CoordinatorWatchdog
 from trl_realloc.runtime.failures.liveness import Verdict
-from trl_realloc.runtime.failures.watchdog import Hub, Wire
+from trl_realloc.runtime.failures.message_socket import MessageSocket
+from trl_realloc.runtime.failures.watchdog_client import HOST
 
 
 Ranks = Callable[..., list[subprocess.Popen[str]]]
@@ -114,19 +116,19 @@ def test_what_gloo_and_nccl_say_of_a_lost_rank_is_told_from_what_a_rank_did_itse
     assert not is_network(torch.OutOfMemoryError("CUDA out of memory")) and not is_network(ValueError("nan"))
 
 
-@pytest.mark.parametrize("first", ["taken", "verdict"])
+@pytest.mark.parametrize("first", ["acknowledged", "verdict"])
 def test_a_rank_that_deals_with_a_failure_by_an_exception_is_not_killed_for_it(first: str) -> None:
-    """Its own word may reach its watchdog before the verdict does."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    """Its acknowledgement may reach its watchdog before the verdict does."""
+    rank_end, watchdog_end = socket.socketpair()
+    with rank_end, watchdog_end:
         settings = {"rank": 0, "world_size": 1, "pid": os.getpid(), "launcher": 0, "timeout_s": 5.0}
-        watchdog = Hub(Wire(theirs), settings)
+        watchdog = CoordinatorWatchdog(MessageSocket(watchdog_end), settings)
         steps = {
-            "taken": lambda: watchdog.hear_rank([{"taken": 2}]),
-            "verdict": lambda: watchdog.take_verdict(Verdict("no memory", fatal=False, generation=2)),
+            "acknowledged": lambda: watchdog.receive_from_rank([{"acknowledged": 2}]),
+            "verdict": lambda: watchdog.apply_verdict(Verdict("no memory", fatal=False, generation=2)),
         }
-        for step in sorted(steps, key=lambda each: each != first):
+        for step in sorted(steps, key=lambda name: name != first):
             steps[step]()
         assert watchdog.kill_at == float("inf")
-        watchdog.take_verdict(Verdict("of the next runtime", fatal=False, generation=3))
+        watchdog.apply_verdict(Verdict("of the next runtime", fatal=False, generation=3))
         assert watchdog.kill_at < float("inf")

@@ -16,7 +16,7 @@ def job(ranks: int = 3) -> Liveness:
     """`ranks` ranks, the first on host a, the others on host b, all heard at 0."""
     made = Liveness(ranks, LIMIT_S, 0.0)
     for rank in range(ranks):
-        made.hear(rank, 0.0, host="ab"[rank > 0], pid=100 + rank, where=f"actor.train of update {rank}")
+        made.hear(rank, 0.0, host="ab"[rank > 0], pid=100 + rank, activity=f"actor.train of update {rank}")
     return made
 
 
@@ -80,15 +80,15 @@ def test_a_stopped_launcher_is_a_failure() -> None:
 )
 def test_how_a_rank_ended_is_said_with_its_call(status: int | None, sentence: str) -> None:
     made = job()
-    made.end(1, 0.5, status, said_bye=False)
+    made.end(1, 0.5, status, is_exiting=False)
     (verdict,) = after(made, 3)
     assert verdict.fatal and sentence in verdict.sentence
 
 
 def test_ranks_that_end_well_are_not_missed() -> None:
     made = job()
-    made.end(1, 0.5, 0, said_bye=True)
-    made.end(2, 0.5, None, said_bye=True)
+    made.end(1, 0.5, 0, is_exiting=True)
+    made.end(2, 0.5, None, is_exiting=True)
     made.lose(1, 0.6)
     assert after(made, 100) == []
 
@@ -97,8 +97,8 @@ def test_the_first_cause_is_preferred_to_what_follows_from_it() -> None:
     """The launcher ends the other ranks and gloo says "connection reset", perhaps before the cause is heard."""
     made = job()
     made.error(0.1, "rank 0 on host a lost a connection in critic.train: reset by peer", 1, network=True)
-    made.end(2, 0.2, signal.SIGTERM, said_bye=False)
-    made.end(1, 0.3, signal.SIGKILL, said_bye=False)
+    made.end(2, 0.2, signal.SIGTERM, is_exiting=False)
+    made.end(1, 0.3, signal.SIGKILL, is_exiting=False)
     (verdict,) = after(made, 10)
     assert "rank 1 on host b (pid 101) was ended by SIGKILL" in verdict.sentence
 
@@ -124,13 +124,13 @@ def test_when_a_rank_ends_because_of_an_exception_the_rest_ends_with_the_excepti
     made = job()
     made.error(0.1, "rank 1 failed", 1, network=False)
     assert [v.fatal for v in after(made, 3)] == [False]
-    made.end(1, made.now, 1 << 8, said_bye=True)
+    made.end(1, made.now, 1 << 8, is_exiting=True)
     assert [(v.sentence, v.fatal) for v in after(made, 3)] == [("rank 1 failed", True)]
 
 
 def test_all_are_leaving_when_each_has_ended_or_said_so() -> None:
     made = job()
-    made.end(0, 0.1, 0, said_bye=True)
+    made.end(0, 0.1, 0, is_exiting=True)
     made.hear(1, 0.1, leaving=2)
     assert not made.all_leaving(2)
     made.hear(2, 0.1, leaving=2)

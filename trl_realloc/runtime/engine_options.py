@@ -15,7 +15,7 @@ from ..plan.assignment import CACHED_TOKENS
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S
-from .failures.alarm import HEARTBEAT_TIMEOUT_S
+from .failures.watchdog_client import HEARTBEAT_TIMEOUT_S
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ..algorithms.rollout import Rollouts
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span
-from .failures.alarm import HOST, JobFailed
+from .failures.alarm import JobFailed
+from .failures.watchdog_client import HOST
 
 
 @dataclass(frozen=True)

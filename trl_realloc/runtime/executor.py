@@ -26,7 +26,8 @@ from ..plan.timeline import Span
 from . import calls
 from .calls import Rules, Step
 from .exchange import Exchange, Failure, Piece
-from .failures.alarm import Alarm, JobFailed, current_watchdog
+from .failures.alarm import Alarm, JobFailed
+from .failures.watchdog_client import current_watchdog
 from .placement import Placement
 
 

@@ -14,7 +14,7 @@ from ..engines.base import GenerationEngine
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
 from .engine_options import EngineOptions
-from .failures.alarm import current_watchdog, watch
+from .failures.watchdog_client import current_watchdog, watch
 
 
 if TYPE_CHECKING:

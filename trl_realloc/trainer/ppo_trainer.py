@@ -30,7 +30,8 @@ from ..plan.timeline import Timeline
 from ..profiling.auto_plan import at_lengths
 from ..runtime.calls import check_first_weights
 from ..runtime.executor import make_executor
-from ..runtime.failures.alarm import Alarm, watch
+from ..runtime.failures.alarm import Alarm
+from ..runtime.failures.watchdog_client import watch
 from ..runtime.placement import Placement
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint import CheckpointError

@@ -1,6 +1,6 @@
-"""What a job's watchdog knows of every rank, and which of it is a failure of the whole job.
+"""`Liveness`: the state of every rank as rank 0's watchdog knows it, and the rules for when the job has failed.
 
-Pure: no process, socket or clock. `watchdog` reports what it sees and carries the verdict to the ranks.
+Pure: no process, socket or clock. `coordinator_watchdog` passes in what it receives and sends out the verdict.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 
-PAUSE_S = 5.0  # a watchdog that did not run for so long was paused itself and cannot blame the others for silence
+PAUSE_S = 5.0  # a watchdog that did not run for so long was paused itself, so the others' silence means nothing
 
 
 class Kind(IntEnum):
-    """Kinds of failures, the likelier first cause first: the later ones are often consequences of an earlier one."""
+    """Kinds of failures, ordered by how likely they are the first cause. Later kinds are often consequences of earlier
+    ones."""
 
     ERROR = 0  # a rank's own exception
     KILLED = 1  # ended by a signal that no launcher sends
     STOPPED = 2  # stopped by a signal (SIGSTOP), so it neither runs nor ends
-    GONE = 3  # its watchdog closed the connection without a word
+    GONE = 3  # its watchdog closed the connection without reporting the rank's end
     SILENT = 4  # nothing heard within the time limit
-    EXITED = 5  # ended with an exit status and no message
+    EXITED = 5  # ended with a nonzero exit status and no message
     TERMINATED = 6  # SIGTERM, SIGINT: how a launcher ends the rest of a job
-    NETWORK = 7  # a collective or message failed; the cause is elsewhere
+    NETWORK = 7  # a collective or message failed; the cause is likely another rank
 
 
-# Seconds that a report waits for one of a likelier first cause, e.g. "connection reset" for the death of the peer.
+# Seconds that a report waits for one of a likelier cause: "connection reset" waits for the report of the peer's death.
 _SETTLE_S = {Kind.ERROR: 0.0, Kind.KILLED: 0.0, Kind.STOPPED: 0.0, Kind.NETWORK: 3.0}
 _SETTLE_DEFAULT_S = 0.5
 
@@ -37,10 +38,10 @@ class Verdict:
     """Why the job failed.
 
     Args:
-        sentence: rank, host, call and cause.
-        fatal: a process or a host is lost, so no process of the job can go on. Otherwise an exception was raised, and
-            a script may catch it and go on on all ranks.
-        generation: the number of the runtime (of those made in this process) in which it happened.
+        sentence: with rank, host, call and cause.
+        fatal: a process or a host is lost, so no process of the job can go on. Otherwise an exception was raised,
+            which a script may catch on all ranks and go on.
+        generation: the number of the runtime, of those made in a process, in which it happened.
     """
 
     sentence: str
@@ -50,13 +51,20 @@ class Verdict:
 
 @dataclass
 class RankState:
-    """What was last heard of one rank. Times in seconds of the watchdog's clock."""
+    """What was last heard of one rank.
+
+    Args:
+        heard: when its latest heartbeat arrived, in seconds of the watchdog's clock.
+        activity: what the rank is doing, such as "actor.train of update 3".
+        stopped_s, launcher_stopped_s: seconds that the rank or its launcher has been stopped by a signal.
+        leaving: the newest generation whose failure the rank is about to end for; -1 for none.
+    """
 
     rank: int
     heard: float
     host: str = "an unknown host"
     pid: int = 0
-    where: str = "starting"
+    activity: str = "starting"
     stopped_s: float = 0.0
     launcher_stopped_s: float = 0.0
     ended: bool = False
@@ -78,12 +86,12 @@ class _Report:
 
 @dataclass
 class Liveness:
-    """The state of all ranks.
+    """The state of all ranks and the reports of failures that have not been judged yet.
 
     Args:
-        world_size: ranks of the job.
-        timeout_s: longest silence, and longest stop, of a rank.
-        now: of the watchdog's clock.
+        world_size: number of ranks of the job.
+        timeout_s: longest silence of a rank, and longest stop by a signal, before the job fails.
+        now: the time of the latest judgement, in seconds of the watchdog's clock.
     """
 
     world_size: int
@@ -97,48 +105,51 @@ class Liveness:
         self.ranks = {rank: RankState(rank, self.now) for rank in range(self.world_size)}
 
     def hear(self, rank: int, now: float, **changes: object) -> None:
-        """A sign of life of a rank, with what it says of itself."""
+        """Record a heartbeat of a rank, with new values of its `RankState`."""
         self.ranks[rank] = replace(self.ranks[rank], heard=now, **changes)  # type: ignore[arg-type]
 
     def error(self, now: float, sentence: str, generation: int, *, network: bool) -> None:
-        """A rank's exception. `network`: of a collective or message, whose cause is likely to be elsewhere."""
+        """Report a rank's exception.
+
+        Args:
+            network: the exception is of a collective or message, so another rank is the likely cause.
+        """
         if self.verdict is None or (not self.verdict.fatal and generation > self.verdict.generation):
             self._report(Kind.NETWORK if network else Kind.ERROR, sentence, now, generation)
 
-    def end(self, rank: int, now: float, status: int | None, said_bye: bool, launcher: str = "") -> None:
-        """A rank's process has ended.
+    def end(self, rank: int, now: float, status: int | None, is_exiting: bool, launcher: str = "") -> None:
+        """Report that a rank's process has ended.
 
         Args:
             status: as `waitpid` gives it; `None` where it could not be read.
-            said_bye: the interpreter had begun to shut down in order.
-            launcher: a sentence where the launcher has ended too, and so took its ranks with it.
+            is_exiting: the interpreter had begun a normal shutdown.
+            launcher: a sentence where the launcher has ended too, which ends its ranks.
         """
         state = self.ranks[rank]
         state.ended = True
-        if status == 0 or (status is None and said_bye):
+        if status == 0 or (status is None and is_exiting):
             return
         name = f"{state.name} (pid {state.pid})"
         number = (status or 0) & 0x7F
         if launcher and (status is None or number):
-            self._report(Kind.KILLED, f"{launcher} {state.name} was in {state.where}.", now)
+            self._report(Kind.KILLED, f"{launcher} {state.name} was in {state.activity}.", now)
         elif status is None:
-            self._report(Kind.KILLED, f"{name} ended without a word in {state.where}.", now)
+            self._report(Kind.KILLED, f"{name} ended without a word in {state.activity}.", now)
         elif number in (signal.SIGTERM, signal.SIGINT):
-            self._report(Kind.TERMINATED, f"{name} was ended by {_signal(number)} in {state.where}.", now)
+            self._report(Kind.TERMINATED, f"{name} was ended by {_signal(number)} in {state.activity}.", now)
         elif number:
             hint = " (the kernel's out-of-memory killer sends it too)" if number == signal.SIGKILL else ""
-            self._report(Kind.KILLED, f"{name} was ended by {_signal(number)}{hint} in {state.where}.", now)
+            self._report(Kind.KILLED, f"{name} was ended by {_signal(number)}{hint} in {state.activity}.", now)
         else:
-            what = f"{name} ended with exit status {status >> 8} in {state.where}."
-            self._report(Kind.EXITED, what, now)
+            self._report(Kind.EXITED, f"{name} ended with exit status {status >> 8} in {state.activity}.", now)
 
     def lose(self, rank: int, now: float) -> None:
-        """The connection to a rank's watchdog was closed without a word."""
+        """Report that a rank's watchdog closed its connection without reporting the rank's end."""
         if not self.ranks[rank].ended:
             self._report(Kind.GONE, "", now, ranks=(rank,))
 
     def judge(self, now: float) -> Verdict | None:
-        """A verdict that has not been given before, or `None`. To be called every second or more often."""
+        """A verdict that is new, or `None`. Must be called every second or more often."""
         if now - self.now > PAUSE_S:
             for state in self.ranks.values():
                 state.heard += now - self.now
@@ -155,7 +166,7 @@ class Liveness:
 
     @property
     def is_undecided(self) -> bool:
-        """Something was reported, and waits for a likelier first cause."""
+        """Whether a report waits for another one of a likelier cause."""
         return bool(self._reports)
 
     def _decide(self, report: _Report) -> Verdict | None:
@@ -164,7 +175,7 @@ class Liveness:
         if known is not None and known.fatal:
             return None
         if known is not None and report.kind in (Kind.EXITED, Kind.TERMINATED, Kind.GONE):
-            self.verdict = replace(known, fatal=True)  # ranks end because of what has been told
+            self.verdict = replace(known, fatal=True)  # ranks end because they were told of the known failure
             return self.verdict
         self.verdict = Verdict(report.sentence, fatal, report.generation)
         return self.verdict
@@ -172,28 +183,28 @@ class Liveness:
     def _look_for_stops(self, now: float) -> None:
         living = [state for state in self.ranks.values() if not state.ended]
         if all(state.stopped_s > 0 for state in living):
-            return  # the whole job was suspended, as by Ctrl-Z
+            return  # the whole job is suspended, such as by Ctrl-Z
         for state in living:
-            for seconds, what in (
+            for seconds, subject in (
                 (state.stopped_s, f"{state.name} (pid {state.pid}) has"),
                 (state.launcher_stopped_s, f"the launcher of {state.name} has"),
             ):
                 if seconds >= self.timeout_s:
                     limit = f"heartbeat_timeout is {self.timeout_s:g} s"
-                    reason = f"{what} been stopped by a signal (SIGSTOP) for {seconds:.0f} s in {state.where}; {limit}."
-                    self._report(Kind.STOPPED, reason, now)
+                    reason = f"{subject} been stopped by a signal (SIGSTOP) for {seconds:.0f} s in {state.activity}"
+                    self._report(Kind.STOPPED, f"{reason}; {limit}.", now)
 
     def _look_for_silence(self, now: float) -> None:
         silent = [s for s in self.ranks.values() if not s.ended and now - s.heard > self.timeout_s]
         if silent:
             self._report(Kind.SILENT, "", now, ranks=tuple(s.rank for s in silent))
-        for report in self._reports:  # ranks of one host are lost together: one sentence for all of them
+        for report in self._reports:  # ranks of one host are lost together, so one sentence names all of them
             if report.kind in (Kind.SILENT, Kind.GONE):
                 lost = sorted({rank for r in self._reports if r.kind == report.kind for rank in r.ranks})
-                report.sentence = self._lost(report.kind, [self.ranks[rank] for rank in lost])
+                report.sentence = self._loss_sentence(report.kind, [self.ranks[rank] for rank in lost])
 
-    def _lost(self, kind: Kind, states: list[RankState]) -> str:
-        where = f"it was last in {states[0].where}" if len(states) == 1 else f"last in {states[0].where}"
+    def _loss_sentence(self, kind: Kind, states: list[RankState]) -> str:
+        where = f"it was last in {states[0].activity}" if len(states) == 1 else f"last in {states[0].activity}"
         if kind is Kind.GONE:
             return f"{name_ranks(states)} ended at once with the watchdog (killed, or the host went down); {where}."
         return (
@@ -206,12 +217,12 @@ class Liveness:
             self._reports.append(_Report(kind, sentence, now, generation, ranks))
 
     def all_leaving(self, generation: int) -> bool:
-        """Every rank has ended, or is about to after a failure of this generation."""
+        """Whether every rank has ended, or is about to because of a failure of this generation."""
         return all(state.ended or state.leaving >= generation for state in self.ranks.values())
 
 
 def name_ranks(states: Iterable[RankState]) -> str:
-    """ "rank 3 on host b", "ranks 2, 3 on host b and rank 4 on host c"."""
+    """Such as "rank 3 on host b" or "ranks 2, 3 on host b and rank 4 on host c"."""
     by_host: dict[str, list[int]] = {}
     for state in states:
         by_host.setdefault(state.host, []).append(state.rank)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...runtime.failures.alarm import HOST
+from ...runtime.failures.watchdog_client import HOST
 from ...runtime.process_groups import from_every_rank
 from . import SaveError
 from .manifest import flush

@@ -1,0 +1,213 @@
+"""`WatchdogClient`: a rank's side of its watchdog. It starts the watchdog process and exchanges messages with it.
+
+The watchdog process itself is in `watchdog_process`, which lists the messages.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+HEARTBEAT_TIMEOUT_S = 30.0
+HOST = socket.gethostname()
+GRACE_S = 10.0  # a failed rank stays so long for the others to print the reason; then the launcher ends them
+LEAVE_S = 5.0  # a rank has so long to end by itself after a verdict; it may be in a collective that never ends
+_STORE_KEY = "trl_realloc/watchdog"
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+
+
+class WatchdogClient:
+    """The connection to this rank's watchdog process. One for the life of the process, made by `watch`.
+
+    Args:
+        rank, world_size: of this process in the job.
+        store: the job's key-value store, through which rank 0 publishes where its watchdog listens.
+        timeout_s: longest silence of a rank, and longest stop by a signal, before the job fails.
+
+    Raises:
+        RuntimeError: the watchdog of rank 0 did not start.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Any, timeout_s: float) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self.activity = "starting"
+        self.verdict: dict[str, Any] | None = None
+        self._all_leaving = -1  # the newest generation of which the watchdog has said that all ranks are leaving
+        self._acknowledged = -1  # the newest generation whose failure this rank handles by an exception
+        self._send_lock = threading.Lock()
+        self._received = threading.Condition()
+        parent_socket, child_socket = socket.socketpair()
+        with child_socket:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "trl_realloc.runtime.failures.watchdog_process",
+                    str(child_socket.fileno()),
+                ],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH")))),
+                },
+                stdin=subprocess.DEVNULL,
+                pass_fds=[child_socket.fileno()],
+                start_new_session=True,  # Ctrl-C and a launcher's signal to the rank's group must not reach it
+            )
+        self._socket, self._owner_pid = parent_socket, os.getpid()
+        self._lines = parent_socket.makefile("r", encoding="utf-8")
+        is_launched = bool({"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys())
+        settings: dict[str, Any] = {
+            "rank": rank,
+            "world_size": world_size,
+            "pid": os.getpid(),
+            "launcher": os.getppid() if is_launched else 0,
+            "timeout_s": timeout_s,
+            "everywhere": os.environ.get("LOCAL_WORLD_SIZE") != str(world_size),
+            "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE") if os.environ.get("LOCAL_RANK") == "0" else None,
+        }
+        self._configure(settings, world_size, store)
+        threading.Thread(target=self._listen, daemon=True, name="watchdog").start()
+        atexit.register(self._send, exiting=True)
+
+    def _configure(self, settings: dict[str, Any], world_size: int, store: Any) -> None:
+        """Send the watchdog its settings. Rank 0's watchdog opens a port, which the other ranks read from `store`."""
+        if self.rank == 0:
+            settings["token"] = secrets.token_hex(16)
+            self._send(settings=settings)
+            if world_size > 1:
+                line = self._lines.readline()
+                if not line:
+                    raise RuntimeError(f"the watchdog of rank 0 did not start on host {HOST}; its reason is above.")
+                port = json.loads(line)["port"]
+                hosts = [os.environ.get("MASTER_ADDR", ""), HOST]
+                if not settings["everywhere"]:
+                    hosts = ["127.0.0.1"]
+                addresses = [(host, port) for host in dict.fromkeys(hosts) if host]
+                store.set(_STORE_KEY, json.dumps({"token": settings["token"], "addresses": addresses}))
+        else:
+            self._send(settings={**settings, **json.loads(store.get(_STORE_KEY))})
+
+    def _send(self, **message: Any) -> None:
+        """Send one message. Never raises, because a lost watchdog is no reason to fail by itself."""
+        if os.getpid() == self._owner_pid:  # a fork of the trainer, such as a data loader's worker, sends nothing
+            with contextlib.suppress(OSError), self._send_lock:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    # --- from the rank to the watchdog ------------------------------------------------------------------------------
+
+    def set_activity(self, activity: str) -> None:
+        """Set what this rank is doing, for the message of a failure: "actor.train of update 3"."""
+        self.activity = activity
+        self._send(activity=activity)
+
+    def report_error(self, sentence: str, generation: int, *, network: bool) -> None:
+        """Report an exception of this rank.
+
+        Args:
+            generation: the number of the runtime in which it was raised.
+            network: it is of a collective or a message, so another rank is the likely cause.
+        """
+        self._send(error={"sentence": sentence[:20_000], "generation": generation, "network": network})
+
+    def set_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+        """Set the newest checkpoint, for the message of a failure."""
+        self._send(checkpoint=str(folder))
+
+    def remove_at_end(self, path: str | os.PathLike[str]) -> None:
+        """Remove a temporary folder of this rank when the rank ends, however it ends."""
+        self._send(remove=str(path))
+
+    def keep(self, path: str | os.PathLike[str]) -> None:
+        """Undo `remove_at_end`."""
+        self._send(keep=str(path))
+
+    def acknowledge(self, generation: int) -> None:
+        """This rank handles a failure of the given generation by an exception, and is not to be killed for it."""
+        self._acknowledged = max(self._acknowledged, generation)
+        self._send(acknowledged=generation)
+
+    def leave(self, generation: int, seconds: float) -> None:
+        """Say that this rank is about to end. Return when all ranks have ended or are leaving too, or after so many
+        seconds."""
+        self._send(leaving=generation)
+        with self._received:
+            self._received.wait_for(lambda: self._all_leaving >= generation, seconds)
+
+    # --- from the watchdog to the rank ------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        for line in self._lines:
+            ((key, value),) = json.loads(line).items()
+            with self._received:
+                if key == "verdict":
+                    self.verdict = value
+                    threading.Thread(target=self._exit_if_late, args=(value,), daemon=True).start()
+                elif key == "all_leaving":
+                    self._all_leaving = value
+                self._received.notify_all()
+
+    def _exit_if_late(self, verdict: dict[str, Any]) -> None:
+        """Exit this process if it has not ended `LEAVE_S` after a verdict. Where no process is lost, a rank that has
+        acknowledged the failure goes on."""
+        time.sleep(LEAVE_S)
+        if not verdict["fatal"]:
+            if verdict["generation"] <= self._acknowledged:
+                return
+            write_stderr(
+                f"[rank{self.rank}] trl_realloc: {verdict['sentence']} This rank was still in {self.activity}."
+            )
+        os._exit(1)
+
+    def await_verdict(self, generation: int, seconds: float) -> str | None:
+        """The sentence of a failure of this generation, or of a fatal one, when it is known; `None` after so many
+        seconds."""
+        with self._received:
+            self._received.wait_for(lambda: self.failure(generation) is not None, seconds)
+        return self.failure(generation)
+
+    def failure(self, generation: int) -> str | None:
+        """The sentence of a known failure of this generation or a later one, or of a fatal one; else `None`."""
+        verdict = self.verdict
+        if verdict is None or (not verdict["fatal"] and verdict["generation"] < generation):
+            return None
+        return str(verdict["sentence"])
+
+
+_client: WatchdogClient | None = None
+
+
+def watch(timeout_s: float = HEARTBEAT_TIMEOUT_S) -> WatchdogClient:
+    """This process's watchdog client; starts the watchdog if there is none yet. All ranks of the job call this
+    together, before anything that may fail."""
+    global _client
+    if _client is None or _client._owner_pid != os.getpid():
+        is_parallel = dist.is_initialized()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if is_parallel else (0, 1)
+        store = dist.distributed_c10d._get_default_store() if is_parallel else None
+        _client = WatchdogClient(rank, size, store, timeout_s)
+    return _client
+
+
+def current_watchdog() -> WatchdogClient | None:
+    """This process's watchdog client, `None` if it has no watchdog."""
+    return _client if _client is not None and _client._owner_pid == os.getpid() else None
+
+
+def write_stderr(sentence: str) -> None:
+    """Write a line to file descriptor 2, whatever the state of `sys.stderr`."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{sentence}\n".encode())
