@@ -33,7 +33,7 @@ from trl_realloc.profiling.short_runs import Runs  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer  # noqa: E402
 from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
 from trl_realloc.runtime.placement import Placement  # noqa: E402
-from trl_realloc.runtime.run_state import Cargo  # noqa: E402
+from trl_realloc.runtime.run_state import RunState  # noqa: E402
 
 
 UPDATE = 3  # in which the fault happens; two checkpoints have been written by then
@@ -203,7 +203,7 @@ def main() -> None:
         fault.before(Placement, "_build")
         fault.before(Runs, "observe")
         fault.before(Transfer, "_post")
-        fault.before(Cargo, "deliver")
+        fault.before(RunState, "load_into")
         fault.while_saving()
     given: dict[str, Any] = {"reward_model": [tiny.short, tiny.classifier(2)]}
     made = tiny.trainer(out, given=given, **settings["options"])

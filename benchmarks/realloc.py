@@ -38,7 +38,7 @@ from trl_realloc.plan.model_spec import ModelSpec  # noqa: E402
 from trl_realloc.realloc import layout as layouts  # noqa: E402
 from trl_realloc.realloc.layout import Layout  # noqa: E402
 from trl_realloc.realloc.schedule import TransferSchedule, make_schedule  # noqa: E402
-from trl_realloc.realloc.transfer import Parts, Transfer  # noqa: E402
+from trl_realloc.realloc.transfer import Parts, Transfer, TransferOptions  # noqa: E402
 
 
 PROCESSES = 4
@@ -113,7 +113,12 @@ def point_to_point(schedule: TransferSchedule, rank: int, bucket_bytes: int) -> 
 
 
 def gather_and_broadcast(
-    source: Layout, target: Layout, held: Parts, wanted: Parts, shapes: dict[str, tuple[int, ...]], rank: int
+    source: Layout,
+    target: Layout,
+    held: Parts,
+    wanted: Parts,
+    shapes: dict[str, tuple[int, ...]],
+    rank: int,
 ) -> None:
     """Parameter by parameter: whole on every rank of the source, from its first to every rank of the target, each of
     which keeps what is its own."""
@@ -144,7 +149,7 @@ def worker(out: Path, repeats: int) -> None:
         schedule = make_schedule(cluster, source, target)
         group, device = dist.group.WORLD, torch.device("cpu")
         dtypes = dict.fromkeys(shapes, torch.float32)
-        moving = Transfer(name, schedule, rank, group, device, dtypes, bucket_bytes=bucket_bytes)
+        moving = Transfer(name, schedule, rank, group, device, dtypes, TransferOptions(bucket_bytes))
         held, wanted = parts_of(source, rank, shapes), parts_of(target, rank, shapes)
 
         def transfer(moving: Transfer = moving, held: Parts = held, wanted: Parts = wanted) -> None:

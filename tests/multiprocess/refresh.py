@@ -17,6 +17,8 @@ from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training.packed_forward import PolicyHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.realloc.transfer import TransferOptions
+from trl_realloc.runtime.process_groups import ReallocationGroups
 from trl_realloc.runtime.reallocation import GeneratorSink, Reallocation
 
 
@@ -47,17 +49,13 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             head, MeshGroup((0,), 0), cpu, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1)
         )
     edge = Reallocation(
-        "actor.train",
-        "actor.generate",
+        ReallocationGroups("actor.train", "actor.generate", (0, 1), dist.group.WORLD, dist.group.WORLD),
         Cluster(1, 2),
-        (0, 1),
         rank,
-        control=dist.group.WORLD,
-        wire=dist.group.WORLD,
         device=cpu,
         holder=engine,
         sink=GeneratorSink(picky, lambda tensors: tensors, cpu) if rank == 1 else None,  # type: ignore[arg-type]
-        bucket_bytes=4096,
+        options=TransferOptions(bucket_bytes=4096),
     )
     told: list[Any] = []
     for version in (0, 0, 1, 2):

@@ -25,7 +25,7 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc import layout as layouts
 from trl_realloc.realloc.layout import Layout
 from trl_realloc.realloc.schedule import make_schedule
-from trl_realloc.realloc.transfer import Parts, Transfer
+from trl_realloc.realloc.transfer import Parts, Transfer, TransferOptions
 
 
 CONFIG = {
@@ -91,9 +91,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             dist.group.WORLD,
             torch.device("cpu"),
             dtypes,
-            bucket_bytes=bucket_bytes,
-            timeout_s=options.get("timeout_s", 30.0),
-            checksum=options.get("checksum", False),
+            TransferOptions(bucket_bytes, options.get("timeout_s", 30.0), options.get("checksum", False)),
         )
         held, wanted = parts_of(found[source], rank, True, shapes), parts_of(found[target], rank, False, shapes)
         lost = options.get("dies", options.get("sleeps"))

@@ -10,7 +10,7 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.timeline import Span
-from trl_realloc.runtime.exchange import Exchange, Failure, Piece, sources
+from trl_realloc.runtime.exchange import CallFailure, CallOutput, Exchange, sources
 from trl_realloc.runtime.failures.alarm import JobFailed
 
 
@@ -24,7 +24,7 @@ def samples() -> Rollouts:
 def test_pieces_come_back_in_the_order_of_the_global_batch_with_their_spans() -> None:
     exchange = Exchange(flatten(Cluster(1, 1)), 0)
     exchange.begin()
-    exchange.publish("actor.generate", Piece(samples(), SPAN))
+    exchange.publish("actor.generate", CallOutput(samples(), SPAN))
     made = exchange.collect("actor.generate")
     assert made.tensor("index").tolist() == [0, 1, 2]
     assert [row.tolist() for row in made.ragged("responses").rows()] == [[5, 6], [], [7]]
@@ -34,8 +34,8 @@ def test_pieces_come_back_in_the_order_of_the_global_batch_with_their_spans() ->
 def test_a_failure_is_raised_where_its_piece_is_needed_with_call_rank_and_reason() -> None:
     exchange = Exchange(flatten(Cluster(1, 1)), 0)
     exchange.begin()
-    exchange.publish("reward.forward", Failure(0, "reward.forward", "no"))
-    exchange.publish("actor.generate", Piece(samples(), SPAN))
+    exchange.publish("reward.forward", CallFailure(0, "reward.forward", "no"))
+    exchange.publish("actor.generate", CallOutput(samples(), SPAN))
     assert len(exchange.collect("actor.generate")) == 3
     with pytest.raises(JobFailed, match=r"reward.forward failed on rank 0 \(host .*\): no"):
         exchange.collect("reward.forward")

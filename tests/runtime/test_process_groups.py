@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.process_groups import make_edges, make_groups, make_split_groups
+from trl_realloc.runtime.process_groups import make_groups, make_reallocation_groups, make_split_groups
 
 
 def test_every_group_has_the_time_limit_of_the_config() -> None:
@@ -17,7 +17,7 @@ def test_every_group_has_the_time_limit_of_the_config() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         groups, control = make_groups(plan, 0, limit)
-        assert not make_split_groups(plan, 0, limit) and not make_edges(plan, 0, limit)
+        assert not make_split_groups(plan, 0, limit) and not make_reallocation_groups(plan, 0, limit)
         made = [*(mesh.group for mesh in groups.values()), control]
         limits = {group._get_backend(torch.device("cpu")).options._timeout for group in made}
         assert limits == {limit}

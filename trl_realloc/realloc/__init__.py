@@ -1,1 +1,1 @@
-"""Where parameters are and how they move between layouts."""
+"""Which device holds which part of a model's parameters (`layout`), and how parts move between layouts."""

@@ -1,7 +1,7 @@
-"""Which device holds which part of which parameter, as boxes; from a model's spec and a strategy alone.
+"""Which device holds which part of which parameter, as boxes, computed from a model's spec and a parallel strategy.
 
-Pure: no process group, so that a layout of 1,024 devices is made on a laptop. What moves between two layouts is the
-schedule's business.
+Pure: no process group, so a layout of 1,024 devices can be made on a laptop. What moves between two layouts is in
+`schedule`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..plan.cluster import DeviceMesh
 from ..plan.model_spec import Cut, ModelSpec, ParameterSpec
 
 
-# Half-open intervals of indices, one for each dimension of the parameter; empty for a scalar.
+# One half-open interval of indices for each dimension of the parameter; empty for a scalar.
 Box = tuple[tuple[int, int], ...]
 
 VOCABULARY_PADDING = 64  # vLLM rounds a vocabulary up to a multiple of this before it cuts it
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A box and all devices that hold it, ascending."""
+class PlacedBox:
+    """A box of a parameter, and the devices that hold it in ascending order."""
 
     box: Box
     devices: tuple[int, ...]
@@ -33,52 +33,60 @@ class Placed:
 
 @dataclass(frozen=True)
 class Layout:
-    """For every parameter boxes that do not overlap and cover it, each with its holders. Parameters that lie alike
-    share one tuple, by which the schedule knows them."""
+    """The parts of every parameter of a model and the devices that hold them.
+
+    Args:
+        parameters: for every parameter, boxes that cover it and do not overlap. Parameters with equal placements share
+            one tuple object, by whose identity the schedule groups them.
+    """
 
     spec: ModelSpec
-    parameters: Mapping[str, tuple[Placed, ...]]
+    parameters: Mapping[str, tuple[PlacedBox, ...]]
 
     @cached_property
     def devices(self) -> frozenset[int]:
-        return frozenset(d for placed in set(map(id, self.parameters.values())) for d in self._devices_of[placed])
+        """All devices that hold something."""
+        return frozenset(d for key in set(map(id, self.parameters.values())) for d in self._devices_of[key])
 
     @cached_property
     def _devices_of(self) -> Mapping[int, frozenset[int]]:
-        alike = {id(placed): placed for placed in self.parameters.values()}
-        return {key: frozenset(d for cell in placed for d in cell.devices) for key, placed in alike.items()}
+        """The devices of each placement, by the identity of its tuple."""
+        by_id = {id(boxes): boxes for boxes in self.parameters.values()}
+        return {key: frozenset(d for placed in boxes for d in placed.devices) for key, boxes in by_id.items()}
 
     def parts(self, device: int) -> dict[str, tuple[Box, ...]]:
-        """What one device holds."""
-        held = {
-            name: tuple(cell.box for cell in placed if device in cell.devices)
-            for name, placed in self.parameters.items()
-            if device in self._devices_of[id(placed)]
+        """The boxes that one device holds, by parameter name."""
+        return {
+            name: tuple(placed.box for placed in boxes if device in placed.devices)
+            for name, boxes in self.parameters.items()
+            if device in self._devices_of[id(boxes)]
         }
-        return {name: boxes for name, boxes in held.items() if boxes}
 
     def bytes(self, device: int) -> int:
+        """Bytes of the parameters that one device holds."""
         elements = sum(volume(box) for boxes in self.parts(device).values() for box in boxes)
         return elements * self.spec.bytes_per_element
 
     @staticmethod
-    def of_parts(spec: ModelSpec, held: Mapping[int, Mapping[str, Sequence[Box]]]) -> Layout:
-        """From what each device says it holds."""
-        known: dict[tuple[Placed, ...], tuple[Placed, ...]] = {}
+    def of_parts(spec: ModelSpec, parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> Layout:
+        """The layout in which each device holds the given boxes.
+
+        Args:
+            parts: device -> parameter name -> boxes.
+        """
+        shared: dict[tuple[PlacedBox, ...], tuple[PlacedBox, ...]] = {}
         parameters = {}
         for parameter in spec.parameters:
             holders: dict[Box, list[int]] = {}
-            for device in sorted(held):
-                for box in held[device].get(parameter.name, ()):
+            for device in sorted(parts):
+                for box in parts[device].get(parameter.name, ()):
                     holders.setdefault(box, []).append(device)
-            placed = tuple(Placed(box, tuple(devices)) for box, devices in sorted(holders.items()))
-            parameters[parameter.name] = known.setdefault(placed, placed)
+            placed = tuple(PlacedBox(box, tuple(devices)) for box, devices in sorted(holders.items()))
+            parameters[parameter.name] = shared.setdefault(placed, placed)
         return Layout(spec, parameters)
 
     def check_fits(self, bytes_per_device: int) -> None:
-        """Raises:
-        PlanError: a device would hold more than that.
-        """
+        """Refuse a layout of which some device holds more bytes than `bytes_per_device`. Raises `PlanError`."""
         fullest = max(self.devices, key=self.bytes)
         if self.bytes(fullest) > bytes_per_device:
             raise PlanError(
@@ -88,19 +96,23 @@ class Layout:
 
 
 def volume(box: Box) -> int:
+    """The number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def whole(shape: Sequence[int]) -> Box:
+    """The box that is the whole of a parameter."""
     return tuple((0, size) for size in shape)
 
 
 def layout_of(assignment: Assignment, spec: ModelSpec) -> Layout:
-    """The layout of a call's parameters under its assignment. A vLLM engine's is what it is fed with: full tensors, on
-    the first device of each tensor group.
+    """The layout of a call's parameters under its assignment.
+
+    The layout of a vLLM engine is the one that it is fed from: full tensors on the first device of each tensor group.
+    What each of its devices computes with is `vllm_layout`.
 
     Raises:
-        PlanError: the model cannot be split so.
+        PlanError: the model cannot be split by the assignment's tp or pp.
     """
     mesh, strategy = assignment.mesh, assignment.strategy
     match assignment.engine:
@@ -115,40 +127,40 @@ def layout_of(assignment: Assignment, spec: ModelSpec) -> Layout:
 
 
 def replicated_layout(spec: ModelSpec, mesh: DeviceMesh) -> Layout:
-    """Everything on every device: data parallelism and ZeRO up to stage 2."""
-    return _on(spec, tuple(mesh.devices))
+    """Every parameter whole on every device: data parallelism, and ZeRO stages 0 to 2."""
+    return _replicate(spec, tuple(mesh.devices))
 
 
 def owners_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
-    """Everything on the first device of each group of `tp`: where a generation engine takes full tensors."""
-    return _on(spec, tuple(mesh.devices)[::tp])
+    """Every parameter whole on the first device of each group of `tp`, where a generation engine takes full tensors."""
+    return _replicate(spec, tuple(mesh.devices)[::tp])
 
 
-def _on(spec: ModelSpec, devices: tuple[int, ...]) -> Layout:
-    alike = lru_cache(None)(lambda shape: (Placed(whole(shape), devices),))
-    return Layout(spec, {p.name: alike(p.shape) for p in spec.parameters})
+def _replicate(spec: ModelSpec, devices: tuple[int, ...]) -> Layout:
+    placement_of = lru_cache(None)(lambda shape: (PlacedBox(whole(shape), devices),))
+    return Layout(spec, {p.name: placement_of(p.shape) for p in spec.parameters})
 
 
 def zero3_layout(spec: ModelSpec, mesh: DeviceMesh) -> Layout:
-    """Each parameter flattened, padded to a multiple of the mesh's size and dealt out in equal stretches, as
-    DeepSpeed's stage 3 does; the padding is nobody's."""
+    """Each parameter flattened, padded to a multiple of the mesh's size and cut into equal ranges, one per device, as
+    DeepSpeed's stage 3 does. The padding is in no box."""
 
     @lru_cache(None)
-    def dealt(shape: tuple[int, ...]) -> tuple[Placed, ...]:
+    def partition(shape: tuple[int, ...]) -> tuple[PlacedBox, ...]:
         elements = math.prod(shape)
-        each = -(-elements // mesh.size)
+        length = -(-elements // mesh.size)
         return tuple(
-            Placed(box, (device,))
-            for place, device in enumerate(mesh.devices)
-            for box in flat_boxes(shape, place * each, min((place + 1) * each, elements))
+            PlacedBox(box, (device,))
+            for index, device in enumerate(mesh.devices)
+            for box in flat_boxes(shape, index * length, min((index + 1) * length, elements))
         )
 
-    return Layout(spec, {p.name: dealt(p.shape) for p in spec.parameters})
+    return Layout(spec, {p.name: partition(p.shape) for p in spec.parameters})
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """The elements start … stop - 1 of a flattened parameter as boxes in their order: at most three of a matrix (the
-    end of a row, whole rows, the beginning of a row), 2d - 1 in d dimensions."""
+    """The elements start … stop - 1 of a flattened parameter as boxes, in ascending order. A matrix gives at most three
+    (the end of a row, whole rows, the beginning of a row), d dimensions at most 2d - 1."""
     if start >= stop:
         return ()
     if not shape:
@@ -158,28 +170,28 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows
 
-    def inside(at: int, low: int, high: int) -> Iterator[Box]:
-        for box in flat_boxes(shape[1:], low - at * row, high - at * row):
-            yield ((at, at + 1), *box)
+    def within_row(index: int, low: int, high: int) -> Iterator[Box]:
+        for box in flat_boxes(shape[1:], low - index * row, high - index * row):
+            yield ((index, index + 1), *box)
 
     if first > last:  # within one row
-        return tuple(inside(last, start, stop))
+        return tuple(within_row(last, start, stop))
     boxes: list[Box] = []
     if start < first * row:
-        boxes += inside(first - 1, start, first * row)
+        boxes += within_row(first - 1, start, first * row)
     if first < last:
         boxes.append(((first, last), *whole(shape[1:])))
     if last * row < stop:
-        boxes += inside(last, last * row, stop)
+        boxes += within_row(last, last * row, stop)
     return tuple(boxes)
 
 
 def megatron_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int, pp: int) -> Layout:
-    """Tensor groups inside pipelines inside replicas: device `(d * pp + p) * tp + t` of the mesh has tensor rank t of
-    stage p of replica d.
+    """Tensor and pipeline parallelism: device `(d * pp + p) * tp + t` of the mesh has tensor rank t of stage p of
+    data-parallel replica d.
 
     Raises:
-        PlanError: the model cannot be split so, or the mesh is no multiple of tp x pp.
+        PlanError: the model cannot be split by tp or pp, or the mesh's size is no multiple of tp x pp.
     """
     spec.check_strategy(tp, pp)
     if mesh.size % (tp * pp):
@@ -192,11 +204,11 @@ def megatron_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int, pp: int) -> Layo
 
 
 def vllm_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
-    """The slices that vLLM engines of `tp` devices each compute with: key/value heads are repeated where tp exceeds
-    them, the vocabulary is padded before it is cut.
+    """The slices that vLLM engines of `tp` devices each compute with. Key/value heads are repeated where there are
+    fewer than tp, and the vocabulary is padded before it is cut.
 
     Raises:
-        PlanError: tp divides neither the heads nor is divided by them as vLLM demands.
+        PlanError: vLLM cannot divide the attention heads or the key/value heads by tp.
     """
     if tp > 1 and not (spec.heads and spec.generates_under(tp)):
         raise PlanError(f"vLLM cannot share {spec.heads} heads and {spec.kv_heads} key/value heads over tp {tp}.")
@@ -223,45 +235,55 @@ def _cut_layout(
     holders: Callable[[tuple[int, ...], int], list[int]],
     slices: Callable[[ParameterSpec], Callable[[int, int, int], list[tuple[int, int]]]],
 ) -> Layout:
+    """A layout in which each of `tp` tensor ranks has a slice of what is cut, and all of the rest.
+
+    Args:
+        stages_of: the pipeline stages of a parameter.
+        holders: the devices of a tensor rank in these stages.
+        slices: for a parameter, the function (size, parts, unit) -> intervals that cuts its dimension.
+    """
+
     @lru_cache(None)
-    def placed(
+    def placement(
         shape: tuple[int, ...],
         cut: Cut | None,
         stages: tuple[int, ...],
-        into: Callable[[int, int, int], list[tuple[int, int]]],
-    ) -> tuple[Placed, ...]:
+        cut_into: Callable[[int, int, int], list[tuple[int, int]]],
+    ) -> tuple[PlacedBox, ...]:
         boxes: dict[Box, set[int]] = {}
         for tensor in range(tp):
             box = whole(shape)
             if cut is not None:
-                low, high = into(shape[cut.dim], tp, cut.unit)[tensor]
+                low, high = cut_into(shape[cut.dim], tp, cut.unit)[tensor]
                 box = (*box[: cut.dim], (low, high), *box[cut.dim + 1 :])
             if volume(box):
                 boxes.setdefault(box, set()).update(holders(stages, tensor))
-        return tuple(Placed(box, tuple(sorted(devices))) for box, devices in boxes.items())
+        return tuple(PlacedBox(box, tuple(sorted(devices))) for box, devices in boxes.items())
 
-    return Layout(spec, {p.name: placed(p.shape, p.cut, stages_of(p), slices(p)) for p in spec.parameters})
+    return Layout(spec, {p.name: placement(p.shape, p.cut, stages_of(p), slices(p)) for p in spec.parameters})
 
 
 def chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Parts of equal length but the last ones, which are shorter or empty: what DTensor's `Shard` and `torch.chunk`
-    make. `unit` divides them where the strategy is legal."""
-    each = -(-size // parts)
-    return [(min(part * each, size), min((part + 1) * each, size)) for part in range(parts)]
+    """Intervals of equal length, of which the last ones may be shorter or empty, as DTensor's `Shard` and `torch.chunk`
+    make them. In a legal strategy `unit` divides their length."""
+    length = -(-size // parts)
+    return [(min(part * length, size), min((part + 1) * length, size)) for part in range(parts)]
 
 
 def even_chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
+    """`chunks` with any `unit`."""
     return chunks(size, parts)
 
 
 def padded_chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """A vocabulary's, in vLLM: of the padded size, so that the last parts are short."""
-    each = -(-size // VOCABULARY_PADDING) * VOCABULARY_PADDING // parts
-    return [(min(part * each, size), min((part + 1) * each, size)) for part in range(parts)]
+    """vLLM's intervals of a vocabulary: of the padded size, so the last ones are shorter."""
+    length = -(-size // VOCABULARY_PADDING) * VOCABULARY_PADDING // parts
+    return [(min(part * length, size), min((part + 1) * length, size)) for part in range(parts)]
 
 
 def repeated_chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Key/value heads, in vLLM: each repeated on so many neighbours where there are more parts than heads."""
+    """vLLM's intervals of key/value heads of `unit` indices: neighbouring parts have the same head where there are more
+    parts than heads."""
     heads = size // unit
     if parts <= heads:
         return chunks(size, parts)

@@ -1,10 +1,11 @@
-"""Who sends what to whom, so that every device of a target layout ends with its parts: contract 2 of the design.
+"""`TransferSchedule`: which device sends which parts to which, to get from one layout of parameters to another.
 
-No device is sent what it holds. What several devices of a node lack crosses to the node once and is spread inside.
-Loads are evened out over all that can send: a device that has received something may pass it on, in a later wave.
+No device is sent a part that it holds. A part that several devices of a node lack is sent to the node once, and from
+there to the others. The bytes to send are balanced over all devices that can send. A device that has received a part
+may send it on in a later wave. The messages themselves are sent by `transfer`.
 
-The method is ReaL's (section 5.2: common layers and slices, one sender per destination node) freed of its condition
-that one tensor degree divides the other, with relays besides. Parameters that lie alike are scheduled together, as
+The method is ReaL's (section 5.2: common layers and slices, one sender per destination node) without its condition
+that one tensor degree divides the other, and with relays. Parameters with equal placements are scheduled together, as
 arrays over (parameter, receiver), so 70 billion parameters on 1,024 devices take about a second.
 """
 
@@ -18,15 +19,15 @@ import numpy as np
 
 from ..plan.cluster import Cluster
 from ..plan.model_spec import ModelSpec
-from .layout import Box, Layout, Placed, volume
+from .layout import Box, Layout, PlacedBox, volume
 
 
-EVEN = 1.02  # senders above this multiple of the mean load hand work to devices that have received the parts
+MAX_LOAD = 1.02  # senders above this multiple of the mean load give sends to devices that have received the parts
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a parameter."""
+class ParameterBox:
+    """A box of a parameter, by the parameter's name."""
 
     parameter: str
     box: Box
@@ -34,18 +35,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """All that one device sends another in one wave of one bucket."""
+    """What one device sends another in one wave of one bucket."""
 
     source: int
     target: int
     wave: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterBox, ...]
     bytes: int
 
 
 @dataclass(frozen=True)
-class Step:
-    """One device's messages of one wave of one bucket. What a device sends in a wave it held at the start, or got in an
+class TransferStep:
+    """One device's messages of one wave of one bucket. A device sends only what it held at the start, or received in an
     earlier wave of the bucket."""
 
     bucket: int
@@ -56,19 +57,21 @@ class Step:
 
 
 @dataclass
-class _Cell:
-    """A box that is whole in both layouts, of several parameters that lie alike.
+class _CommonBox:
+    """A box that neither layout cuts further, of all parameters with the same placements.
 
     Args:
-        alike: their places in the spec.
-        holders: devices that have it at the start.
+        indices: (m,) the parameters' positions in the spec.
+        bytes: of the box of one parameter.
+        holders: devices that hold the box at the start.
         receivers: (n,) devices that lack it.
-        sources: (len(alike), n) who sends each parameter's box to each receiver.
-        waves: of the same shape.
+        kept: devices that hold it in both layouts.
+        sources: (m, n) int32, the device that sends each parameter's box to each receiver.
+        waves: (m, n) int8, the wave of each of these sends.
     """
 
     box: Box
-    alike: np.ndarray
+    indices: np.ndarray
     bytes: int
     holders: np.ndarray
     receivers: np.ndarray
@@ -78,16 +81,18 @@ class _Cell:
 
 
 class TransferSchedule:
-    """Made by `make_schedule`; the same for the same layouts, wherever it is made.
+    """Made by `make_schedule`. Equal layouts give the same schedule on every device.
 
     Args:
         sent: (devices,) bytes that each device of the cluster sends.
     """
 
-    def __init__(self, cluster: Cluster, source: Layout, target: Layout, cells: list[_Cell], sent: np.ndarray) -> None:
+    def __init__(
+        self, cluster: Cluster, source: Layout, target: Layout, boxes: list[_CommonBox], sent: np.ndarray
+    ) -> None:
         self.cluster, self.source, self.target = cluster, source, target
         self.target_devices = target.devices
-        self._cells, self._sent = cells, sent
+        self._boxes, self._sent = boxes, sent
         self._names = [parameter.name for parameter in target.spec.parameters]
 
     @property
@@ -95,159 +100,171 @@ class TransferSchedule:
         return self.target.spec
 
     def sent(self, device: int) -> int:
+        """Bytes that a device sends."""
         return int(self._sent[device])
 
     @property
     def wire_bytes(self) -> int:
-        """All that is sent."""
+        """Bytes that all devices send together."""
         return int(self._sent.sum())
 
     @property
     def waves(self) -> int:
-        """How many waves a bucket has, of all devices."""
-        return 1 + max((int(cell.waves.max(initial=0)) for cell in self._cells), default=0)
+        """The largest number of waves of a bucket, over all devices."""
+        return 1 + max((int(common.waves.max(initial=0)) for common in self._boxes), default=0)
 
     @property
     def max_over_mean_sender(self) -> float:
-        """The most loaded sender's bytes over the mean of those that send; 1 where nothing is sent."""
+        """The most bytes that a device sends, divided by the mean over devices that send; 1 where nothing is sent."""
         senders = self._sent[self._sent > 0]
         return float(senders.max() / senders.mean()) if len(senders) else 1.0
 
     @cached_property
     def node_bytes(self) -> int:
-        """What is sent from one node to another."""
+        """Bytes that are sent from one node to another."""
         per_node = self.cluster.devices_per_node
         return sum(
-            int((cell.sources // per_node != cell.receivers // per_node).sum()) * cell.bytes for cell in self._cells
+            int((common.sources // per_node != common.receivers // per_node).sum()) * common.bytes
+            for common in self._boxes
         )
 
     def traffic(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of every device inside its node and between nodes, each (2, devices): sent, received."""
+        """(inside nodes, between nodes): bytes of every device, each (2, devices) float64 of sent and received."""
         per_node, size = self.cluster.devices_per_node, self.cluster.size
-        found = np.zeros((2, 2, size))
-        for cell in self._cells:
-            receivers = np.broadcast_to(cell.receivers, cell.sources.shape)
+        traffic = np.zeros((2, 2, size))
+        for common in self._boxes:
+            receivers = np.broadcast_to(common.receivers, common.sources.shape)
             for at, across in enumerate((False, True)):
-                mine = ((cell.sources // per_node) != (receivers // per_node)) == across
-                for direction, devices in enumerate((cell.sources, receivers)):
-                    found[at, direction] += np.bincount(devices[mine], minlength=size) * cell.bytes
-        return found[0], found[1]
+                selected = ((common.sources // per_node) != (receivers // per_node)) == across
+                for direction, devices in enumerate((common.sources, receivers)):
+                    traffic[at, direction] += np.bincount(devices[selected], minlength=size) * common.bytes
+        return traffic[0], traffic[1]
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """What the target's devices lack, counted from the layouts and not from the schedule: each device's part of the
-        target less what of it the device holds in the source."""
+        """Bytes that the target's devices lack: each device's part of the target, less what the device holds of it in
+        the source. Computed from the layouts, not from the schedule."""
         total = 0
-        for before, after, names in _alike(self.source, self.target):
-            lacked = 0
-            for mine in after:
-                wanted = set(mine.devices)
-                lacked += volume(mine.box) * len(wanted)
-                for other in before:
-                    lacked -= _overlap(other.box, mine.box) * len(wanted.intersection(other.devices))
-            total += lacked * len(names)
+        for before, after, indices in _by_placement(self.source, self.target):
+            missing = 0
+            for target in after:
+                receivers = set(target.devices)
+                missing += volume(target.box) * len(receivers)
+                for source in before:
+                    missing -= _overlap(source.box, target.box) * len(receivers.intersection(source.devices))
+            total += missing * len(indices)
         return total * self.spec.bytes_per_element
 
-    def kept(self, device: int) -> tuple[Piece, ...]:
-        """What the device holds in both layouts."""
+    def kept(self, device: int) -> tuple[ParameterBox, ...]:
+        """The parts that the device holds in both layouts."""
         return tuple(
-            Piece(self._names[at], cell.box) for cell in self._cells if device in cell.kept for at in cell.alike
+            ParameterBox(self._names[at], common.box)
+            for common in self._boxes
+            if device in common.kept
+            for at in common.indices
         )
 
     def buckets(self, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
-        """Consecutive parameters, so that no device has more than `bucket_bytes` of a bucket in the target layout (a
-        larger parameter is one by itself). The same on every device."""
+        """Groups of consecutive parameters, the same on every device. No device has more than `bucket_bytes` of a group
+        in the target layout, unless the group is a single larger parameter."""
         per_device = np.zeros((len(self._names), self.cluster.size))
-        for cell in self._cells:
-            holding = [*cell.receivers.tolist(), *cell.kept]
-            per_device[np.ix_(cell.alike, np.asarray(holding, int))] += cell.bytes
-        found: list[tuple[str, ...]] = []
+        for common in self._boxes:
+            holders = [*common.receivers.tolist(), *common.kept]
+            per_device[np.ix_(common.indices, np.asarray(holders, int))] += common.bytes
+        buckets: list[tuple[str, ...]] = []
         bucket: list[str] = []
         load = np.zeros(self.cluster.size)
-        for name, more in zip(self._names, per_device, strict=True):
-            if bucket and (load + more).max(initial=0) > bucket_bytes:
-                found.append(tuple(bucket))
+        for name, size in zip(self._names, per_device, strict=True):
+            if bucket and (load + size).max(initial=0) > bucket_bytes:
+                buckets.append(tuple(bucket))
                 bucket, load = [], np.zeros(self.cluster.size)
             bucket.append(name)
-            load = load + more
-        return (*found, tuple(bucket)) if bucket else tuple(found)
+            load = load + size
+        return (*buckets, tuple(bucket)) if bucket else tuple(buckets)
 
-    def steps(self, device: int, bucket_bytes: int) -> Iterator[Step]:
-        """The device's part of the schedule, in order; where it neither sends nor receives there is no step."""
+    def steps(self, device: int, bucket_bytes: int) -> Iterator[TransferStep]:
+        """The device's part of the schedule, in order. Waves in which it neither sends nor receives are left out."""
         buckets = self.buckets(bucket_bytes)
         bucket_of = np.concatenate([np.full(len(names), at) for at, names in enumerate(buckets)] or [np.zeros(0, int)])
-        found: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int, Piece]]]] = {}
-        for number, cell in enumerate(self._cells):
-            mine = (cell.sources == device) | (cell.receivers == device)[None, :]
-            for row, column in zip(*np.nonzero(mine), strict=True):
-                at = int(cell.alike[row])
-                pair = int(cell.sources[row, column]), int(cell.receivers[column])
-                when = int(bucket_of[at]), int(cell.waves[row, column])
-                piece = Piece(self._names[at], cell.box)
-                found.setdefault(when, {}).setdefault(pair, []).append((at, number, piece))
-        for bucket, wave in sorted(found):
+        # (bucket, wave) -> (source, target) -> pieces, each with its parameter's index and its box's number
+        by_wave: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int, ParameterBox]]]] = {}
+        for number, common in enumerate(self._boxes):
+            involved = (common.sources == device) | (common.receivers == device)[None, :]
+            for row, column in zip(*np.nonzero(involved), strict=True):
+                at = int(common.indices[row])
+                pair = int(common.sources[row, column]), int(common.receivers[column])
+                when = int(bucket_of[at]), int(common.waves[row, column])
+                piece = ParameterBox(self._names[at], common.box)
+                by_wave.setdefault(when, {}).setdefault(pair, []).append((at, number, piece))
+        for bucket, wave in sorted(by_wave):
             messages = [
-                self._message(*pair, wave, [piece for _, _, piece in sorted(pieces, key=lambda each: each[:2])])
-                for pair, pieces in sorted(found[bucket, wave].items())
+                self._message(*pair, wave, [piece for _, _, piece in sorted(pieces, key=lambda entry: entry[:2])])
+                for pair, pieces in sorted(by_wave[bucket, wave].items())
             ]
             sends = tuple(message for message in messages if message.source == device)
             receives = tuple(message for message in messages if message.target == device)
-            yield Step(bucket, wave, buckets[bucket], sends, receives)
+            yield TransferStep(bucket, wave, buckets[bucket], sends, receives)
 
-    def _message(self, source: int, target: int, wave: int, pieces: Sequence[Piece]) -> Message:
+    def _message(self, source: int, target: int, wave: int, pieces: Sequence[ParameterBox]) -> Message:
         size = sum(volume(piece.box) for piece in pieces) * self.spec.bytes_per_element
         return Message(source, target, wave, tuple(pieces), size)
 
 
 def make_schedule(cluster: Cluster, source: Layout, target: Layout) -> TransferSchedule:
-    """The schedule from one layout to another, on meshes that may be equal, overlap or be disjoint.
+    """The schedule from one layout to another. Their devices may be equal, overlap or be disjoint.
 
     Raises:
-        ValueError: the target wants a part that no device of the source holds.
+        ValueError: the target has a part that no device of the source holds.
     """
-    cells = list(_cells(source, target))
+    boxes = list(_common_boxes(source, target))
     loads = np.zeros(cluster.size, np.int64)
-    # what few can send is dealt out first: the others even it out
-    for cell in sorted(cells, key=lambda cell: (len(cell.holders), -cell.bytes)):
-        _deal(cell, cluster.devices_per_node, loads)
-    _relay(cells, cluster.devices_per_node, loads)
-    for cell in cells:
-        _number_waves(cell)
-    return TransferSchedule(cluster, source, target, cells, loads)
+    # boxes with few holders are assigned first, because boxes with many can balance the loads afterwards
+    for common in sorted(boxes, key=lambda common: (len(common.holders), -common.bytes)):
+        _assign_senders(common, cluster.devices_per_node, loads)
+    _add_relays(boxes, cluster.devices_per_node, loads)
+    for common in boxes:
+        _number_waves(common)
+    return TransferSchedule(cluster, source, target, boxes, loads)
 
 
-def _alike(source: Layout, target: Layout) -> list[tuple[tuple[Placed, ...], tuple[Placed, ...], list[int]]]:
-    """Both placements, and the places in the spec of the parameters that have them. By identity, for comparing the
-    placements of 1,024 devices would take longer than the schedule."""
-    found: dict[tuple[int, int], tuple[tuple[Placed, ...], tuple[Placed, ...], list[int]]] = {}
+def _by_placement(
+    source: Layout, target: Layout
+) -> list[tuple[tuple[PlacedBox, ...], tuple[PlacedBox, ...], list[int]]]:
+    """Parameters grouped by their placements in both layouts: (source's, target's, positions in the spec). Placements
+    are compared by identity, because comparing those of 1,024 devices would take longer than the schedule."""
+    groups: dict[tuple[int, int], tuple[tuple[PlacedBox, ...], tuple[PlacedBox, ...], list[int]]] = {}
     for at, parameter in enumerate(target.spec.parameters):
         before, after = source.parameters.get(parameter.name, ()), target.parameters[parameter.name]
-        found.setdefault((id(before), id(after)), (before, after, []))[2].append(at)
-    return list(found.values())
+        groups.setdefault((id(before), id(after)), (before, after, []))[2].append(at)
+    return list(groups.values())
 
 
-def _cells(source: Layout, target: Layout) -> Iterator[_Cell]:
+def _common_boxes(source: Layout, target: Layout) -> Iterator[_CommonBox]:
     """The common refinement of both layouts' boxes."""
-    for before, after, names in _alike(source, target):
+    for before, after, positions in _by_placement(source, target):
         if not after:
             continue
-        alike = np.asarray(names)
-        for wanted, held, box in _meetings(before, after, target.spec.parameters[names[0]].name):
-            holders, devices = set(held.devices), set(wanted.devices)
-            yield _Cell(
+        indices = np.asarray(positions)
+        name = target.spec.parameters[positions[0]].name
+        for target_box, source_box, box in _intersections(before, after, name):
+            holders, devices = set(source_box.devices), set(target_box.devices)
+            yield _CommonBox(
                 box,
-                alike,
+                indices,
                 volume(box) * target.spec.bytes_per_element,
-                np.asarray(held.devices),
+                np.asarray(source_box.devices),
                 np.asarray(sorted(devices - holders), int),
                 frozenset(devices & holders),
             )
 
 
-def _meetings(before: Sequence[Placed], after: Sequence[Placed], name: str) -> list[tuple[Placed, Placed, Box]]:
-    """Each pair of boxes that have something in common, with what that is."""
+def _intersections(
+    before: Sequence[PlacedBox], after: Sequence[PlacedBox], name: str
+) -> list[tuple[PlacedBox, PlacedBox, Box]]:
+    """Each pair of a target box and a source box that intersect, with the intersection. Raises `ValueError` where the
+    source does not cover the target."""
     if not after[0].box:  # a scalar
-        pairs: list[tuple[Placed, Placed, Box]] = [(wanted, held, ()) for wanted in after for held in before]
+        pairs: list[tuple[PlacedBox, PlacedBox, Box]] = [(target, source, ()) for target in after for source in before]
     else:
         lows, highs = ([np.asarray([[e[i] for e in c.box] for c in side]) for side in (before, after)] for i in (0, 1))
         low = np.maximum(lows[0][:, None] if before else np.zeros((0, 1, 1)), lows[1][None])
@@ -256,51 +273,53 @@ def _meetings(before: Sequence[Placed], after: Sequence[Placed], name: str) -> l
             (after[b], before[a], tuple(zip(low[a, b].tolist(), high[a, b].tolist(), strict=True)))
             for b, a in zip(*np.nonzero((low < high).all(-1).T), strict=True)
         ]
-    there = sum(volume(box) for _, _, box in pairs)
-    if there != sum(volume(wanted.box) for wanted in after):
+    covered = sum(volume(box) for _, _, box in pairs)
+    if covered != sum(volume(target.box) for target in after):
         raise ValueError(f"no device of the source layout holds all of {name} that the target layout wants.")
     return pairs
 
 
 def _overlap(a: Box, b: Box) -> int:
+    """The number of elements that two boxes have in common."""
     return volume(tuple((max(p, r), max(max(p, r), min(q, s))) for (p, q), (r, s) in zip(a, b, strict=True)))
 
 
-def _deal(cell: _Cell, per_node: int, loads: np.ndarray) -> None:
-    """Choose a sender for every (parameter, receiver) of a cell, the least loaded that may be."""
-    alike, receivers = len(cell.alike), cell.receivers
-    cell.sources = np.full((alike, len(receivers)), -1, np.int32)
-    holding_nodes, nodes = cell.holders // per_node, receivers // per_node
+def _assign_senders(common: _CommonBox, per_node: int, loads: np.ndarray) -> None:
+    """Set `sources` of a box: for every (parameter, receiver) the least loaded device that can send. Adds to `loads`,
+    (devices,) bytes that each device sends."""
+    parameters, receivers = len(common.indices), common.receivers
+    common.sources = np.full((parameters, len(receivers)), -1, np.int32)
+    holder_nodes, nodes = common.holders // per_node, receivers // per_node
     far: list[np.ndarray] = []  # for each node without a holder, the columns of its receivers
     for node in np.unique(nodes):
         columns = np.nonzero(nodes == node)[0]
-        near = cell.holders[holding_nodes == node]
+        near = common.holders[holder_nodes == node]
         if len(near):
-            cell.sources[:, columns] = _shared(near, alike, len(columns), cell.bytes, loads)
+            common.sources[:, columns] = _spread(near, parameters, len(columns), common.bytes, loads)
         else:
             far.append(columns)
     if not far:
         return
-    from_afar = _shared(cell.holders, alike, len(far), cell.bytes, loads)
-    for place, columns in enumerate(far):
-        # a node's receivers take turns at being the one that gets a parameter from afar, and pass it on
+    from_other_node = _spread(common.holders, parameters, len(far), common.bytes, loads)
+    for index, columns in enumerate(far):
+        # a node's receivers take turns at receiving a parameter from another node and sending it on
         turns = np.argsort(loads[receivers[columns]], kind="stable")
-        entries = columns[turns[np.arange(alike) % len(columns)]]
-        cell.sources[:, columns] = receivers[entries][:, None]
-        cell.sources[np.arange(alike), entries] = from_afar[:, place]
-        np.add.at(loads, receivers[entries], (len(columns) - 1) * cell.bytes)
+        entries = columns[turns[np.arange(parameters) % len(columns)]]
+        common.sources[:, columns] = receivers[entries][:, None]
+        common.sources[np.arange(parameters), entries] = from_other_node[:, index]
+        np.add.at(loads, receivers[entries], (len(columns) - 1) * common.bytes)
 
 
-def _shared(senders: np.ndarray, rows: int, columns: int, size: int, loads: np.ndarray) -> np.ndarray:
-    """(rows, columns) senders, so that their loads become as even as whole items allow; a sender serves neighbouring
-    columns, for few and large messages."""
-    counts = _levelled(loads[senders], rows * columns, size)
+def _spread(senders: np.ndarray, rows: int, columns: int, size: int, loads: np.ndarray) -> np.ndarray:
+    """(rows, columns) senders that make their loads as even as whole items of `size` bytes allow. A sender serves
+    neighbouring columns, which gives few and large messages. Adds to `loads`."""
+    counts = _even_counts(loads[senders], rows * columns, size)
     loads[senders] += counts * size
     return np.repeat(senders, counts).reshape(columns, rows).T
 
 
-def _levelled(loads: np.ndarray, items: int, size: int) -> np.ndarray:
-    """How many of `items` of equal size each gets: water poured onto the loads."""
+def _even_counts(loads: np.ndarray, items: int, size: int) -> np.ndarray:
+    """How many of `items` of equal size to add to each of `loads` to make them as even as possible (water filling)."""
     order = np.argsort(loads, kind="stable")
     rising = loads[order].astype(float)
     below = np.arange(1, len(loads) + 1)
@@ -314,53 +333,54 @@ def _levelled(loads: np.ndarray, items: int, size: int) -> np.ndarray:
     return counts
 
 
-def _relay(cells: Sequence[_Cell], per_node: int, loads: np.ndarray) -> None:
-    """Take from senders above the mean of all that could send, give to devices that receive the same part anyway."""
-    able = {int(d) for cell in cells if len(cell.receivers) for d in (*cell.holders, *cell.receivers)}
+def _add_relays(boxes: Sequence[_CommonBox], per_node: int, loads: np.ndarray) -> None:
+    """Move sends from devices above the mean load to devices that receive the same part anyway. The mean is over all
+    devices that can send."""
+    able = {int(d) for common in boxes if len(common.receivers) for d in (*common.holders, *common.receivers)}
     if not able:
         return
-    most = EVEN * loads.sum() / len(able)
-    for cell in sorted(cells, key=lambda cell: -cell.bytes):
-        busy = [int(d) for d in cell.holders if loads[d] > most]
-        if not busy or len(cell.receivers) < 2:
+    most = MAX_LOAD * loads.sum() / len(able)
+    for common in sorted(boxes, key=lambda common: -common.bytes):
+        busy = [int(d) for d in common.holders if loads[d] > most]
+        if not busy or len(common.receivers) < 2:
             continue
-        passes_on = np.stack([np.isin(cell.receivers, row) for row in cell.sources])
-        relayed = np.isin(cell.sources, cell.receivers)
+        passes_on = np.stack([np.isin(common.receivers, row) for row in common.sources])
+        relayed = np.isin(common.sources, common.receivers)
         for device in busy:
-            for row, column in zip(*np.nonzero(cell.sources == device), strict=True):
+            for row, column in zip(*np.nonzero(common.sources == device), strict=True):
                 if loads[device] <= most:
                     break
                 if passes_on[row, column]:
                     continue
-                stays = cell.receivers[column] // per_node == device // per_node
-                may = ~relayed[row]
-                may[column] = False
-                if stays:
-                    may &= cell.receivers // per_node == device // per_node
-                if not may.any():
+                is_inside_node = common.receivers[column] // per_node == device // per_node
+                can_relay = ~relayed[row]
+                can_relay[column] = False
+                if is_inside_node:
+                    can_relay &= common.receivers // per_node == device // per_node
+                if not can_relay.any():
                     continue
-                # one that passes the part on already, so that few wait for a second wave; else the least loaded
-                chosen = may & passes_on[row] & (loads[cell.receivers] + cell.bytes <= most)
-                choices = np.nonzero(chosen if chosen.any() else may)[0]
-                choice = choices[np.argmin(loads[cell.receivers[choices]])]
-                relay = cell.receivers[choice]
-                if loads[relay] + cell.bytes >= loads[device]:
+                # prefer devices that send the part on already, so that few devices wait for a second wave
+                preferred = can_relay & passes_on[row] & (loads[common.receivers] + common.bytes <= most)
+                choices = np.nonzero(preferred if preferred.any() else can_relay)[0]
+                choice = choices[np.argmin(loads[common.receivers[choices]])]
+                relay = common.receivers[choice]
+                if loads[relay] + common.bytes >= loads[device]:
                     continue
-                cell.sources[row, column] = relay
-                loads[device] -= cell.bytes
-                loads[relay] += cell.bytes
+                common.sources[row, column] = relay
+                loads[device] -= common.bytes
+                loads[relay] += common.bytes
                 relayed[row, column] = passes_on[row, choice] = True
 
 
-def _number_waves(cell: _Cell) -> None:
-    """A holder's messages are wave 0; what a receiver passes on is one later than what it got."""
-    column_of = np.full(int(max(cell.receivers.max(initial=0), cell.sources.max(initial=0))) + 1, -1)
-    column_of[cell.receivers] = np.arange(len(cell.receivers))
-    by = column_of[cell.sources]  # the column of the receiver that sends, -1 for a holder
-    cell.waves = np.zeros(cell.sources.shape, np.int8)
-    rows = np.arange(len(cell.alike))[:, None]
+def _number_waves(common: _CommonBox) -> None:
+    """Set `waves` of a box: holders send in wave 0, a receiver sends on one wave after it has received."""
+    column_of = np.full(int(max(common.receivers.max(initial=0), common.sources.max(initial=0))) + 1, -1)
+    column_of[common.receivers] = np.arange(len(common.receivers))
+    sender_column = column_of[common.sources]  # the column of the receiver that sends, -1 for a holder
+    common.waves = np.zeros(common.sources.shape, np.int8)
+    rows = np.arange(len(common.indices))[:, None]
     while True:
-        waves = np.where(by < 0, 0, cell.waves[rows, by] + 1).astype(np.int8)
-        if (waves == cell.waves).all():
+        waves = np.where(sender_column < 0, 0, common.waves[rows, sender_column] + 1).astype(np.int8)
+        if (waves == common.waves).all():
             return
-        cell.waves = waves
+        common.waves = waves

@@ -25,8 +25,8 @@ from ..plan.assignment import in_place
 from ..plan.cluster import DeviceMesh
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
-from .process_groups import Edge
-from .reallocation import STALE, FeedingSink, GeneratorSink, Reallocation, ShadowSink, Sink
+from .process_groups import ReallocationGroups
+from .reallocation import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Reallocation, Sink
 from .residency import Dropped, Residency, Versioned
 from .roles import Roles
 from .vllm_start import start_vllm
@@ -56,9 +56,9 @@ class EngineBuilder:
             if role not in self.graph.trained_roles and is_own:
                 self._build_frozen(role)
         self._generate_in_place()
-        for call, edge in self.placement.edges.items():
-            if self.rank in edge.ranks:
-                self.placement.reallocations[call] = self._reallocation(call, edge)
+        for call, groups in self.placement.reallocation_groups.items():
+            if self.rank in groups.ranks:
+                self.placement.reallocations[call] = self._reallocation(call, groups)
             if self.plan[call].drop and call in self.placement.copies:
                 self._drop(call)
 
@@ -98,7 +98,9 @@ class EngineBuilder:
         assert home is not None, "a trained role has a call that trains it"
         adapted = self.roles[role].adapted
         copied = [
-            call for call in self._calls(role) if call in self.placement.edges and any_copies(self.plan, call, adapted)
+            call
+            for call in self._calls(role)
+            if call in self.placement.reallocation_groups and any_copies(self.plan, call, adapted)
         ]
         here = [call for call in copied if holds_copy(self.plan, call, self.rank, adapted)]
         trains = self.placement.has(home)
@@ -117,7 +119,7 @@ class EngineBuilder:
             trainer = self._engine(home, self._head(role, model))
             self.engines[home], self.placement.trainers[role] = [trainer], trainer
         for call in self._calls(role):
-            if call not in self.placement.edges and self.placement.has(call) and trains:
+            if call not in self.placement.reallocation_groups and self.placement.has(call) and trains:
                 self.engines[call] = self.engines[home]
 
     def _build_frozen(self, role: Role, trained_model: Any = None) -> None:
@@ -232,30 +234,24 @@ class EngineBuilder:
 
     # --- reallocations ----------------------------------------------------------------------------------------------
 
-    def _reallocation(self, call: str, edge: Edge) -> Reallocation:
+    def _reallocation(self, call: str, groups: ReallocationGroups) -> Reallocation:
         role, generator = self.placement.role_of(call), self.placement.generators.get(call)
         sink: Sink | None = None
         if call in self.placement.copies:
             (copied,) = self.engines[call]
-            sink = ShadowSink(copied) if generator is None else FeedingSink(copied, generator)
+            sink = EngineSink(copied) if generator is None else CopiedEngineSink(copied, generator)
         elif generator is not None:
             make_shell = self.roles[role].shell
             assert make_shell is not None, "a role that generates in an engine has a structure"
             sink = GeneratorSink(generator, partial(checkpoint_names, make_shell()), self.options.device)
         return Reallocation(
-            edge.source,
-            call,
+            groups,
             self.plan.cluster,
-            edge.ranks,
             self.rank,
-            control=edge.control,
-            wire=edge.wire,
             device=self.options.device,
             holder=self.placement.trained(role),
             sink=sink,
-            bucket_bytes=self.options.bucket_bytes,
-            timeout_s=self.options.transfer_timeout_s,
-            checksum=self.options.checksums,
+            options=self.options.transfer,
         )
 
     def _drop(self, call: str) -> None:

@@ -1,4 +1,4 @@
-"""What engines are told beyond the plan."""
+"""`EngineOptions`: settings of engines that the execution plan does not contain. They are made by `trainer.setup`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from torch import nn
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
-from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S
+from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S, TransferOptions
 from .failures.watchdog_client import HEARTBEAT_TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What engines are told beyond the plan; from `PPOConfig`.
+    """Settings of engines that the plan does not contain, from `PPOConfig`.
 
     Args:
         device: this rank's.
-        compute_dtype: mixed precision, or `None`.
         temperature: of sampling, and so of every log-probability.
-        response_length, context_length: tokens; the latter the longest prompt with its response.
+        response_length: most tokens of a response.
+        context_length: tokens of the longest prompt and a response together.
         forward_batch_size: prompts or samples of one forward without gradients, where the plan gives no token budget.
-        train_batch_size: samples of one forward with gradients, likewise.
-        make_optimizer: role's module -> optimizer.
-        bucket_bytes, transfer_timeout_s, checksums: of reallocations, as `Transfer`'s.
+        train_batch_size: samples of one forward with gradients, where the plan gives no token budget.
+        make_optimizer: makes the optimizer of a role's module.
+        compute_dtype: of mixed precision; `None` without it.
+        deepspeed: the user's DeepSpeed config.
+        vllm: further arguments of `VLLMEngine`.
+        bucket_bytes, transfer_timeout_s, checksums: the fields of `transfer`.
         collective_timeout_s: of every process group (`ddp_timeout`).
-        heartbeat_timeout_s: longest time that an engine's process may be stopped.
-        log_folder: for the logs of engines' processes, kept where a run fails; `None` for temporary ones.
+        heartbeat_timeout_s: longest time that an engine's process may be stopped by a signal.
+        log_folder: for the logs of engines' processes, which stay where a run fails; `None` for temporary ones.
     """
 
     device: torch.device
@@ -64,7 +67,13 @@ class EngineOptions:
         slots = max(1, math.ceil(episodes / min(replicas, default=1)))
         return replace(self, vllm={**self.vllm, "max_num_seqs": slots})
 
+    @property
+    def transfer(self) -> TransferOptions:
+        """How the messages of reallocations are sent."""
+        return TransferOptions(self.bucket_bytes, self.transfer_timeout_s, self.checksums)
+
     def budget(self, *, trains: bool) -> int:
-        """Most tokens of one forward where a plan gives no number: room for so many of the longest samples."""
-        room = (self.train_batch_size if trains else self.forward_batch_size) * self.context_length
-        return min(room, CACHED_TOKENS) if self.device.type == "cpu" else room
+        """Most tokens of one forward where the plan gives no number: the batch size times the longest sample's tokens.
+        On the CPU at most `CACHED_TOKENS`."""
+        tokens = (self.train_batch_size if trains else self.forward_batch_size) * self.context_length
+        return min(tokens, CACHED_TOKENS) if self.device.type == "cpu" else tokens

@@ -25,7 +25,7 @@ from ..plan.dataflow import Call, CallKind, Role
 from ..plan.timeline import Span
 from . import calls
 from .calls import Rules, Step
-from .exchange import Exchange, Failure, Piece
+from .exchange import CallFailure, CallOutput, Exchange
 from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
 from .placement import Placement
@@ -198,7 +198,7 @@ class Executor:
         A failure inside a call with collectives is raised at once: the other ranks of its mesh wait in one of them, and
         whatever this rank did next on the same process group would meet it there.
         """
-        piece: Piece | Failure
+        output: CallOutput | CallFailure
         name, step = call.name, self._step.number
         together = True  # inside something that ranks do together
         try:
@@ -219,7 +219,7 @@ class Executor:
                 made = self._work(call, samples)()
             draws = call.kind is CallKind.GENERATE and len(made) > 0
             tokens = int(made.ragged(call.outputs[0]).lengths.sum()) if draws else 0
-            piece = Piece(made, Span(name, self.rank, start, max(start, time.time()), step, tokens), moves)
+            output = CallOutput(made, Span(name, self.rank, start, max(start, time.time()), step, tokens), moves)
         except JobFailed:
             raise
         except Exception as error:
@@ -228,8 +228,8 @@ class Executor:
                 raise
             self._failure = error
             unharmed = isinstance(error, RewardError)  # no role has been trained yet
-            piece = Failure(self.rank, name, str(error) or type(error).__name__, unharmed)
-        self.exchange.publish(name, piece)
+            output = CallFailure(self.rank, name, str(error) or type(error).__name__, unharmed)
+        self.exchange.publish(name, output)
 
     # --- what an iteration made -------------------------------------------------------------------------------------
 

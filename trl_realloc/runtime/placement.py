@@ -19,7 +19,7 @@ from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from .engine_builder import EngineBuilder
 from .engine_options import EngineOptions
-from .process_groups import make_edges, make_groups, make_split_groups
+from .process_groups import make_groups, make_reallocation_groups, make_split_groups
 from .reallocation import Moved, Reallocation
 from .residency import Dropped, Residency
 from .roles import Roles
@@ -45,7 +45,7 @@ class Placement:
         timeout = timedelta(seconds=options.collective_timeout_s)
         self.groups, self.control = make_groups(plan, rank, timeout)
         self.split_groups = make_split_groups(plan, rank, timeout)
-        self.edges = make_edges(plan, rank, timeout)
+        self.reallocation_groups = make_reallocation_groups(plan, rank, timeout)
         self.engines: dict[str, list[ScoringEngine]] = {}
         self.trainers: dict[Role, TrainingEngine] = {}
         self.copies: set[str] = set()
@@ -146,7 +146,9 @@ class Placement:
 
     def takes_part(self, call: str) -> bool:
         """This rank is in the call's mesh, or holds parameters that the call is to get."""
-        return self.has(call) or (call in self.edges and self.rank in self.edges[call].ranks)
+        return self.has(call) or (
+            call in self.reallocation_groups and self.rank in self.reallocation_groups[call].ranks
+        )
 
     def waits_inside(self, call: str) -> bool:
         """The ranks of the call's mesh wait for each other inside it: for gradients, for activations, for parts of

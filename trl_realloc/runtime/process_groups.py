@@ -1,6 +1,7 @@
-"""The process groups of a plan: one for every mesh, one for every parameter edge, one for samples.
+"""The process groups of a plan: for every mesh, for every reallocation, and one over all ranks for samples.
 
-Made on all ranks together, in one order, as torch demands. Owns no engine.
+All ranks make them together and in the same order, as torch requires. Which engine uses a group is in
+`engine_builder`.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from ..plan.execution_plan import ExecutionPlan
 
 
 def from_first_rank(value: Any) -> Any:
-    """Rank 0's value on every rank. All ranks call this together; the others' values do not count."""
-    box = [value]
+    """Rank 0's value, on every rank. All ranks call this together; the other ranks' values are ignored."""
+    values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, 0)
-    return box[0]
+        dist.broadcast_object_list(values, 0)
+    return values[0]
 
 
 def from_every_rank(value: Any, group: Any) -> list[Any]:
-    """What each rank passes, in the order of the ranks, on every rank. All ranks of `group` call this together.
+    """The values of all ranks in the order of the ranks, on every rank. All ranks of `group` call this together.
 
     Args:
-        group: a gloo group, because objects are gathered on the host; `None` in a job of one process.
+        group: a gloo group, because objects are gathered in host memory; `None` in a job of one process.
     """
     if group is None:
         return [value]
@@ -40,11 +41,11 @@ def from_every_rank(value: Any, group: Any) -> list[Any]:
 
 
 def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
-    """A group for every mesh of the plan and for each rank alone, made on all ranks in one order as torch demands;
-    and a gloo group over all for samples, which lie on the host.
+    """(groups, control): a group for every mesh of the plan and for each rank alone, and a gloo group over all ranks
+    for samples, which are in host memory. `control` is `None` in a job of one process. All ranks call this together.
 
     Args:
-        timeout: of every collective and message, here and below: the config's `ddp_timeout`.
+        timeout: of every collective and message (the config's `ddp_timeout`).
     """
     singles = {DeviceMesh(device, 1) for device in range(plan.cluster.size)}
     meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | singles)
@@ -61,24 +62,26 @@ def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dic
 def make_split_groups(
     plan: ExecutionPlan, rank: int, timeout: timedelta
 ) -> dict[tuple[DeviceMesh, int, int], SplitGroups]:
-    """This rank's tensor, pipeline and data groups, by mesh, tp and pp of the calls that the engine megatron runs."""
-    found: dict[tuple[DeviceMesh, int, int], SplitGroups] = {}
+    """This rank's tensor, pipeline and data groups, by (mesh, tp, pp) of the calls of the engine `megatron`. All ranks
+    call this together."""
+    split_groups: dict[tuple[DeviceMesh, int, int], SplitGroups] = {}
     splits = {(a.mesh, a.strategy.tp, a.strategy.pp) for a in plan.assignments.values() if a.engine == "megatron"}
     for mesh, tp, pp in sorted(splits):
-        mine: dict[str, MeshGroup] = {}
-        for kind, members in _each_group(tuple(mesh.devices), tp, pp):
+        of_rank: dict[str, MeshGroup] = {}
+        for kind, members in _all_groups(tuple(mesh.devices), tp, pp):
             group = None
             if dist.is_initialized() and len(members) > 1:
                 group = dist.new_group(list(members), timeout=timeout)
-            # the ends of a pipeline are of interest to its middle stages too, though not theirs
-            if rank in members or (kind == "ends" and rank in mesh and set(members) <= set(mine["pp"].ranks)):
-                mine[kind] = MeshGroup(members, rank, group, _device())
+            # a pipeline's middle stages need the group of its ends too, although they are not in it
+            if rank in members or (kind == "ends" and rank in mesh and set(members) <= set(of_rank["pp"].ranks)):
+                of_rank[kind] = MeshGroup(members, rank, group, _device())
         if rank in mesh:
-            found[mesh, tp, pp] = SplitGroups(**mine)
-    return found
+            split_groups[mesh, tp, pp] = SplitGroups(**of_rank)
+    return split_groups
 
 
-def _each_group(ranks: tuple[int, ...], tp: int, pp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _all_groups(ranks: tuple[int, ...], tp: int, pp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(kind, ranks) of every group of a mesh, in an order that is the same on every rank."""
     yield "mesh", ranks
     for kind, groups in split_ranks(ranks, tp, pp).items():
         for members in groups:
@@ -86,28 +89,37 @@ def _each_group(ranks: tuple[int, ...], tp: int, pp: int) -> Iterator[tuple[str,
 
 
 def _device() -> torch.device:
-    """Where the default backend's tensors lie."""
+    """The device of tensors that the default backend can send."""
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Edge:
-    """A parameter edge whose ends differ: its training call, the ranks of both ends, and their groups."""
+class ReallocationGroups:
+    """The process groups of a reallocation.
+
+    Args:
+        source, target: the call that trains the parameters, and the call that needs them in another layout.
+        ranks: of both calls' meshes, ascending.
+        control: a gloo group over these ranks, used by this reallocation alone; `None` in a job of one process.
+        tensors: the group that parameters are sent on; `control` where they are in host memory.
+    """
 
     source: str
+    target: str
     ranks: tuple[int, ...]
     control: Any
-    wire: Any
+    tensors: Any
 
 
-def make_edges(plan: ExecutionPlan, rank: int, timeout: timedelta) -> dict[str, Edge]:
-    """By target call. Groups of their own, for a transfer's messages must not meet another group's collectives."""
-    edges = {}
+def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> dict[str, ReallocationGroups]:
+    """The groups of every reallocation of the plan, by target call. Each has groups of its own, because a transfer's
+    messages must not mix with another group's collectives. All ranks call this together."""
+    groups = {}
     for source, target in plan.reallocations:
         ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
         control = dist.new_group(ranks, backend="gloo", timeout=timeout) if dist.is_initialized() else None
         on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-        wire = dist.new_group(ranks, timeout=timeout) if on_gpu else control
-        edges[target] = Edge(source, tuple(ranks), control, wire)
-    return edges
+        tensors = dist.new_group(ranks, timeout=timeout) if on_gpu else control
+        groups[target] = ReallocationGroups(source, target, tuple(ranks), control, tensors)
+    return groups

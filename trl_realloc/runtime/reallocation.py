@@ -1,8 +1,7 @@
-"""Keeps a call's copy of a trained role's parameters at the training's version: one object for each parameter edge of
-the plan whose two layouts differ.
+"""`Reallocation`: moves a trained role's parameters from the layout of their training to that of another call.
 
-Owns when parameters move and that an update is taken whole or not at all. What moves to whom is the schedule's
-business, the wire the transfer's.
+It decides when parameters move, and makes sure that all ranks accept an update or none does. Which rank sends what is
+in `realloc.schedule`, sending it in `realloc.transfer`.
 """
 
 from __future__ import annotations
@@ -21,41 +20,46 @@ from ..plan.cluster import Cluster
 from ..plan.model_spec import ModelSpec
 from ..realloc.layout import Box, Layout, whole
 from ..realloc.schedule import TransferSchedule, make_schedule
-from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S, Parts, Transfer, TransferError
+from ..realloc.transfer import Parts, Transfer, TransferError, TransferOptions
+from .process_groups import ReallocationGroups
 
 
-STALE = -1  # the version of parameters that are none yet, or only in part
+STALE = -1  # the version of parameters that are absent or incomplete
 
 
 class Holder(Protocol):
-    """An engine whose parameters lie in this process, in part or whole."""
+    """An engine that has parameters, or parts of them, in this process."""
 
     version: int
 
     def parts(self) -> Parts:
-        """What training changes of them, or of a frozen engine all: live tensors, the same for the engine's life."""
+        """The parameters that training changes; of a frozen role all of them. Live tensors, the same ones for the
+        engine's life."""
 
 
 class Sink(Protocol):
-    """Where one rank's parts of the target layout go."""
+    """Receives one rank's parts of the target layout."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The version of the parameters that it holds; `STALE` for none."""
 
     def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
-        """Which part of each of these parameters this rank holds in the target layout."""
+        """The parts of these parameters that this rank holds in the target layout."""
 
-    def places(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts: ...
+    def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
+        """The tensors of these parameters' parts, to be filled."""
 
-    def take(self, stream: Iterator[Parts], version: int) -> None:
-        """Go through a whole transfer. `version` is set only when all of it is here and accepted; `STALE` till then."""
+    def receive(self, stream: Iterator[Parts], version: int) -> None:
+        """Iterate over a whole transfer. Sets `version` when everything has arrived and was accepted; it is `STALE`
+        until then."""
 
 
-class WholeSink:
-    """Wants every tensor whole, in new memory.
+class FullTensorSink:
+    """Receives every tensor whole, in new memory.
 
     Args:
-        device: where they are put together.
+        device: of that memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,15 +70,15 @@ class WholeSink:
         self._shapes = dict(shapes)
         return {name: [whole(shape)] for name, shape in shapes.items()}
 
-    def places(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
+    def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
         shapes = {name: self._shapes[name] for name in names}
         return {
             name: [(whole(s), torch.empty(s, dtype=dtypes[name], device=self.device))] for name, s in shapes.items()
         }
 
 
-class ShadowSink:
-    """Parameters of a second engine of the role, filled in place."""
+class EngineSink:
+    """Receives parameters into another engine of the role, in place."""
 
     def __init__(self, engine: Holder) -> None:
         self.engine = engine
@@ -88,67 +92,73 @@ class ShadowSink:
     def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
         return {name: [box for box, _ in self._parts.get(name, ())] for name in shapes}
 
-    def places(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
+    def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
         return {name: self._parts[name] for name in names if name in self._parts}
 
-    def take(self, stream: Iterator[Parts], version: int) -> None:
+    def receive(self, stream: Iterator[Parts], version: int) -> None:
         self.engine.version = STALE
         for _ in stream:
             pass
         self.engine.version = version
 
 
-class GeneratorSink(WholeSink):
-    """A generation engine that takes full tensors, bucket by bucket: never a whole model in one place here.
+class GeneratorSink(FullTensorSink):
+    """Passes full tensors to a generation engine bucket by bucket, so this process never holds a whole model.
 
     Args:
-        named: a bucket under the module's names -> under the names of the family's checkpoints.
-        device: where a bucket is put together.
+        to_checkpoint_names: renames a bucket from the module's names to those of the family's checkpoints.
+        device: of the memory of a bucket.
     """
 
     def __init__(
         self,
         generator: GenerationEngine,
-        named: Callable[[list[tuple[str, Tensor]]], Bucket],
+        to_checkpoint_names: Callable[[list[tuple[str, Tensor]]], Bucket],
         device: torch.device,
     ) -> None:
         super().__init__(device)
-        self.generator, self.named = generator, named
+        self.generator, self.to_checkpoint_names = generator, to_checkpoint_names
 
     @property
     def version(self) -> int:
         return self.generator.version
 
-    def take(self, stream: Iterator[Parts], version: int) -> None:
+    def receive(self, stream: Iterator[Parts], version: int) -> None:
         try:
             self.generator.load(
-                (self.named([(name, tensor) for name, [(_, tensor)] in parts.items()]) for parts in stream), version
+                (
+                    self.to_checkpoint_names([(name, tensor) for name, [(_, tensor)] in parts.items()])
+                    for parts in stream
+                ),
+                version,
             )
         finally:
-            for _ in stream:  # the senders must not wait for a rank whose engine refused a tensor
+            for _ in stream:  # otherwise the senders would wait for a rank whose engine refused a tensor
                 pass
 
 
-class FeedingSink(ShadowSink):
-    """A copy of the role's model here, from which the generation engine of this rank is fed: where generation is by
-    Transformers in the copy itself, or where adapters alone move and are merged into the frozen weights here."""
+class CopiedEngineSink(EngineSink):
+    """Receives parameters into a copy of the role's model, and loads them from there into this rank's generation
+    engine. For generation by Transformers in the copy itself, and for adapters, which are merged into the copy's frozen
+    weights."""
 
     def __init__(self, engine: Any, generator: GenerationEngine) -> None:
         super().__init__(engine)
-        self.copy, self.generator = engine, generator
+        self.copied_engine, self.generator = engine, generator
 
     @property
     def version(self) -> int:
         return self.generator.version
 
-    def take(self, stream: Iterator[Parts], version: int) -> None:
-        super().take(stream, version)
-        self.generator.load(self.copy.export(), version)
+    def receive(self, stream: Iterator[Parts], version: int) -> None:
+        super().receive(stream, version)
+        self.generator.load(self.copied_engine.export(), version)
 
 
 @dataclass(frozen=True)
 class Moved:
-    """One reallocation that took place: bytes on the wire of all ranks, and this rank's start and end."""
+    """One reallocation that was done: bytes that all ranks sent, and this rank's start and end in seconds since the
+    epoch."""
 
     name: str
     bytes: int
@@ -157,144 +167,133 @@ class Moved:
 
 
 class Reallocation:
-    """One edge, on one rank of either end. Making it and `refresh` are collective over the ranks of both ends.
+    """One rank's side of one reallocation. Making it and `refresh` are collective over `groups.ranks`.
 
     Args:
-        source, target: calls: a training, and the call that needs its parameters elsewhere.
-        ranks: of both ends, ascending.
-        control: a gloo group over them, used by this edge alone.
-        wire: the group that tensors travel on; `control` where they lie on the host.
-        holder: the training's engine on this rank, `None` at the other end.
-        sink: this rank's end of the target, `None` where it has none.
+        groups: the calls, ranks and process groups of the reallocation.
+        rank: this process.
+        device: of message buffers.
+        holder: the engine of the training on this rank; `None` on a rank that does not train the role.
+        sink: receives this rank's parts of the target layout; `None` on a rank that has none.
+        options: how messages are sent; the same on every rank.
     """
 
     def __init__(
         self,
-        source: str,
-        target: str,
+        groups: ReallocationGroups,
         cluster: Cluster,
-        ranks: Sequence[int],
         rank: int,
         *,
-        control: Any,
-        wire: Any,
         device: torch.device,
         holder: Holder | None,
         sink: Sink | None,
-        bucket_bytes: int = BUCKET_BYTES,
-        timeout_s: float = TIMEOUT_S,
-        checksum: bool = False,
+        options: TransferOptions,
     ) -> None:
-        self.name, self.rank, self.ranks, self.control = f"{source} -> {target}", rank, tuple(ranks), control
+        self.name, self.rank = f"{groups.source} -> {groups.target}", rank
+        self.ranks, self.control = groups.ranks, groups.control
         self.holder, self.sink = holder, sink
-        self.version = STALE  # that all ranks have agreed on
-        self._complete = False  # the latest transfer
+        self.version = STALE  # the one that all ranks have agreed on
+        self._is_complete = False  # whether this rank has sent and received everything of the latest transfer
         self.schedule, self._dtypes = self._agree_on_layouts(cluster)
-        self.transfer = Transfer(
-            self.name,
-            self.schedule,
-            rank,
-            wire,
-            device,
-            self._dtypes,
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
-            checksum=checksum,
-        )
+        self.transfer = Transfer(self.name, self.schedule, rank, groups.tensors, device, self._dtypes, options)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that it moves."""
+        """The names of the parameters that it moves."""
         return tuple(self._dtypes)
 
     def refresh(self) -> Moved | None:
-        """Bring the target to the source's version, if it holds another. Returns what was moved.
+        """Move the parameters, if the target does not hold the source's version. Returns what was moved, or `None`.
 
         Raises:
-            TransferError: a message of the transfer failed, or the ranks of one end hold different versions.
-            EngineError: a rank's engine did not take its parameters; on every rank, with that rank's reason.
-                After either the target holds no version, and nothing can be generated or scored with it.
+            TransferError: a message of the transfer failed, or ranks of the source hold different versions.
+            EngineError: a rank's engine did not accept its parameters; on every rank, with that rank's reason.
+                After either error the target holds no version, and nothing can be generated or scored with it.
         """
-        wanted, current = self._versions()
+        wanted, current = self._agree_on_versions()
         self.version = wanted
         if current == wanted:
             return None
         start, problem = time.time(), ""
-        self._complete = False
+        self._is_complete = False
         stream = self._stream()
         try:
             if self.sink is None:
                 for _ in stream:
                     pass
             else:
-                self.sink.take(stream, wanted)
+                self.sink.receive(stream, wanted)
         except Exception as error:
-            if not self._complete:  # the others wait for messages of this rank: only the job's alarm reaches them
+            if not self._is_complete:  # the others wait for messages of this rank, so only the job's alarm reaches them
                 self.version = STALE
                 raise
-            problem = f"rank {self.rank}: {error}"  # told to all below: they must not use an update not taken by all
-        told = self._tell((problem, self.transfer.sent_bytes))
-        problems = [text for text, _ in told if text]
+            # sent to all ranks below: none may use an update that not all have accepted
+            problem = f"rank {self.rank}: {error}"
+        rank_outcomes = self._gather((problem, self.transfer.sent_bytes))
+        problems = [text for text, _ in rank_outcomes if text]
         if problems:
             self.version = STALE
             raise EngineError(f"{self.name}: the update to version {wanted} was not taken: {'; '.join(problems)}")
-        return Moved(self.name, sum(sent for _, sent in told), start, time.time())
+        return Moved(self.name, sum(sent for _, sent in rank_outcomes), start, time.time())
 
     def _stream(self) -> Iterator[Parts]:
-        """The transfer; notes when this rank has sent and received everything."""
-        yield from self.transfer.run(self.holder.parts() if self.holder else {}, self._places)
-        self._complete = True
+        """The transfer's buckets. Sets `_is_complete` when this rank has sent and received everything."""
+        yield from self.transfer.run(self.holder.parts() if self.holder else {}, self._target_parts)
+        self._is_complete = True
 
     def check(self) -> None:
-        """Raises `EngineError` where this rank's copy is not of the version that all have agreed on."""
+        """Raise `EngineError` where this rank's copy is not of the version that all ranks have agreed on."""
         if self.sink is not None and (self.version == STALE or self.sink.version != self.version):
             raise EngineError(
                 f"{self.name}: rank {self.rank} holds version {self.sink.version} of the parameters, not "
                 f"{self.version}; they were not refreshed, or the last update failed."
             )
 
-    def _places(self, names: Sequence[str]) -> Parts:
-        return self.sink.places(names, self._dtypes) if self.sink else {}
+    def _target_parts(self, names: Sequence[str]) -> Parts:
+        return self.sink.tensors(names, self._dtypes) if self.sink else {}
 
     # --- agreement between the ranks --------------------------------------------------------------------------------
 
-    def _tell(self, word: Any) -> list[Any]:
-        """Every rank's word, in the order of `ranks`."""
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of `ranks`."""
         if len(self.ranks) == 1:
-            return [word]
-        words: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(words, word, group=self.control)
-        return words
+            return [value]
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
-    def _versions(self) -> tuple[int, int]:
-        """(the source's, the oldest of the target's)."""
-        mine = (self.holder.version if self.holder else None, self.sink.version if self.sink else None)
-        told = self._tell(mine)
-        sources = {rank: version for rank, (version, _) in zip(self.ranks, told, strict=True) if version is not None}
+    def _agree_on_versions(self) -> tuple[int, int]:
+        """(the source's version, the target's): the latter `STALE` where any rank's differs from the source's."""
+        own_versions = (self.holder.version if self.holder else None, self.sink.version if self.sink else None)
+        versions = self._gather(own_versions)
+        sources = {rank: source for rank, (source, _) in zip(self.ranks, versions, strict=True) if source is not None}
         if len(set(sources.values())) != 1:
             raise TransferError(f"{self.name}: the ranks of the source hold different versions: {sources}.")
-        targets = {version for _, version in told if version is not None}
+        targets = {version for _, version in versions if version is not None}
         wanted = next(iter(sources.values()))
         return wanted, wanted if targets == {wanted} else STALE
 
     def _agree_on_layouts(self, cluster: Cluster) -> tuple[TransferSchedule, dict[str, torch.dtype]]:
-        """Every rank says what it holds; all derive the same schedule from it. So a family that no table describes,
-        or a user's adapters, can be moved as well."""
-        held = self.holder.parts() if self.holder else {}
-        said = self._tell(
-            {name: (parts[0][1].dtype, [box for box, _ in parts]) for name, parts in held.items() if parts}
+        """The schedule and the dtype of every parameter, which all ranks derive from the parts that each of them holds.
+        So families that no table describes, and a user's adapters, can be moved too."""
+        parts = self.holder.parts() if self.holder else {}
+        source_parts = self._gather(
+            {name: (cells[0][1].dtype, [box for box, _ in cells]) for name, cells in parts.items() if cells}
         )
         dtypes: dict[str, torch.dtype] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for words in said:
-            for name, (dtype, boxes) in words.items():
+        for rank_parts in source_parts:
+            for name, (dtype, boxes) in rank_parts.items():
                 dtypes[name] = dtype
                 ends = [shapes.get(name, tuple(0 for _ in boxes[0])), *(tuple(b for _, b in box) for box in boxes)]
                 shapes[name] = tuple(map(max, zip(*ends, strict=True)))
-        wants = self._tell(None if self.sink is None else self.sink.boxes(shapes))
+        target_boxes = self._gather(None if self.sink is None else self.sink.boxes(shapes))
         spec = ModelSpec.of_shapes(
             list(shapes.items()), bytes_per_element=max((dtype.itemsize for dtype in dtypes.values()), default=1)
         )
-        holds = {r: {n: boxes for n, (_, boxes) in words.items()} for r, words in zip(self.ranks, said, strict=True)}
-        lacks = {rank: want for rank, want in zip(self.ranks, wants, strict=True) if want is not None}
-        return make_schedule(cluster, Layout.of_parts(spec, holds), Layout.of_parts(spec, lacks)), dtypes
+        source = {
+            rank: {name: boxes for name, (_, boxes) in rank_parts.items()}
+            for rank, rank_parts in zip(self.ranks, source_parts, strict=True)
+        }
+        target = {rank: boxes for rank, boxes in zip(self.ranks, target_boxes, strict=True) if boxes is not None}
+        return make_schedule(cluster, Layout.of_parts(spec, source), Layout.of_parts(spec, target)), dtypes

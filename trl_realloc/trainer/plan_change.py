@@ -19,7 +19,7 @@ from ..profiling.replanning import Replanner
 from ..runtime.executor import Executor, Iteration
 from ..runtime.failures.alarm import Alarm
 from ..runtime.placement import Placement
-from ..runtime.run_state import Cargo
+from ..runtime.run_state import RunState
 from .accelerate_plugin import ReallocationPlugin
 from .optimizer_sharding import shards_anyhow
 from .optimizers import make_optimizer
@@ -76,14 +76,14 @@ class PlanChangeMixin:
         states."""
         self.alarm.at(f"the move to another plan after update {self.state.global_step}")
         self.executor.exchange.flush()
-        run_state = Cargo(self.placement)
+        run_state = RunState(self.placement)
         self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
         self.placement.close()
         roles = run_state.roles(self.setup.roles, planned.plan)
         self.setup = replace(self.setup, plan=planned.plan, planned=planned, policy=None, roles=roles)
         self._place()
         self._start()
-        run_state.deliver(self.placement)
+        run_state.load_into(self.placement)
         if self.accelerator.is_main_process:
             expected = f", an estimated {planned.found.seconds:.3g} s per iteration" if planned.found else ""
             logger.warning(f"update {self.state.global_step}: the plan is now {planned.plan.name}{expected}.")
