@@ -28,7 +28,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from trl_realloc.engines.child_process import session_members  # noqa: E402
 from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
-from trl_realloc.profiling.auto_plan import Planned  # noqa: E402
+from trl_realloc.profiling.auto_plan import JobPlan  # noqa: E402
 from trl_realloc.profiling.short_runs import Runs  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer  # noqa: E402
 from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
@@ -191,8 +191,8 @@ class Forced:
     def note(self, lengths: Sequence[int]) -> None:
         pass
 
-    def better(self, updates_left: int, move_seconds: float) -> Planned | None:
-        return Planned(self.plan) if updates_left == 1 else None
+    def better(self, updates_left: int, move_seconds: float) -> JobPlan | None:
+        return JobPlan(self.plan) if updates_left == 1 else None
 
 
 def main() -> None:

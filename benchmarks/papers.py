@@ -29,8 +29,8 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import CallKind, Role, ppo_graph
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import DEVICES, Analytic, Device, Link
-from trl_realloc.planner.problem import Found, Problem
+from trl_realloc.planner.hardware import DEVICES, AnalyticRates, Device, Link
+from trl_realloc.planner.problem import PricedPlan, Problem
 from trl_realloc.planner.search import search
 from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
@@ -95,13 +95,13 @@ def rows_of(path: Path) -> Iterator[tuple[dict[str, Any], Row]]:
         models = {call.name: [specs[of.get(call.role, (critic, "score"))]] for call in GRAPH.calls}
         share = settings["gpu_memory_share"]
         moments = settings.get("optimizer_bytes", 12) - 4  # beside the float32 master
-        pricing = Pricing(cluster, workload, Analytic(device), device.memory, vllm_share=share, moments=moments)
+        pricing = Pricing(cluster, workload, AnalyticRates(device), device.memory, vllm_share=share, moments=moments)
         engines, deepest = ("vllm", "megatron"), max(cluster.nodes, 8)
         limits = {"deep_generation": True, "deepest": deepest, **settings["space"]}
         space = Space(cluster, GRAPH, models, pricing, engines, **limits)
         label = f"{actor}+{critic}@{gpus} gen {line['gen']}"
         published = {key: float(line[f"{key}_s"]) for key in ("heuristic", "real") if line[f"{key}_s"]}
-        yield settings, Row(label, Problem(space, space.choices(), barrier=False), published, cluster.nodes)
+        yield settings, Row(label, Problem(space, space.candidates(), barrier=False), published, cluster.nodes)
 
 
 def uniform(row: Row, mesh_of: Mapping[str, DeviceMesh], strategy_of: Mapping[str, ParallelStrategy]) -> dict[str, Any]:
@@ -115,16 +115,16 @@ def uniform(row: Row, mesh_of: Mapping[str, DeviceMesh], strategy_of: Mapping[st
     return found
 
 
-def heuristic(row: Row) -> Found:
+def heuristic(row: Row) -> PricedPlan:
     """Megatron's habit."""
     mesh = row.problem.space.cluster.mesh
     per_node = row.problem.space.cluster.devices_per_node
     strategy = ParallelStrategy(1, per_node, row.nodes)
     every = uniform(row, dict.fromkeys(GRAPH.order, mesh), dict.fromkeys(GRAPH.order, strategy))
-    return row.problem.found(row.problem.state_of(every), "heuristic")
+    return row.problem.priced_plan(row.problem.state_of(every), "heuristic")
 
 
-def rule(row: Row) -> Found | None:
+def rule(row: Row) -> PricedPlan | None:
     """The authors' rule of thumb, on two nodes or more: generate on all with tp 1 and pp over the nodes, train side by
     side on nodes split by model size with dp 2, tp 4 and pp across, score with the reference on all and with critic
     and reward on halves."""
@@ -148,10 +148,10 @@ def rule(row: Row) -> Found | None:
         return ParallelStrategy(2, per_node // 2, nodes)
 
     every = uniform(row, meshes, {name: split(name) for name in GRAPH.order})
-    return row.problem.found(row.problem.state_of(every), "rule")
+    return row.problem.priced_plan(row.problem.state_of(every), "rule")
 
 
-def shares(found: Found, parts: tuple[str, ...]) -> float:
+def shares(found: PricedPlan, parts: tuple[str, ...]) -> float:
     """Of an iteration's seconds on the devices of all meshes."""
     spent = found.device_seconds
     return sum(spent.get(part, 0.0) for part in parts) / (found.space.cluster.size * found.seconds)
@@ -172,7 +172,7 @@ def compare(settings: Mapping[str, Any], row: Row, time_limit_s: float) -> Itera
         yield out("heuristic, compute", compute, shares(base, COMPUTATION), "share")
         yield out("heuristic, communication", communication, shares(base, COMMUNICATION), "share")
     outcome = search(row.problem, time_limit_s=time_limit_s)
-    best = min((row.problem.found(state, "searched") for state in outcome.states), key=lambda each: each.seconds)
+    best = min((row.problem.priced_plan(state, "searched") for state in outcome.states), key=lambda each: each.seconds)
     yield out("searched", row.published["real"], best.seconds, "s")
     yield out("gain", gain, base.seconds / best.seconds, "x")
     moved = sum(best.estimate.moves.values()) / best.seconds

@@ -103,7 +103,7 @@ def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) 
         trainer.plan.save(folder / "plan.yaml")
         trainer.timeline.save(folder / "timeline.json")
         steps = [row["time/step"] for row in trainer.state.log_history if "time/step" in row]
-        found = trainer.setup.planned.found
+        found = trainer.setup.job_plan.priced
         estimated = None
         if found is not None:
             estimated = {"iteration": found.seconds, **found.timeline.by_call()}

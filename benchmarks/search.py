@@ -21,7 +21,7 @@ from rich.table import Table
 from trl_realloc.plan.dataflow import Role, ppo_graph
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import Analytic, parse_cluster
+from trl_realloc.planner.hardware import AnalyticRates, parse_cluster
 from trl_realloc.planner.workload import Workload
 
 
@@ -36,21 +36,21 @@ def measure(actor: int, critic: int, nodes: int, time_limit_s: float) -> dict[st
     models = {name: [spec_of(settings, *size)] for name, size in sizes.items()}
     lengths = tuple(range(32, 1025, 32))
     workload = Workload(64 * nodes, 512, lengths, mini_batches=4, epochs=1, recompute=True)
-    pricing = Pricing(cluster, workload, Analytic(device), memory=device.memory)
+    pricing = Pricing(cluster, workload, AnalyticRates(device), memory=device.memory)
     begun = time.perf_counter()
     chosen = choose(models, pricing, time_limit_s=time_limit_s)
     seconds = time.perf_counter() - begun
     names = ("flatten", "interleave", "separate")
-    tried = [chosen.best, *(each.found for each in chosen.beaten if each.found)]
+    tried = [chosen.best, *(each.plan for each in chosen.alternatives if each.plan)]
     presets = [found.seconds for found in tried if found.name.startswith(names)]
     return {
         "actor_b": actor,
         "critic_b": critic,
         "devices": cluster.size,
         "seconds": round(seconds, 2),
-        "search_s": round(chosen.outcome.seconds, 2),
-        "evaluations": chosen.outcome.evaluations,
-        "us_per_evaluation": round(1e6 * chosen.outcome.seconds / chosen.outcome.evaluations, 1),
+        "search_s": round(chosen.search.seconds, 2),
+        "evaluations": chosen.search.evaluations,
+        "us_per_evaluation": round(1e6 * chosen.search.seconds / chosen.search.evaluations, 1),
         "estimate_s": chosen.best.seconds,
         "best_preset_s": min(presets, default=None),
     }

@@ -21,7 +21,7 @@ from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.hardware import Sharing
 from trl_realloc.planner.profile import Observation, Profile, model_key
-from trl_realloc.planner.recipe import read_task
+from trl_realloc.planner.recipe import read_recipe
 from trl_realloc.trainer.report import SCORES
 
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copytree(DEMO / model, tmp_path / model)
     (tmp_path / "ppo.yaml").write_text("sft_model_path: policy\nreward_model_path: reward\nresponse_length: 16\n")
     flatten(Cluster(1, 2)).save(tmp_path / "plan.yaml")
-    specs = [part[0] for part in read_task(tmp_path / "ppo.yaml").specs().values()]
+    specs = [part[0] for part in read_recipe(tmp_path / "ppo.yaml").specs().values()]
     counts: dict[str, Any] = {"steps": 1.0, "grown": 9.0, "cached": 99.0}
     rows = tuple(
         Observation(work, key, 0.1 * n, 1, tokens=100.0 * n, squared=1e4 * n, answered=50.0 * n, **counts)

@@ -11,7 +11,7 @@ from pathlib import Path
 import tiny
 import torch.distributed as dist
 
-from trl_realloc.planner.profile import Measured
+from trl_realloc.planner.measured_rates import MeasuredRates
 from trl_realloc.profiling import profile_cache as cache
 
 
@@ -23,9 +23,9 @@ def main() -> None:
     for name in ("before", "after"):
         options = {"plan": "auto", "per_device_train_batch_size": 4, "response_length": 6, "max_steps": 1}
         made = tiny.trainer(folder / name, given={"reward_model": tiny.classifier(2)}, **options)
-        planned = made.setup.planned
+        planned = made.setup.job_plan
         if dist.get_rank() == 0:
-            told = {"measured": len(measured), "bandwidth": Measured(planned.profile).between.bandwidth}
+            told = {"measured": len(measured), "bandwidth": MeasuredRates(planned.profile).between.bandwidth}
             told |= {"plan": planned.plan.to_dict(), "about": dict(planned.profile.about)}
             (folder / "partial").write_text(json.dumps(told))
             (folder / "partial").rename(folder / f"{name}.json")

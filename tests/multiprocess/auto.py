@@ -19,7 +19,7 @@ def main() -> None:
     made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
     made.train()
     if made.accelerator.is_main_process:
-        found = made.setup.planned.found
+        found = made.setup.job_plan.priced
         said = {"measured": len(measured), "plan": made.plan.to_dict(), "estimate": found.seconds}
         said["step"] = made.state.log_history[-1]["time/step"] if made.state.log_history else None
         (folder / "log.json").write_text(json.dumps({**said, "updates": tiny.updates(made)}))

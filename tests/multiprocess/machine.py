@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.planner.profile import Measured
+from trl_realloc.planner.measured_rates import MeasuredRates
 from trl_realloc.profiling import profile_cache as cache
 from trl_realloc.profiling.job_models import JobModels, specs_of
 from trl_realloc.profiling.machine import links, sharing
@@ -58,7 +58,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
 
     shared = sharing(lambda: work, nodes, rank, cpu)
     assert shared is not None, "CPU ranks share"
-    rates = Measured(profile)
+    rates = MeasuredRates(profile)
     told = {
         "links": [[row.work, row.devices, row.far, row.seconds] for row in seen],
         "slower": shared.slower,

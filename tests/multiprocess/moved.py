@@ -11,7 +11,7 @@ from typing import Any
 import tiny
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.profiling.auto_plan import Planned
+from trl_realloc.profiling.auto_plan import JobPlan
 
 
 class Forced:
@@ -23,8 +23,8 @@ class Forced:
     def note(self, lengths: Sequence[int]) -> None:
         self.updates += 1
 
-    def better(self, updates_left: int, move_seconds: float) -> Planned | None:
-        return Planned(self.plan) if self.updates == 2 else None
+    def better(self, updates_left: int, move_seconds: float) -> JobPlan | None:
+        return JobPlan(self.plan) if self.updates == 2 else None
 
 
 def main() -> None:

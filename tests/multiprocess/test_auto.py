@@ -10,7 +10,8 @@ import pytest
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.timeline import Timeline
-from trl_realloc.planner.profile import Measured, Profile
+from trl_realloc.planner.measured_rates import MeasuredRates
+from trl_realloc.planner.profile import Profile
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
@@ -31,7 +32,7 @@ def test_a_machine_is_measured_once_and_its_plan_runs(
     profile = Profile.load(kept)
     assert {"forward", "train", "generate", "send", "all_reduce", "iteration"} <= {o.work for o in profile.observations}
     assert {(o.tp, o.pp) for o in profile.observations} >= {(1, 1), (2, 1), (1, 2)}
-    rates = Measured(profile)
+    rates = MeasuredRates(profile)
     assert 1e7 < rates.inside.bandwidth < 1e12
     assert set(Timeline.load(folders[0] / "estimate.json").calls) >= set(plan.order)
     assert [row["objective/kl"] for row in first["updates"]] == pytest.approx(

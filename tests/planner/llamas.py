@@ -10,7 +10,7 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import DataflowGraph, Role, ppo_graph
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import DEVICES, Analytic
+from trl_realloc.planner.hardware import DEVICES, AnalyticRates
 from trl_realloc.planner.workload import Workload
 
 
@@ -51,6 +51,6 @@ def work(**changes: Any) -> Workload:
 
 def pricing(nodes: int = 1, per_node: int = 8, workload: Workload | None = None, **device: Any) -> Pricing:
     h100 = DEVICES["h100"]
-    rates = Analytic(h100).changed(**device)
+    rates = AnalyticRates(h100).changed(**device)
     cluster = Cluster(nodes, per_node, h100.memory / 1e9)
     return Pricing(cluster, workload or work(), rates, memory=h100.memory)

@@ -14,7 +14,7 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role, ppo_graph
 from trl_realloc.planner.cost import PARTS, CallCost, move_seconds, quick_move_seconds
-from trl_realloc.planner.hardware import DEVICES, Analytic, Link, Sharing
+from trl_realloc.planner.hardware import DEVICES, AnalyticRates, Link, Sharing
 from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.space import Space
 from trl_realloc.realloc.layout import layout_of
@@ -63,7 +63,7 @@ def test_samples_in_and_out_take_their_time() -> None:
 
 
 def test_decoding_slows_as_the_cache_grows() -> None:
-    rates = Analytic(DEVICES["h100"])
+    rates = AnalyticRates(DEVICES["h100"])
     early, late = (rates.decode(llama(7), 64, cached, 1)[1] for cached in (128, 4096))
     assert late > 1.5 * early
     short, long = (price("actor.generate", on(8, "vllm"), workload=work(prompt_tokens=p)) for p in (128, 8192))
@@ -182,7 +182,7 @@ def test_an_engine_without_room_for_all_takes_them_in_turns() -> None:
 
 def test_calls_of_devices_that_share_processors_take_turns() -> None:
     prices = pricing()
-    shared = replace(prices, rates=Analytic(DEVICES["h100"], sharing=Sharing.of(2)))
+    shared = replace(prices, rates=AnalyticRates(DEVICES["h100"], sharing=Sharing.of(2)))
     call = GRAPH.call("reference.forward")
     alone, crowd = (each.price(call, [llama(7)], on(8, "zero")) for each in (prices, shared))
     assert crowd.seconds == pytest.approx(4 * alone.seconds)

@@ -12,7 +12,7 @@ from llamas import llama, pricing
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role, ppo_graph
-from trl_realloc.planner.recipe import DEFAULTS, Task
+from trl_realloc.planner.recipe import DEFAULTS, Recipe
 
 
 CONFIG = {
@@ -27,12 +27,12 @@ CONFIG = {
 }
 
 
-def task(folder: Path, **settings: object) -> Task:
+def task(folder: Path, **settings: object) -> Recipe:
     """Checkpoints in bfloat16."""
     for role in Role:
         (folder / role).mkdir()
         (folder / role / "config.json").write_text(json.dumps(CONFIG))
-    return Task(folder / "recipe.yaml", {role: folder / role for role in Role}, {**DEFAULTS, **settings}, 64.0)
+    return Recipe(folder / "recipe.yaml", {role: folder / role for role in Role}, {**DEFAULTS, **settings}, 64.0)
 
 
 @pytest.mark.parametrize(

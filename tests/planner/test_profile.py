@@ -17,7 +17,8 @@ from trl_realloc.plan.dataflow import ppo_graph
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.profile import Measured, Observation, Profile, _fit, model_key
+from trl_realloc.planner.measured_rates import MeasuredRates, fit_unit_costs
+from trl_realloc.planner.profile import Observation, Profile, model_key
 
 
 ACTOR, CRITIC = llama(1), llama(1, "score")
@@ -55,7 +56,7 @@ def made_up(processors: float | None = None, devices: int = 4, **changes: object
 @pytest.mark.parametrize("processors", [None, 2.0])
 def test_what_was_measured_is_what_is_priced(processors: float | None) -> None:
     """Shared processors or not: what one device takes alone comes out."""
-    rates = Measured(made_up(processors))
+    rates = MeasuredRates(made_up(processors))
     whole = ACTOR.layers * rates.layer(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1)
     assert whole == pytest.approx(FORWARD * 3000, rel=1e-6)
     back = ACTOR.layers * rates.layer_backward(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1, backward=True)
@@ -70,7 +71,7 @@ def test_what_was_measured_is_what_is_priced(processors: float | None) -> None:
 
 
 def test_a_deeper_model_of_the_same_layers_takes_as_much_longer_as_it_has_layers() -> None:
-    rates = Measured(made_up())
+    rates = MeasuredRates(made_up())
     deep = replace(llama(1), layers=3 * ACTOR.layers, parameters=())
     deep.__dict__.update(layer_elements=ACTOR.layer_elements, head_elements=ACTOR.head_elements)
     assert rates.measured(deep, 1, 1, True)
@@ -91,10 +92,10 @@ def test_a_step_of_several_devices_is_as_long_as_it_was_measured() -> None:
         for row in profile.observations
         if row.work == "generate"
     )
-    alone = Measured(replace(profile, observations=(*profile.observations, *split)))
+    alone = MeasuredRates(replace(profile, observations=(*profile.observations, *split)))
     assert not alone.measured(ACTOR, 2, 1, True), "nothing is known of reading the prompts"
     split += tuple(replace(row, tp=2) for row in profile.observations if row.work == "forward")
-    rates = Measured(replace(profile, observations=(*profile.observations, *split)))
+    rates = MeasuredRates(replace(profile, observations=(*profile.observations, *split)))
     assert rates.measured(ACTOR, 2, 1, True)
     call, assignment = ppo_graph().call("actor.generate"), Assignment(DeviceMesh(0, 4), ParallelStrategy(2, 2), "vllm")
     short, long = (
@@ -110,7 +111,7 @@ def test_of_equal_runs_the_fastest_counts() -> None:
     profile = made_up()
     disturbed = tuple(replace(row, seconds=5 * row.seconds) for row in profile.observations)
     both = replace(profile, observations=(*disturbed, *profile.observations))
-    one, other = Measured(profile), Measured(both)
+    one, other = MeasuredRates(profile), MeasuredRates(both)
     assert one.layer(ACTOR, 1000, 1e5, 1) == other.layer(ACTOR, 1000, 1e5, 1)
     assert one.step == other.step
 
@@ -122,9 +123,9 @@ def test_links_between_nodes_are_told_from_those_inside() -> None:
         for row in profile.observations
         if row.work in ("send", "all_reduce")
     )
-    rates = Measured(replace(profile, observations=(*profile.observations, *far)))
+    rates = MeasuredRates(replace(profile, observations=(*profile.observations, *far)))
     assert rates.between.send(1e6) == pytest.approx(10 * rates.inside.send(1e6))
-    assert Measured(profile).between == Measured(profile).inside
+    assert MeasuredRates(profile).between == MeasuredRates(profile).inside
 
 
 def _over(seconds_per_byte: float) -> list[Observation]:
@@ -150,15 +151,15 @@ def test_an_optimizer_step_costs_the_same_whatever_the_network_that_it_was_measu
     profile = replace(near, nodes=2, observations=(*rows, *before))
     elements = float(ACTOR.elements)
     for links in ((), today):
-        rates = Measured(replace(profile, links=links))
-        assert rates.optimizer(elements, 4) == pytest.approx(Measured(near).optimizer(elements, 4), rel=1e-3)
-    assert Measured(profile).between.bandwidth == pytest.approx(1e7)
-    assert Measured(replace(profile, links=today)).between.bandwidth == pytest.approx(1e9)
+        rates = MeasuredRates(replace(profile, links=links))
+        assert rates.optimizer(elements, 4) == pytest.approx(MeasuredRates(near).optimizer(elements, 4), rel=1e-3)
+    assert MeasuredRates(profile).between.bandwidth == pytest.approx(1e7)
+    assert MeasuredRates(replace(profile, links=today)).between.bandwidth == pytest.approx(1e9)
 
 
 def test_a_link_that_lets_bursts_pass_has_the_rate_that_large_messages_see() -> None:
     rows = [replace(each, seconds=2e-4) if each.bytes == 1 << 18 else each for each in _over(1e-7)]
-    between = Measured(replace(made_up(), nodes=2, links=tuple(rows))).between
+    between = MeasuredRates(replace(made_up(), nodes=2, links=tuple(rows))).between
     assert between.bandwidth == pytest.approx(1e7)
     assert between.all_reduce(4e6, 4) == pytest.approx(_over_ring(4e6, 1e7), rel=1e-3)
 
@@ -171,14 +172,16 @@ def test_devices_of_other_nodes_do_not_share_processors() -> None:
     """Two on each of two nodes, each with two processors: none waits for another."""
     near = made_up()
     two = replace(near, nodes=2, sharing=Sharing.of(2.0))
-    assert Measured(two).layer(ACTOR, 100, 1000, 1) == pytest.approx(Measured(near).layer(ACTOR, 100, 1000, 1))
+    assert MeasuredRates(two).layer(ACTOR, 100, 1000, 1) == pytest.approx(
+        MeasuredRates(near).layer(ACTOR, 100, 1000, 1)
+    )
 
 
 def test_parameters_come_from_host_memory_as_fast_as_was_measured() -> None:
     profile = made_up()
-    assert Measured(profile).host_bandwidth == 5e9, "nobody measured it"
+    assert MeasuredRates(profile).host_bandwidth == 5e9, "nobody measured it"
     rows = [Observation("copy", "", 1e-5 + size / 20e9, 1, bytes=size) for size in (1e5, 1e6, 1e7)]
-    rates = Measured(replace(profile, observations=(*profile.observations, *rows)))
+    rates = MeasuredRates(replace(profile, observations=(*profile.observations, *rows)))
     assert rates.host_bandwidth == pytest.approx(20e9)
 
 
@@ -189,13 +192,13 @@ def test_activations_that_were_measured_are_priced() -> None:
         Observation("activations", model_key(CRITIC), 0.0, 1, tokens=n, squared=n * n, bytes=1e5 * n, **model)
         for n in (50.0, 100.0)
     ]
-    rates = Measured(replace(profile, observations=(*profile.observations, *rows)))
+    rates = MeasuredRates(replace(profile, observations=(*profile.observations, *rows)))
     assert rates.kept(CRITIC, 200, 200 * 100) == pytest.approx(1e5 * 200 / CRITIC.layers)
     assert rates.kept(ACTOR, 200, 200 * 100) is None
     call, assignment = ppo_graph().call("critic.train"), Assignment(DeviceMesh(0, 4), ParallelStrategy(4), "zero")
     less, more = (
         Pricing(Cluster(1, 4), work(recompute=False), each).price(call, [CRITIC], assignment).transient
-        for each in (rates, Measured(replace(profile, observations=(*profile.observations, *_times(rows, 3)))))
+        for each in (rates, MeasuredRates(replace(profile, observations=(*profile.observations, *_times(rows, 3)))))
     )
     assert more > 1.8 * less
 
@@ -225,7 +228,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_was_not_measured_is_refused() -> None:
-    rates = Measured(made_up())
+    rates = MeasuredRates(made_up())
     assert not rates.measured(llama(7), 1, 1, False)
     assert not rates.measured(ACTOR, 2, 1, False)
     assert not rates.measured(ACTOR, 1, 2, False), "no pipeline was measured"
@@ -241,7 +244,7 @@ def test_unit_costs_are_found_again_and_never_negative(
     units: tuple[float, float], counts: list[tuple[float, float]]
 ) -> None:
     seconds = [units[0] * a + units[1] * b for a, b in counts]
-    found = _fit(counts, seconds)
+    found = fit_unit_costs(counts, seconds)
     assert all(each >= 0 for each in found)
     for (a, b), expected in zip(counts, seconds, strict=True):
         assert found[0] * a + found[1] * b == pytest.approx(expected, rel=1e-3)
@@ -252,7 +255,7 @@ def test_a_measured_machine_is_planned_with_the_splits_that_were_measured() -> N
         name: (ACTOR if name.startswith(("actor", "reference")) else CRITIC,)
         for name in ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
     } | {"actor.train": (ACTOR,), "critic.train": (CRITIC,)}
-    pricing = Pricing(Cluster(1, 4), work(), Measured(made_up(2.0)), default_cap=1024)
+    pricing = Pricing(Cluster(1, 4), work(), MeasuredRates(made_up(2.0)), default_cap=1024)
     chosen = choose(models, pricing)
     strategies = [assignment.strategy for assignment in chosen.best.plan.assignments.values()]
     assert all(strategy.tp == 1 for strategy in strategies)

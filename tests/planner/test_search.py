@@ -19,9 +19,9 @@ from trl_realloc.plan.dataflow import GRAPHS, CallKind, ppo_graph
 from trl_realloc.planner import search as searching
 from trl_realloc.planner.choose import choose, why_slower
 from trl_realloc.planner.cost import CallCost
-from trl_realloc.planner.problem import Found, Problem
+from trl_realloc.planner.problem import PricedPlan, Problem
 from trl_realloc.planner.search import partitions, search
-from trl_realloc.planner.space import Choice, Space, meshes_of, undominated
+from trl_realloc.planner.space import Candidate, Space, meshes_of, undominated
 
 
 def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem:
@@ -36,7 +36,7 @@ def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem
             engine = "vllm" if call.kind is CallKind.GENERATE else "zero"
             size = draw.uniform(1e9, 40e9) if memory else 0.0
             cost = CallCost({"compute": draw.uniform(0.5, 4) * 8 / mesh.size ** draw.uniform(0.3, 1)}, size, size / 4)
-            own.append(Choice(Assignment(mesh, ParallelStrategy(mesh.size), engine), cost))
+            own.append(Candidate(Assignment(mesh, ParallelStrategy(mesh.size), engine), cost))
         choices[call.name] = own
     return Problem(space, choices, barrier=draw.random() < 0.5)
 
@@ -44,7 +44,7 @@ def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem
 @pytest.mark.parametrize("seed", range(36))
 def test_the_search_comes_within_a_hundredth_of_all_combinations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(seed, per_call=4)
-    best = min(problem.weight(state) for state in itertools.product(*problem.choices.values()))
+    best = min(problem.weight(state) for state in itertools.product(*problem.candidates.values()))
     monkeypatch.setattr(searching, "EXHAUSTIBLE", 0)
     if best >= 1e9:
         with pytest.raises(PlanError, match="fit on no plan"):
@@ -76,7 +76,7 @@ def test_the_search_keeps_its_time_limit() -> None:
 def test_at_128_devices_large_meshes_are_still_looked_at() -> None:
     """ReaL's cap of 1,000 candidates in the order of enumeration drops them."""
     prices = pricing(16)
-    choices = Space(prices.cluster, ppo_graph(), specs(7, 7), prices).choices()
+    choices = Space(prices.cluster, ppo_graph(), specs(7, 7), prices).candidates()
     for own in choices.values():
         sizes = {choice.assignment.mesh.size for choice in own}
         assert {8, 64, 120, 128} <= sizes
@@ -87,7 +87,7 @@ def test_no_tensor_group_crosses_nodes_whatever_their_size(per_node: int) -> Non
     prices = pricing(2, per_node)
     models = {name: (replace(spec, kv_heads=24, heads=24),) for name, (spec,) in specs(1, 1).items()}
     seen = set()
-    for own in Space(prices.cluster, ppo_graph(), models, prices).choices().values():
+    for own in Space(prices.cluster, ppo_graph(), models, prices).candidates().values():
         for assignment in (choice.assignment for choice in own):
             tp, mesh = assignment.strategy.tp, assignment.mesh
             seen.add(tp)
@@ -109,9 +109,9 @@ def test_of_a_large_cluster_only_some_meshes_are_looked_at() -> None:
 def test_a_choice_that_another_beats_in_everything_is_left_out() -> None:
     mesh = DeviceMesh(0, 4)
 
-    def make(seconds: float, size: float, tokens: int) -> Choice:
+    def make(seconds: float, size: float, tokens: int) -> Candidate:
         strategy = ParallelStrategy(4, micro_batch_tokens=tokens)
-        return Choice(Assignment(mesh, strategy, "zero"), CallCost({"compute": seconds}, size, 0.0))
+        return Candidate(Assignment(mesh, strategy, "zero"), CallCost({"compute": seconds}, size, 0.0))
 
     fast, small, bad = make(1, 8, 64), make(2, 4, 32), make(3, 9, 16)
     assert undominated([bad, small, fast]) == [fast, small]
@@ -122,9 +122,9 @@ def test_a_plan_that_would_not_fit_is_never_proposed() -> None:
     chosen = choose(specs(7, 7), prices)
     assert chosen.best.estimate.memory <= prices.memory
     assert chosen.best.fits
-    assert all(each.found is None or each.found.fits for each in chosen.beaten)
-    flat = next(each for each in chosen.beaten if each.name.startswith("flatten"))
-    assert flat.found is not None
+    assert all(each.plan is None or each.plan.fits for each in chosen.alternatives)
+    flat = next(each for each in chosen.alternatives if each.name.startswith("flatten"))
+    assert flat.plan is not None
     assert "ZeRO" in flat.name, "7B with its optimizer is too large for one device by itself"
 
 
@@ -138,10 +138,10 @@ def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_woul
 
 def test_the_planner_beats_every_preset_and_says_why_each_lost() -> None:
     chosen = choose(specs(7, 7), pricing(2))
-    named = {each.name.partition(",")[0]: each for each in chosen.beaten}
+    named = {each.name.partition(",")[0]: each for each in chosen.alternatives}
     for name in ("flatten", "interleave", "separate"):
-        if name in named and named[name].found is not None:
-            assert named[name].found.seconds >= chosen.best.seconds
+        if name in named and named[name].plan is not None:
+            assert named[name].plan.seconds >= chosen.best.seconds
             assert named[name].reason
     assert chosen.best.plan.cluster.size == 16
 
@@ -157,12 +157,12 @@ def test_what_a_slower_plan_wastes_is_said_whether_work_or_waiting(wasteful: lis
     prices = pricing()
     space = Space(prices.cluster, ppo_graph(), specs(1, 1), prices)
 
-    def found(meshes: list[str]) -> Found:
+    def found(meshes: list[str]) -> PricedPlan:
         state = []
         for call, mesh in zip((space.graph.call(name) for name in space.graph.order), meshes, strict=True):
             on, engine = DeviceMesh.parse(mesh), "vllm" if call.kind is CallKind.GENERATE else "zero"
-            state.append(Choice(Assignment(on, ParallelStrategy(on.size), engine), CallCost({"launch": 1.0})))
-        return Problem(space, {}).found(tuple(state), "by hand")
+            state.append(Candidate(Assignment(on, ParallelStrategy(on.size), engine), CallCost({"launch": 1.0})))
+        return Problem(space, {}).priced_plan(tuple(state), "by hand")
 
     best = found(["0-7", "0-3", "4-5", "6-7", "0-3", "4-7"])
     assert why_slower(found(wasteful), best).startswith(reason)
@@ -180,7 +180,7 @@ def test_frozen_roles_may_be_in_the_way_of_nothing() -> None:
         name: Assignment(DeviceMesh(at, 1), ParallelStrategy(1), "vllm" if at == 0 else "zero")
         for at, name in enumerate(problem.names)
     }
-    state = tuple(Choice(a, CallCost({"compute": 1.0}, 60e9, 1e9)) for a in apart.values())
+    state = tuple(Candidate(a, CallCost({"compute": 1.0}, 60e9, 1e9)) for a in apart.values())
     assert problem.estimate(state).memory == pytest.approx(61e9)
 
 
@@ -229,7 +229,7 @@ def test_what_is_in_place_is_never_dropped() -> None:
     problem = Problem(space, {})
     plan = {name: on(8, "zero") for name in problem.names} | {"actor.generate": on(8)}
     plan["critic.forward"] = replace(plan["critic.forward"], drop=True)
-    found = problem.found(problem.state_of(plan), "written")
+    found = problem.priced_plan(problem.state_of(plan), "written")
     assert not found.plan["critic.forward"].drop
 
 
@@ -253,7 +253,7 @@ def test_three_calls_that_wait_for_the_same_one_are_put_side_by_side() -> None:
         engine = "vllm" if name == "actor.generate" else "zero"
         sizes = (1, 2, 4, 8) if apart else (8,)
         choices[name] = [
-            Choice(
+            Candidate(
                 Assignment(mesh, ParallelStrategy(mesh.size), engine),
                 CallCost({"compute": 4.0 if mesh.size == 8 else 5.0 if mesh.size > 1 else 9.0}),
             )

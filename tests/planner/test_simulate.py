@@ -12,7 +12,7 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import PRESETS, flatten, interleave, separate
 from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.simulate import Task, iteration_seconds, run, simulate
+from trl_realloc.planner.simulate import Task, iteration_seconds, simulate, task_times
 
 
 CALLS = ("actor.generate", "reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")
@@ -115,22 +115,22 @@ def test_no_device_does_two_things_at_once_and_nothing_starts_before_what_it_nee
 def test_calls_side_by_side_on_shared_processors_slow_each_other_down() -> None:
     """Four devices on two processors: what runs beside the other takes as long as one after the other."""
     tasks = [Task("one", (DeviceMesh(0, 2),), 3.0), Task("other", (DeviceMesh(2, 2),), 3.0)]
-    apart = run(tasks)[0]
-    shared = run(tasks, sharing=Sharing.of(2))[0]
+    apart = task_times(tasks)[0]
+    shared = task_times(tasks, sharing=Sharing.of(2))[0]
     assert [end for _, end in apart] == [3, 3]
     assert [end for _, end in shared] == pytest.approx([6, 6])
 
 
 def test_a_processor_that_is_set_free_speeds_up_the_rest() -> None:
     tasks = [Task("short", (DeviceMesh(0, 2),), 1.0), Task("long", (DeviceMesh(2, 2),), 3.0)]
-    ends = [end for _, end in run(tasks, sharing=Sharing.of(2))[0]]
+    ends = [end for _, end in task_times(tasks, sharing=Sharing.of(2))[0]]
     assert ends == pytest.approx([2, 4])
 
 
 def test_a_device_beside_another_is_slowed_as_two_of_them_are() -> None:
     """Two devices that do not take turns but disturb each other: by 1.25, as measured, where both compute."""
     tasks = [Task("one", (DeviceMesh(0, 1),), 2.0), Task("other", (DeviceMesh(1, 1),), 3.0)]
-    ends = [end for _, end in run(tasks, sharing=Sharing(((2, 1.25), (4, 3.0))))[0]]
+    ends = [end for _, end in task_times(tasks, sharing=Sharing(((2, 1.25), (4, 3.0))))[0]]
     assert ends == pytest.approx([2.5, 3.5])
 
 
@@ -149,7 +149,7 @@ def test_more_devices_never_slow_each_other_down_less(devices: list[int], proces
 )
 def test_enough_processors_are_as_good_as_one_each(seconds: list[float], firsts: list[int]) -> None:
     tasks = [Task(str(at), (DeviceMesh(firsts[at], 1),), each) for at, each in enumerate(seconds)]
-    alone, shared = (run(tasks, iterations=2, sharing=each) for each in (None, Sharing.of(4)))
+    alone, shared = (task_times(tasks, iterations=2, sharing=each) for each in (None, Sharing.of(4)))
     for one, other in zip(alone, shared, strict=True):
         for (start, end), (began, ended) in zip(one, other, strict=True):
             assert (began, ended) == pytest.approx((start, end), abs=1e-9)

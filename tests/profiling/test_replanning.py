@@ -26,14 +26,14 @@ def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
 
     better = SimpleNamespace(best=SimpleNamespace(seconds=4.99))  # by too little to move
     monkeypatch.setattr(replanning, "from_first_rank", from_first_rank)
-    monkeypatch.setattr(replanning, "at_lengths", lambda *_: SimpleNamespace(seconds=estimate))
+    monkeypatch.setattr(replanning, "estimate_at_lengths", lambda *_: SimpleNamespace(seconds=estimate))
     monkeypatch.setattr(replanning, "choose", lambda *_, **__: better)
     workload = SimpleNamespace(of_lengths=lambda lengths: None)
     models = SimpleNamespace(specs={})
     job = SimpleNamespace(rank=rank, engine="vllm", models=models, workload=workload, pricing=lambda *_: None)
-    planned = SimpleNamespace(found=SimpleNamespace(seconds=1.0), profile=object(), chosen=object())
+    planned = SimpleNamespace(priced=SimpleNamespace(seconds=1.0), profile=object(), decision=object())
     watcher = Replanner(job, planned, threshold=0.1)  # type: ignore[arg-type]
     watcher.note([3, 4])
     assert watcher.better(updates_left=10, move_seconds=0.0) is None
     assert len(broadcasts) == 1
-    assert watcher.planned is planned
+    assert watcher.job_plan is planned

@@ -24,12 +24,13 @@ from ..plan.dataflow import ppo_graph
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
-from ..planner.choose import Chosen, choose
+from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
-from ..planner.hardware import Analytic, parse_cluster
-from ..planner.profile import Measured, Profile, model_key
-from ..planner.recipe import Task, is_plan, read_task
-from ..planner.show import beaten_table, draw_estimate, estimate_table, explained
+from ..planner.hardware import AnalyticRates, parse_cluster
+from ..planner.measured_rates import MeasuredRates
+from ..planner.profile import Profile, model_key
+from ..planner.recipe import Recipe, is_plan, read_recipe
+from ..planner.show import alternatives_table, draw_estimate, explained, plan_cost_table
 from ..realloc.memory import MOMENTS
 from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
 
@@ -123,7 +124,7 @@ def plan(
         output = output or Path("plan.yaml")
         _check_output(output, "the plan")
         _check_request(cluster, measured, devices, nodes, time_limit, calls)
-        chosen = _choose(read_task(what, prompt_tokens), cluster, measured, devices, nodes, time_limit)
+        chosen = _choose(read_recipe(what, prompt_tokens), cluster, measured, devices, nodes, time_limit)
         _show_choice(chosen, calls, output)
         return
     written = PRESETS[what](_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
@@ -172,56 +173,56 @@ def _check_request(
 
 
 def _choose(
-    task: Task, cluster: str | None, measured: Path | None, devices: int | None, nodes: int, time_limit: float
-) -> Chosen:
+    recipe: Recipe, cluster: str | None, measured: Path | None, devices: int | None, nodes: int, time_limit: float
+) -> Decision:
     if cluster is not None:
         machine, device = parse_cluster(cluster)
-        workload, share = task.workload(machine), task.settings["vllm_gpu_memory_utilization"]
-        pricing = Pricing(machine, workload, Analytic(device), memory=device.memory, vllm_share=share)
-        specs = task.specs()
+        workload, share = recipe.workload(machine), recipe.settings["vllm_gpu_memory_utilization"]
+        pricing = Pricing(machine, workload, AnalyticRates(device), memory=device.memory, vllm_share=share)
+        specs = recipe.specs()
     else:
         if measured is None:
             _check_processes(devices)
-        task.specs()  # a model that cannot be planned for is not measured either
-        profile = Profile.load(measured) if measured else _measure(task, devices or _processes(task.recipe))
+        recipe.specs()  # a model that cannot be planned for is not measured either
+        profile = Profile.load(measured) if measured else _measure(recipe, devices or _processes(recipe.path))
         if devices is not None and devices != profile.devices:
             raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
-        machine = _cluster(task.recipe.name, profile.devices, nodes)
-        _check_measured(profile, task, measured)
+        machine = _cluster(recipe.path.name, profile.devices, nodes)
+        _check_measured(profile, recipe, measured)
         pricing = Pricing(
-            machine, task.workload(machine), Measured(profile), moments=MOMENTS, default_cap=CACHED_TOKENS
+            machine, recipe.workload(machine), MeasuredRates(profile), moments=MOMENTS, default_cap=CACHED_TOKENS
         )
-        specs = task.specs()
-    return choose(specs, pricing, generation_engine=task.engine, time_limit_s=time_limit)
+        specs = recipe.specs()
+    return choose(specs, pricing, generation_engine=recipe.engine, time_limit_s=time_limit)
 
 
-def _check_measured(profile: Profile, task: Task, path: Path | None) -> None:
+def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None:
     """Refuse a profile of other models than the recipe's."""
-    rates = Measured(profile)
+    rates = MeasuredRates(profile)
     unknown = {
         model_key(spec)
-        for call, specs in task.specs().items()
+        for call, specs in recipe.specs().items()
         for spec in specs
         if not rates.measured(spec, 1, 1, generates=call.endswith(".generate"))
     }
     if unknown:
         raise PlanError(
             f"{path or 'the profile'} has no measurements of {' or of '.join(sorted(unknown))}; make one with "
-            f"trl-realloc profile {task.recipe}."
+            f"trl-realloc profile {recipe.path}."
         )
 
 
-def _show_choice(chosen: Chosen, calls: Sequence[str], output: Path) -> None:
+def _show_choice(chosen: Decision, calls: Sequence[str], output: Path) -> None:
     console = Console()
     work = chosen.best.space.pricing.workload
     console.print(
         f"{work.episodes:,} episodes an iteration, prompts of {work.prompt_tokens:g} tokens (--prompt-tokens), "
         f"responses of {work.response_tokens[-1]}, as long as they may be."
     )
-    console.print(f"{chosen.said[0].upper()}{chosen.said[1:]}.")
-    console.print(estimate_table(chosen.best))
-    if chosen.beaten:
-        console.print(beaten_table(chosen))
+    console.print(f"{chosen.summary[0].upper()}{chosen.summary[1:]}.")
+    console.print(plan_cost_table(chosen.best))
+    if chosen.alternatives:
+        console.print(alternatives_table(chosen))
     for call in calls:
         console.print(explained(chosen.best, call))
     _save(chosen.best.plan, output)
@@ -252,14 +253,14 @@ def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tok
     _check_processes(devices)
     _check_output(output, "the profile")
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
-        recipe = Path(what[0])
-        if not recipe.is_file():
-            models = {"sft_model_path": str(recipe.resolve()), "reward_model_path": str(Path(what[-1]).resolve())}
-            recipe = Path(folder) / "models.yaml"
-            recipe.write_text(yaml.safe_dump(models), encoding="utf-8")
-        task = read_task(recipe, prompt_tokens)
-        task.specs()
-        measured = _measure(task, devices or _processes(recipe), "thorough")
+        path = Path(what[0])
+        if not path.is_file():
+            models = {"sft_model_path": str(path.resolve()), "reward_model_path": str(Path(what[-1]).resolve())}
+            path = Path(folder) / "models.yaml"
+            path.write_text(yaml.safe_dump(models), encoding="utf-8")
+        recipe = read_recipe(path, prompt_tokens)
+        recipe.specs()
+        measured = _measure(recipe, devices or _processes(path), "thorough")
     try:
         measured.save(output)
     except OSError as error:
@@ -280,14 +281,14 @@ def _most_processes() -> int:
     return 8 * (os.cpu_count() or 1)
 
 
-def _measure(task: Task, devices: int, *how: str) -> Profile:
+def _measure(recipe: Recipe, devices: int, *how: str) -> Profile:
     """Run the short job that measures; its profile."""
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
-        return _measured(task, devices, Path(folder) / "profile.json", how)
+        return _measured(recipe, devices, Path(folder) / "profile.json", how)
 
 
-def _measured(task: Task, devices: int, output: Path, how: Sequence[str]) -> Profile:
-    job = ["-m", "trl_realloc.cli.measure", str(task.recipe), str(output), str(task.prompt_tokens), *how]
+def _measured(recipe: Recipe, devices: int, output: Path, how: Sequence[str]) -> Profile:
+    job = ["-m", "trl_realloc.cli.measure", str(recipe.path), str(output), str(recipe.prompt_tokens), *how]
     launch = [sys.executable]
     if devices > 1:
         launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]
@@ -297,7 +298,7 @@ def _measured(task: Task, devices: int, output: Path, how: Sequence[str]) -> Pro
         lines = done.stderr.strip().splitlines()
         refused = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         said = "\n".join(list(dict.fromkeys(refused)) or lines[-12:])
-        raise PlanError(f"measuring {task.recipe} on {devices} processes failed: {said}")
+        raise PlanError(f"measuring {recipe.path} on {devices} processes failed: {said}")
     return Profile.load(output)
 
 

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from transformers import AutoConfig
 
 from ..plan.dataflow import Role
-from ..planner.recipe import read_recipe, read_task
+from ..planner.recipe import read_recipe, read_recipe_settings
 from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
@@ -26,16 +26,16 @@ from ..trainer.ppo_config import PPOConfig
 from .recipe import run
 
 
-def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None:
-    task = read_task(recipe, prompt_tokens)
-    given = read_recipe(task.recipe)
+def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
+    recipe = read_recipe(path, prompt_tokens)
+    settings = read_recipe_settings(recipe.path)
     known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
-    own = {key: value for key, value in given.items() if key in known}
+    arguments = {key: value for key, value in settings.items() if key in known}
     with tempfile.TemporaryDirectory() as folder:
-        args = PPOConfig(**{**own, "output_dir": folder, "report_to": "none"})
+        args = PPOConfig(**{**arguments, "output_dir": folder, "report_to": "none"})
     args.device  # noqa: B018 - makes the process group
     world = PartialState()
-    configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in task.folders.items()}
+    configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
     for role in (Role.CRITIC, Role.REWARD):
         configs[role][0].num_labels = 1
     for role in (Role.ACTOR, Role.CRITIC):  # as the run trains models by path
@@ -47,10 +47,10 @@ def main(recipe: str, output: str, prompt_tokens: float, thorough: bool) -> None
         ReallocationPlugin(),
         cluster,
         world.process_index,
-        task.engine,
+        recipe.engine,
         JobModels(configs, specs_of(configs, mixed=mixed), mixed=mixed),
-        prompt_tokens=task.prompt_tokens,
-        context_length=round(task.prompt_tokens + args.response_length),
+        prompt_tokens=recipe.prompt_tokens,
+        context_length=round(recipe.prompt_tokens + args.response_length),
         pad_token_id=0 if pad is None else pad,
     )
     profile, _ = cached_profile(job, thorough=thorough)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 
 
 MOST_LISTED = 10  # problems of one kind that a refusal lists
@@ -75,15 +75,13 @@ def unknown_keys(given: Iterable[object], known: Collection[str], what: str) -> 
 
 
 def nearest(word: object, right: Iterable[str], at_least: float = 0.5) -> str | None:
-    """The first of the words most like `word`, or `None` where none is alike by such a share of the letters."""
+    """The word of `right` most like `word`, whatever its case; `None` where difflib's ratio is below `at_least` for all
+    of them."""
     if not isinstance(word, str) or len(word) > LONGEST_WORD:
         return None
-
-    def likeness(candidate: str) -> float:
-        return SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
-
-    best = max(right, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= at_least else None
+    in_lower_case = {candidate.lower(): candidate for candidate in right}
+    matches = get_close_matches(word.lower(), in_lower_case, n=1, cutoff=at_least)
+    return in_lower_case[matches[0]] if matches else None
 
 
 def suggest(word: object, right: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Which plan to run, of all there are, and what is to be said about it: the alternatives, and why each lost."""
+"""Chooses the plan to run, and explains the choice: the alternatives and why each was not chosen."""
 
 from __future__ import annotations
 
@@ -12,39 +12,44 @@ from ..plan.dataflow import DataflowGraph, ppo_graph
 from ..plan.model_spec import ModelSpec
 from ..plan.presets import PRESETS
 from .cost import PARTS, CallCost, Pricing
-from .problem import Found, Problem
-from .search import Outcome, search
+from .problem import PricedPlan, Problem
+from .search import SearchResult, search
 from .space import Space
 
 
-MOST_DEVICES = 1024  # that a remedy names
-MANY = 256  # devices; beyond, a schedule takes seconds, and the chosen plan's alone are made
+MOST_DEVICES = 1024  # of the cluster that a refusal suggests
+MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
 
 
 @dataclass(frozen=True)
-class Beaten:
-    """A plan that was not chosen, and why. `found` is `None` where it cannot be at all."""
+class Alternative:
+    """A plan that was not chosen.
+
+    Args:
+        plan: `None` where it does not fit in memory.
+        reason: why it was not chosen, in a sentence.
+    """
 
     name: str
-    found: Found | None
+    plan: PricedPlan | None
     reason: str
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The plan to run, and what it was chosen over."""
+class Decision:
+    """The plan to run, the alternatives, and the search that found it."""
 
-    best: Found
-    beaten: tuple[Beaten, ...]
-    outcome: Outcome
+    best: PricedPlan
+    alternatives: tuple[Alternative, ...]
+    search: SearchResult
 
     @property
-    def said(self) -> str:
-        """In a sentence."""
-        how = "all of them" if self.outcome.exhaustive else "a search"
+    def summary(self) -> str:
+        """The chosen plan and its estimate in a sentence, without a capital letter and a full stop."""
+        how = "all of them" if self.search.exhaustive else "a search"
         return (
             f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
-            f"{self.outcome.evaluations} plans ({how}, {self.outcome.seconds:.1f} s)"
+            f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)"
         )
 
 
@@ -58,17 +63,17 @@ def choose(
     barrier: bool = True,
     seed: int = 0,
     time_limit_s: float = 5.0,
-) -> Chosen:
-    """The fastest plan by estimate that fits.
+) -> Decision:
+    """The plan with the shortest estimated iteration that fits in memory.
 
     Args:
-        specs: by call, the models that it runs.
-        zero_stages: of the engine zero to choose from; by default all where memory is known, else 0 alone, for the
-            others give memory for time.
+        specs: the models that each call runs, by the call's name.
+        zero_stages: stages that the engine zero may use. By default all of them where a device's memory is known, else
+            0 alone, because the other stages save memory and cost time.
         barrier: iterations do not overlap.
 
     Raises:
-        PlanError: the models fit on no plan; with the smallest cluster on which they would.
+        PlanError: the models fit on no plan; names the smallest cluster on which they fit.
     """
     options: dict[str, Any] = {
         "graph": graph or ppo_graph(),
@@ -98,77 +103,84 @@ def _choose(
     barrier: bool,
     seed: int,
     time_limit_s: float,
-) -> Chosen:
+) -> Decision:
     stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
     engines = (generation_engine, "zero", "megatron")
     space = Space(
         pricing.cluster, graph, specs, pricing, engines, offload=pricing.memory is not None, zero_stages=stages
     )
-    problem = Problem(space, space.choices(), barrier=barrier)
-    presets: dict[str, Found] = {}
-    beaten: list[Beaten] = []
-    is_ppo, few = graph == ppo_graph(), pricing.cluster.size <= MANY
-    for name, preset in PRESETS.items() if is_ppo else ():
-        every = []
-        for stage in stages:
-            label = name if stage == 0 else f"{name}, ZeRO-{stage}"
-            plan = preset(pricing.cluster, generation_engine=generation_engine, zero_stage=stage)
-            every.append(problem.found(problem.state_of(plan.assignments), label, exact=few))
-        fitting = [found for found in every if found.fits]
-        if fitting:  # of a preset the ZeRO stage that suits it
-            found = min(fitting, key=lambda each: each.seconds)
-            presets[found.name] = found
-        else:
-            smallest = min(every, key=lambda each: each.estimate.memory)
-            beaten.append(Beaten(smallest.name, None, _too_large(smallest)))
-    starts = [tuple(found.choices.values()) for found in presets.values()]
-    outcome = search(problem, seed=seed, time_limit_s=time_limit_s, starts=starts)
-    every = [problem.found(state, "searched", exact=few) for state in outcome.states]
-    ranked = sorted(every, key=lambda each: each.seconds)
-    best = ranked[0] if few else problem.found(tuple(ranked[0].choices.values()), "searched")
-    simple = min(presets.values(), key=lambda each: each.seconds, default=best)
-    if simple.seconds <= best.seconds * (1 + pricing.rates.error):
-        best = simple  # estimates are no better than that
-    for label, found in sorted(presets.items(), key=lambda item: item[1].seconds):
-        if found is not best:
-            beaten.append(Beaten(label, found, why_slower(found, best)))
+    problem = Problem(space, space.candidates(), barrier=barrier)
+    is_small = pricing.cluster.size <= MANY
+    presets, alternatives = _price_presets(problem, stages, generation_engine, is_small=is_small)
+    starts = [tuple(preset.calls.values()) for preset in presets]
+    result = search(problem, seed=seed, time_limit_s=time_limit_s, starts=starts)
+    searched = [problem.priced_plan(state, "searched", exact=is_small) for state in result.states]
+    ranked = sorted(searched, key=lambda plan: plan.seconds)
+    best = ranked[0] if is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
+    fastest_preset = min(presets, key=lambda plan: plan.seconds, default=best)
+    if fastest_preset.seconds <= best.seconds * (1 + pricing.rates.error):
+        best = fastest_preset  # the difference is within the error of the estimates
+    for preset in sorted(presets, key=lambda plan: plan.seconds):
+        if preset is not best:
+            alternatives.append(Alternative(preset.name, preset, why_slower(preset, best)))
     if best.name != ranked[0].name:
         gain = 1 - ranked[0].seconds / best.seconds
         reason = f"{gain:.1%} faster by estimate, which is no more than estimates are good for"
-        beaten.append(Beaten("searched", ranked[0], reason))
-    elif (other := _different(ranked, best)) is not None:
-        beaten.append(Beaten("next best", other, why_slower(other, best)))
-    return Chosen(best, tuple(beaten), outcome)
+        alternatives.append(Alternative("searched", ranked[0], reason))
+    elif (other := _next_layouts(ranked, best)) is not None:
+        alternatives.append(Alternative("next best", other, why_slower(other, best)))
+    return Decision(best, tuple(alternatives), result)
 
 
-def why_slower(found: Found, best: Found) -> str:
-    """The call that costs a plan most against the best one, in a sentence."""
-    more = found.seconds - best.seconds
-    if more < 0.01 * best.seconds:
-        return f"{more / best.seconds:.1%} slower by estimate"
-    slower = {name: found.costs[name].seconds - best.costs[name].seconds for name in found.costs}
-    name = max(slower, key=lambda each: slower[each])
-    if slower[name] > 0.25 * more:
-        here, there = (each.choices[name].assignment for each in (found, best))
+def _price_presets(
+    problem: Problem, stages: Sequence[int], generation_engine: str, *, is_small: bool
+) -> tuple[list[PricedPlan], list[Alternative]]:
+    """The presets that fit in memory, each under its fastest ZeRO stage; and those that do not fit."""
+    fitting: list[PricedPlan] = []
+    too_large: list[Alternative] = []
+    cluster = problem.space.cluster
+    for name, preset in PRESETS.items() if problem.space.graph == ppo_graph() else ():
+        by_stage = []
+        for stage in stages:
+            label = name if stage == 0 else f"{name}, ZeRO-{stage}"
+            plan = preset(cluster, generation_engine=generation_engine, zero_stage=stage)
+            by_stage.append(problem.priced_plan(problem.state_of(plan.assignments), label, exact=is_small))
+        if any(plan.fits for plan in by_stage):
+            fitting.append(min((plan for plan in by_stage if plan.fits), key=lambda plan: plan.seconds))
+        else:
+            smallest = min(by_stage, key=lambda plan: plan.estimate.memory)
+            too_large.append(Alternative(smallest.name, None, _too_large(smallest)))
+    return fitting, too_large
+
+
+def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
+    """The main reason why a plan takes longer than the best one, in a sentence."""
+    difference = plan.seconds - best.seconds
+    if difference < 0.01 * best.seconds:
+        return f"{difference / best.seconds:.1%} slower by estimate"
+    slower = {name: plan.costs[name].seconds - best.costs[name].seconds for name in plan.costs}
+    name = max(slower, key=lambda call: slower[call])
+    if slower[name] > 0.25 * difference:
+        here, there = (priced.calls[name].assignment for priced in (plan, best))
         return (
-            f"{name} takes {found.costs[name].seconds:.3g} s on {here.mesh} ({here.strategy}), not "
+            f"{name} takes {plan.costs[name].seconds:.3g} s on {here.mesh} ({here.strategy}), not "
             f"{best.costs[name].seconds:.3g} s on {there.mesh} ({there.strategy})"
         )
-    moved = sum(found.estimate.moves.values()) - sum(best.estimate.moves.values())
-    if moved > 0.25 * more:
+    moved = sum(plan.estimate.moves.values()) - sum(best.estimate.moves.values())
+    if moved > 0.25 * difference:
         return f"its reallocations take {moved:.3g} s more"
-    work, least = found.device_seconds, best.device_seconds
-    spent, enough = sum(work.values()), sum(least.values())
-    if spent / enough > (found.seconds / best.seconds) ** 0.5:  # more than idle devices, which make the rest
-        part = max(work, key=lambda each: work[each] - least.get(each, 0.0))
-        return f"its calls take {spent:.3g} s of devices, those of the best {enough:.3g} s: more of {PARTS[part]}"
-    size = found.space.cluster.size
-    busy, better = spent / (size * found.seconds), enough / (size * best.seconds)
-    return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {better:.0%}"
+    work, best_work = plan.device_seconds, best.device_seconds
+    spent, best_spent = sum(work.values()), sum(best_work.values())
+    if spent / best_spent > (plan.seconds / best.seconds) ** 0.5:  # more work, rather than more idle devices
+        part = max(work, key=lambda cause: work[cause] - best_work.get(cause, 0.0))
+        return f"its calls take {spent:.3g} s of devices, those of the best {best_spent:.3g} s: more of {PARTS[part]}"
+    size = plan.space.cluster.size
+    busy, best_busy = spent / (size * plan.seconds), best_spent / (size * best.seconds)
+    return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {best_busy:.0%}"
 
 
 def explain(cost: CallCost) -> str:
-    """What bounds a call, in numbers."""
+    """The causes of a call's seconds, the largest first, in words and numbers."""
     parts = sorted(cost.parts.items(), key=lambda item: -item[1])
     whole = cost.seconds
     return "; ".join(
@@ -176,24 +188,27 @@ def explain(cost: CallCost) -> str:
     )
 
 
-def _different(ranked: Sequence[Found], best: Found) -> Found | None:
-    def layouts(found: Found) -> tuple[object, ...]:
-        each = [choice.assignment for choice in found.choices.values()]
-        return tuple((a.mesh, a.engine, a.strategy.layout) for a in each)
+def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan | None:
+    """The fastest plan whose meshes, engines or layouts differ from the best one's."""
 
-    return next((found for found in ranked if layouts(found) != layouts(best)), None)
+    def layouts(plan: PricedPlan) -> tuple[object, ...]:
+        assignments = [candidate.assignment for candidate in plan.calls.values()]
+        return tuple((a.mesh, a.engine, a.strategy.layout) for a in assignments)
+
+    return next((plan for plan in ranked if layouts(plan) != layouts(best)), None)
 
 
-def _too_large(found: Found) -> str:
-    memory = found.space.pricing.memory or 0.0
-    wanted = found.estimate.memory / 1e9
-    return f"device {found.estimate.fullest} would hold {wanted:.1f} GB, and has {memory / 1e9:.0f} GB"
+def _too_large(plan: PricedPlan) -> str:
+    memory = plan.space.pricing.memory or 0.0
+    needed = plan.estimate.memory / 1e9
+    return f"device {plan.estimate.fullest} would hold {needed:.1f} GB, and has {memory / 1e9:.0f} GB"
 
 
 def smallest_cluster(
     specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]
 ) -> int | None:
-    """The fewest devices, doubling from those there are, on which the models fit; `None` beyond `MOST_DEVICES`."""
+    """The smallest cluster, in devices, on which the models fit: the given one doubled until they do; `None` above
+    `MOST_DEVICES`."""
     per_node, size = pricing.cluster.devices_per_node, 2 * pricing.cluster.size
     while size <= MOST_DEVICES:
         cluster = Cluster(max(1, size // per_node), min(size, per_node), pricing.cluster.memory_gb)

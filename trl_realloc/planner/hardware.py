@@ -1,6 +1,6 @@
 """What a device and its links can do: public specifications of known ones, and the unit costs that follow from them.
 
-`Rates` is what the cost model asks; `Analytic` answers from a specification, `profile.Measured` from measurements.
+`Rates` is what the cost model asks; `AnalyticRates` answers from a specification, `profile.Measured` from measurements.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Rates(Protocol):
 
 
 @dataclass(frozen=True)
-class Analytic:
+class AnalyticRates:
     """`Rates` from a device's specification: the longer of arithmetic and memory traffic (a roofline), and no less than
     the host needs to launch the kernels."""
 
@@ -294,6 +294,6 @@ class Analytic:
     def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
         return None
 
-    def changed(self, **values: float) -> Analytic:
+    def changed(self, **values: float) -> AnalyticRates:
         """The same with other numbers of the device."""
-        return Analytic(replace(self.device, **values), self.sharing)  # type: ignore[arg-type]
+        return AnalyticRates(replace(self.device, **values), self.sharing)  # type: ignore[arg-type]

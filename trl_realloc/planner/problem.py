@@ -1,4 +1,4 @@
-"""What a combination of choices comes to: an iteration's seconds, its reallocations, the fullest device."""
+"""Estimates a combination of one assignment for each call: seconds of an iteration, reallocations, memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
 from .cost import CallCost, move_seconds, quick_move_seconds
 from .simulate import Task, simulate, steady_seconds
-from .space import Choice, Space
+from .space import Candidate, Space
 
 
-State = tuple[Choice, ...]
+State = tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a combination of choices comes to.
+    """The estimate of one combination of candidates.
 
     Args:
-        seconds: of an iteration in the long run.
-        moves: seconds of each reallocation, by the call that gets the parameters.
-        memory: bytes of the fullest device.
-        fullest: that device.
+        seconds: of an iteration after the first ones.
+        moves: seconds of each reallocation, by the call that receives the parameters.
+        memory: bytes that the fullest device holds.
+        fullest: the number of that device.
     """
 
     seconds: float
@@ -36,23 +36,27 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A combination with its estimate and its calls' prices."""
+class PricedPlan:
+    """A combination of candidates with its estimate.
+
+    Args:
+        calls: the candidate of each call, by the call's name.
+    """
 
     name: str
     space: Space
-    choices: Mapping[str, Choice]
+    calls: Mapping[str, Candidate]
     estimate: Estimate
 
     @property
     def plan(self) -> ExecutionPlan:
-        """Raises `PlanError` where an assignment is none that an engine here can do (`Space.deep_generation`)."""
-        assignments = {name: choice.assignment for name, choice in self.choices.items()}
+        """Raises `PlanError` where no engine of this package can do an assignment (`Space.deep_generation`)."""
+        assignments = {name: candidate.assignment for name, candidate in self.calls.items()}
         return ExecutionPlan(self.space.cluster, assignments, self.space.graph, self.name)
 
     @property
     def costs(self) -> dict[str, CallCost]:
-        return {name: choice.cost for name, choice in self.choices.items()}
+        return {name: candidate.cost for name, candidate in self.calls.items()}
 
     @property
     def seconds(self) -> float:
@@ -60,11 +64,11 @@ class Found:
 
     @property
     def device_seconds(self) -> dict[str, float]:
-        """By cause: what the calls take, each times the devices of its mesh."""
+        """The calls' seconds by cause, each multiplied by the number of devices of the call's mesh."""
         spent: dict[str, float] = {}
-        for choice in self.choices.values():
-            for part, seconds in choice.cost.parts.items():
-                spent[part] = spent.get(part, 0.0) + seconds * choice.assignment.mesh.size
+        for candidate in self.calls.values():
+            for part, seconds in candidate.cost.parts.items():
+                spent[part] = spent.get(part, 0.0) + seconds * candidate.assignment.mesh.size
         return spent
 
     @property
@@ -74,7 +78,7 @@ class Found:
 
     @property
     def timeline(self) -> Timeline:
-        """One iteration as it is expected to go."""
+        """The expected timeline of one iteration."""
         seconds = {name: cost.seconds for name, cost in self.costs.items()}
         sharing = self.space.pricing.rates.sharing
         spans = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, sharing=sharing)
@@ -83,14 +87,15 @@ class Found:
 
 @dataclass
 class Problem:
-    """A space with its choices, ready to be evaluated.
+    """A space with its candidates, and the graph in the form in which `estimate` needs it.
 
     Args:
-        barrier: iterations do not overlap, as the trainer's do not.
+        candidates: the assignments that each call may have, by the call's name.
+        barrier: iterations do not overlap. The trainer's do not.
     """
 
     space: Space
-    choices: Mapping[str, Sequence[Choice]]
+    candidates: Mapping[str, Sequence[Candidate]]
     barrier: bool = True
     evaluations: int = 0
     _moves: dict[tuple[int, int, bool], float] = field(default_factory=dict)
@@ -104,10 +109,12 @@ class Problem:
         ]
         trained = [graph.train_call(graph.call(name).role) for name in self.names]
         self._home = [place[name] if name is not None else None for name in trained]
-        depth: list[int] = []  # of a call: how many others it waits for, one after the other
+        depth: list[int] = []  # the longest chain of calls that each call waits for
         for producers in self._data:
             depth.append(1 + max((depth[at] for at in producers), default=-1))
-        self.levels = [[at for at, own in enumerate(depth) if own == level] for level in sorted(set(depth))]
+        self.levels = [
+            [at for at, call_depth in enumerate(depth) if call_depth == level] for level in sorted(set(depth))
+        ]
         self._edges = [(place[edge.source], place[edge.target]) for edge in graph.parameter_edges]
 
     def estimate(self, state: State, *, exact_moves: bool = False) -> Estimate:
@@ -122,8 +129,8 @@ class Problem:
         return Estimate(float(seconds), named, memory, fullest)
 
     def weight(self, state: State) -> float:
-        """What the search makes small: seconds; a plan that does not fit is worse than any that does, by how much it
-        does not."""
+        """What the search minimises: seconds, or for a plan that does not fit in memory 1e9 times the share by which it
+        exceeds the memory, which is more than any plan that fits."""
         estimate = self.estimate(state)
         limit = self.space.pricing.memory
         if limit is not None and estimate.memory > limit:
@@ -131,14 +138,14 @@ class Problem:
         return estimate.seconds
 
     def _move(self, state: State, source: int, target: int, exact: bool) -> float:
-        """Seconds of a reallocation; negative where nothing is to be moved."""
+        """Seconds of a reallocation; negative where both assignments have the same layout."""
         home, other = state[source], state[target]
         key = (id(home), id(other), exact)
         if key not in self._moves:
             self._moves[key] = self._priced_move(home, other, self.names[source], exact)
         return self._moves[key]
 
-    def _priced_move(self, home: Choice, other: Choice, name: str, exact: bool) -> float:
+    def _priced_move(self, home: Candidate, other: Candidate, name: str, exact: bool) -> float:
         if in_place(home.assignment, other.assignment):
             return -1.0
         pricing = self.space.pricing
@@ -155,53 +162,61 @@ class Problem:
         tasks: list[Task] = []
         where: list[int] = []
         homes: list[tuple[int, int]] = []
-        for at, choice in enumerate(state):
+        for at, candidate in enumerate(state):
             after = tuple(where[producer] for producer in self._data[at])
             home = self._home[at]
-            taken = moves.get(at, 0.0)
-            if taken > 0 and home is not None:
+            move = moves.get(at, 0.0)
+            if move > 0 and home is not None:
                 homes.append((len(tasks), home))
-                meshes = (state[home].assignment.mesh, choice.assignment.mesh)
-                tasks.append(Task("", meshes, taken, after, moves=True))
+                meshes = (state[home].assignment.mesh, candidate.assignment.mesh)
+                tasks.append(Task("", meshes, move, after, moves=True))
                 after = (*after, len(tasks) - 1)
             if home is not None:
                 homes.append((len(tasks), home))
             where.append(len(tasks))
-            tasks.append(Task("", (choice.assignment.mesh,), choice.seconds, after))
+            tasks.append(Task("", (candidate.assignment.mesh,), candidate.seconds, after))
         for place, home in homes:
             task = tasks[place]
             tasks[place] = Task("", task.meshes, task.seconds, task.after, where[home], task.moves)
         return tasks
 
     def memory(self, state: State, stays: set[int]) -> tuple[float, int]:
-        """Bytes of the fullest device, and which: what its calls hold, and the most that one of them takes on top."""
+        """Bytes of the fullest device, and its number: the sum of what its calls hold, and the most that one of them
+        adds while it runs.
+
+        Args:
+            stays: places of calls that run in their role's training layout.
+        """
         most, fullest = 0.0, 0
-        for device in {choice.assignment.mesh.first for choice in state}:
+        for device in {candidate.assignment.mesh.first for candidate in state}:
             static = transient = 0.0
-            for at, choice in enumerate(state):
-                if device in choice.assignment.mesh:
-                    shares = at in stays and choice.assignment.engine != "vllm"  # the very parameters that are trained
-                    static += 0.0 if shares else choice.cost.static
-                    transient = max(transient, choice.cost.transient)
+            for at, candidate in enumerate(state):
+                if device in candidate.assignment.mesh:
+                    shares = at in stays and candidate.assignment.engine != "vllm"  # computes on the trained parameters
+                    static += 0.0 if shares else candidate.cost.static
+                    transient = max(transient, candidate.cost.transient)
             if static + transient > most:
                 most, fullest = static + transient, device
         return most, fullest
 
-    def found(self, state: State, name: str, *, exact: bool = True) -> Found:
-        """The state with its reallocations priced by their schedules, or where not `exact` by their bounds; nothing is
-        dropped that is in place."""
+    def priced_plan(self, state: State, name: str, *, exact: bool = True) -> PricedPlan:
+        """The state with its estimate. `drop` is removed from calls that run in their role's training layout.
+
+        Args:
+            exact: price reallocations by their transfer schedules; otherwise by a bound.
+        """
         for source, target in self._edges:
-            own = state[target].assignment
-            if own.drop and in_place(state[source].assignment, own):
-                kept = self._priced(self.names[target], replace(own, drop=False))
+            assignment = state[target].assignment
+            if assignment.drop and in_place(state[source].assignment, assignment):
+                kept = self._priced(self.names[target], replace(assignment, drop=False))
                 state = (*state[:target], kept, *state[target + 1 :])
         estimate = self.estimate(state, exact_moves=exact)
-        return Found(name, self.space, dict(zip(self.names, state, strict=True)), estimate)
+        return PricedPlan(name, self.space, dict(zip(self.names, state, strict=True)), estimate)
 
     def state_of(self, assignments: Mapping[str, Assignment]) -> State:
-        """A written plan, priced."""
+        """The state that a written plan's assignments make."""
         return tuple(self._priced(name, assignments[name]) for name in self.names)
 
-    def _priced(self, name: str, assignment: Assignment) -> Choice:
+    def _priced(self, name: str, assignment: Assignment) -> Candidate:
         space = self.space
-        return Choice(assignment, space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignment))
+        return Candidate(assignment, space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignment))

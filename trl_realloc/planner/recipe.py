@@ -38,7 +38,7 @@ MOST_TOKENS = 10_000_000  # of a prompt or a response, and samples of a batch, t
 
 
 @dataclass(frozen=True)
-class Task:
+class Recipe:
     """A recipe as the planner sees it.
 
     Args:
@@ -46,7 +46,7 @@ class Task:
         settings: the recipe's, with defaults.
     """
 
-    recipe: Path
+    path: Path
     folders: Mapping[Role, Path]
     settings: Mapping[str, Any]
     prompt_tokens: float
@@ -101,7 +101,7 @@ def config_bytes(config: Mapping[str, Any]) -> int:
     return {"bfloat16": 2, "float16": 2, "float64": 8}.get(name, 4)
 
 
-def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:
+def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recipe:
     """A recipe's models and settings.
 
     A model whose folder is not there yet is looked for beside the recipe, by the last part of its name.
@@ -113,7 +113,7 @@ def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:
     path = Path(recipe)
     if prompt_tokens is not None and not 1 <= prompt_tokens <= MOST_TOKENS:
         raise PlanError(f"--prompt-tokens is a number from 1 to {MOST_TOKENS:,}, not {prompt_tokens:g}.")
-    settings = read_recipe(path)
+    settings = read_recipe_settings(path)
     policy = next((settings[key] for key in POLICY if key in settings), None)
     reward = settings.get("reward_model_path")
     critic = settings.get("value_model_path", reward)
@@ -128,10 +128,10 @@ def read_task(recipe: str | Path, prompt_tokens: float | None = None) -> Task:
     actor, scores = _folder(policy, path), _folder(reward or critic, path)
     folders = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.REWARD: scores, Role.CRITIC: _folder(critic, path)}
     known = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
-    return Task(path, folders, known, prompt_tokens or PROMPT_TOKENS)
+    return Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS)
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def read_recipe_settings(path: Path) -> dict[str, Any]:
     """A recipe's settings, of which those that `settings` has a row for are checked and plain numbers.
 
     A key that is no setting but nearly one is refused. A key unlike any may be a script's own, and is left to it; a run

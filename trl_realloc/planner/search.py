@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..common.errors import PlanError
 from ..plan.cluster import DeviceMesh
 from .problem import Problem, State
-from .space import Choice
+from .space import Candidate
 
 
 EXHAUSTIBLE = 20_000  # combinations that are all tried
@@ -26,7 +26,7 @@ PATIENCE = 16_000  # looks without a better plan
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResult:
     """What a search came to.
 
     Args:
@@ -46,7 +46,7 @@ class Outcome:
 
 def search(
     problem: Problem, *, seed: int = 0, time_limit_s: float = 5.0, starts: Sequence[State] = (), keep: int = 8
-) -> Outcome:
+) -> SearchResult:
     """The best states of a problem.
 
     Args:
@@ -58,7 +58,7 @@ def search(
     """
     begun = time.perf_counter()
     before = problem.evaluations
-    lists = [problem.choices[name] for name in problem.names]
+    lists = [problem.candidates[name] for name in problem.names]
     combinations = math.prod(len(each) for each in lists)
     climb = _Climb(problem, lists, random.Random(seed), begun + time_limit_s)
     if combinations <= EXHAUSTIBLE:
@@ -75,7 +75,7 @@ def search(
             f"a device, and a device has {limit / 1e9:.0f} GB."
         )
     fitting = [value for _, value in best if limit is None or value[0] < 1e9]
-    return Outcome(
+    return SearchResult(
         tuple(state for _, state in fitting),
         tuple(weight for weight, _ in fitting),
         problem.evaluations - before,
@@ -109,16 +109,16 @@ class _Climb:
     """Improves one state after another, and remembers all it has weighed."""
 
     def __init__(
-        self, problem: Problem, lists: Sequence[Sequence[Choice]], draw: random.Random, deadline: float
+        self, problem: Problem, lists: Sequence[Sequence[Candidate]], draw: random.Random, deadline: float
     ) -> None:
         self.problem, self.lists, self.draw, self.deadline = problem, lists, draw, deadline
         self.seen: dict[tuple[int, ...], tuple[float, State]] = {}
         self.best = math.inf
         self.looks = self.improved_at = 0
         # the fastest choice of every call on every mesh, for moves that place two calls side by side
-        self.on_mesh: list[dict[DeviceMesh, list[Choice]]] = []
+        self.on_mesh: list[dict[DeviceMesh, list[Candidate]]] = []
         for each in lists:
-            table: dict[DeviceMesh, list[Choice]] = {}
+            table: dict[DeviceMesh, list[Candidate]] = {}
             for choice in each:
                 table.setdefault(choice.assignment.mesh, []).append(choice)
             self.on_mesh.append(table)
@@ -210,7 +210,7 @@ class _Climb:
                 found.append(tuple(placed))
         return found
 
-    def _fastest_that_fits(self, state: list[Choice], at: int, choices: Sequence[Choice]) -> Choice:
+    def _fastest_that_fits(self, state: list[Candidate], at: int, choices: Sequence[Candidate]) -> Candidate:
         """Of a call; the one that holds least where none does."""
         limit = self.problem.space.pricing.memory
         for choice in choices:

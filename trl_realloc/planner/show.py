@@ -1,4 +1,4 @@
-"""What the planner shows: the plan with its estimates, what it beat, what bounds a call, and the picture of it."""
+"""Shows what the planner decided: tables of the plan and its alternatives, the cost of a call, a picture."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from pathlib import Path
 
 from rich.table import Table
 
-from .choose import Chosen, explain
-from .problem import Found
+from .choose import Decision, explain
+from .problem import PricedPlan
 
 
-def estimate_table(found: Found) -> Table:
-    """A row for each call: where and how it runs, the memory it takes of a device, and its time."""
-    table = Table("call", "mesh", "engine", "strategy", "memory", "time", title=found.name, title_justify="left")
-    for name, choice in found.choices.items():
-        assignment, cost = choice.assignment, choice.cost
-        rests = " offload" if assignment.offload else " drop" if assignment.drop else ""
-        strategy = f"{assignment.strategy}{rests}"
+def plan_cost_table(plan: PricedPlan) -> Table:
+    """A row for each call: its mesh, engine and strategy, the memory it takes of a device, and its seconds."""
+    table = Table("call", "mesh", "engine", "strategy", "memory", "time", title=plan.name, title_justify="left")
+    for name, candidate in plan.calls.items():
+        assignment, cost = candidate.assignment, candidate.cost
+        between_calls = " offload" if assignment.offload else " drop" if assignment.drop else ""
+        strategy = f"{assignment.strategy}{between_calls}"
         memory = f"{(cost.static + cost.transient) / 1e9:.2f} GB"
         table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, f"{cost.seconds:.3f} s")
-    for name, seconds in found.estimate.moves.items():
+    for name, seconds in plan.estimate.moves.items():
         table.add_row(f"parameters to {name}", "", "", "", "", f"{seconds:.3f} s")
     table.add_section()
-    most = f"{found.estimate.memory / 1e9:.2f} GB"
-    table.add_row("iteration", str(found.space.cluster.mesh), "", "", most, f"{found.seconds:.3f} s")
+    fullest_device = f"{plan.estimate.memory / 1e9:.2f} GB"
+    table.add_row("iteration", str(plan.space.cluster.mesh), "", "", fullest_device, f"{plan.seconds:.3f} s")
     return table
 
 
-def beaten_table(chosen: Chosen) -> Table:
-    """The alternatives, and why each lost."""
+def alternatives_table(decision: Decision) -> Table:
+    """A row for each plan that was not chosen, with the reason."""
     table = Table("instead", "time", "why not", title="alternatives", title_justify="left")
-    for each in chosen.beaten:
-        time = f"{each.found.seconds:.3f} s" if each.found else "does not fit"
-        table.add_row(each.name, time, each.reason)
+    for alternative in decision.alternatives:
+        time = f"{alternative.plan.seconds:.3f} s" if alternative.plan else "does not fit"
+        table.add_row(alternative.name, time, alternative.reason)
     return table
 
 
-def explained(found: Found, call: str) -> str:
-    """What bounds a call of a plan. Raises `PlanError` for a call that there is not."""
-    name = found.space.graph.call(call).name
-    return f"{name}, {found.costs[name].seconds:.3g} s: {explain(found.costs[name])}"
+def explained(plan: PricedPlan, call: str) -> str:
+    """What a call's seconds are spent on. Raises `PlanError` where the graph has no such call."""
+    name = plan.space.graph.call(call).name
+    return f"{name}, {plan.costs[name].seconds:.3g} s: {explain(plan.costs[name])}"
 
 
-def draw_estimate(found: Found, stem: str | Path) -> list[Path]:
-    """The expected iteration as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`)."""
+def draw_estimate(plan: PricedPlan, stem: str | Path) -> list[Path]:
+    """Writes the expected iteration as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`)."""
     picture, trace = Path(f"{stem}.png"), Path(f"{stem}.trace.json")
-    found.timeline.draw(picture)
-    trace.write_text(json.dumps(found.timeline.to_chrome_trace()), encoding="utf-8")
+    plan.timeline.draw(picture)
+    trace.write_text(json.dumps(plan.timeline.to_chrome_trace()), encoding="utf-8")
     return [picture, trace]

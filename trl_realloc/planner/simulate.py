@@ -67,7 +67,7 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
     return [Task(t.name, t.meshes, t.seconds, t.after, previous.get(place), t.moves) for place, t in enumerate(tasks)]
 
 
-def run(
+def task_times(
     tasks: Sequence[Task],
     *,
     iterations: int = 1,
@@ -106,11 +106,11 @@ def run(
             needs.append(own)
     lasting = [0.0 if at in skipped else tasks[at % n].seconds for at in range(n * iterations)]
     sizes = [sum(mesh.size for mesh in task.meshes) for task in tasks]
-    ends = _alone(needs, lasting) if sharing is None else _together(needs, lasting, sizes, sharing)
+    ends = _undisturbed_times(needs, lasting) if sharing is None else _shared_times(needs, lasting, sizes, sharing)
     return [ends[step * n : (step + 1) * n] for step in range(iterations)]
 
 
-def _alone(needs: Sequence[Sequence[int]], lasting: Sequence[float]) -> list[tuple[float, float]]:
+def _undisturbed_times(needs: Sequence[Sequence[int]], lasting: Sequence[float]) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     for own, seconds in zip(needs, lasting, strict=True):
         start = max([found[at][1] for at in own], default=0.0)
@@ -118,7 +118,7 @@ def _alone(needs: Sequence[Sequence[int]], lasting: Sequence[float]) -> list[tup
     return found
 
 
-def _together(
+def _shared_times(
     needs: Sequence[Sequence[int]], lasting: Sequence[float], sizes: Sequence[int], sharing: Sharing
 ) -> list[tuple[float, float]]:
     """Tasks that run at once slow each other down as their devices together do."""
@@ -167,13 +167,13 @@ def simulate(
         seconds: of each call on its mesh.
         reallocations: seconds to move parameters, by the call that gets them; of those that `plan.reallocations` names.
         iterations: how many.
-        barrier, sharing: as `run`'s.
+        barrier, sharing: as `task_times`'.
 
     Raises:
         KeyError: a call of the plan has no seconds.
     """
     tasks = tasks_of(plan, seconds, reallocations or {})
-    times = run(tasks, iterations=iterations, barrier=barrier, sharing=sharing)
+    times = task_times(tasks, iterations=iterations, barrier=barrier, sharing=sharing)
     return Timeline(
         Span(task.name, device, start, end, step)
         for step, row in enumerate(times)
@@ -200,7 +200,7 @@ def steady_seconds(
 ) -> float:
     """Seconds of an iteration in the long run."""
     if barrier:
-        return max(end for _, end in run(tasks, warm=True, sharing=sharing)[0])
-    times = run(tasks, iterations=iterations, sharing=sharing)
+        return max(end for _, end in task_times(tasks, warm=True, sharing=sharing)[0])
+    times = task_times(tasks, iterations=iterations, sharing=sharing)
     ends = [max(end for _, end in row) for row in times[-2:]]
     return ends[1] - ends[0]

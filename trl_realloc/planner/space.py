@@ -1,7 +1,7 @@
-"""What each call could be assigned: every legal mesh, engine, strategy, micro-batch size and offload, priced.
+"""The candidates of each call: every legal mesh, engine, strategy, micro-batch size and offload, with its cost.
 
-A call's price depends on its mesh's size and not on where it lies, so it is asked once for each size. What another
-choice on the same mesh beats in time and in memory is left out.
+The cost of a call depends on the size of its mesh and not on the position, so it is computed once for each size. A
+candidate that another one on the same mesh beats in both time and memory is left out.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .cost import CallCost, Pricing
 
 
 MOST_MESHES = 512  # of a cluster; beyond, only aligned powers of two of its nodes, and none below a 64th
-KEPT = 8  # choices of one call on one mesh
+KEPT = 8  # candidates of one call on one mesh
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One assignment of one call, priced."""
+class Candidate:
+    """One possible assignment of one call, with its cost."""
 
     assignment: Assignment
     cost: CallCost
@@ -36,18 +36,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Space:
-    """Which assignments there are to choose from.
+    """The assignments to choose from.
 
     Args:
-        engines: that may generate, and that may score and train.
-        deep_generation: generation may be split by pipeline as well; no engine here does it, others' may.
-        offload: whether frozen roles may rest in host memory.
-        zero_stages: to choose from.
-        smallest_mesh: devices of a mesh at least.
-        train_width: largest tp x dp of a training.
+        engines: names of the engines that calls may have.
+        deep_generation: generation may use pipeline stages. No engine of this package does; those of the papers do.
+        offload: whether frozen roles may be kept in host memory between their calls.
+        zero_stages: stages that the engine zero may use.
+        smallest_mesh: least number of devices of a mesh.
+        train_width: largest tp x dp of a training call.
         deepest: largest pp.
-        micro_per_stage: micro-batches of a training for each stage of its pipeline, where a system has them fixed (and
-            scores with one for each stage); else they are chosen.
+        micro_per_stage: number of micro-batches for each pipeline stage in training, for systems that fix it (and score
+            with one for each stage). `None`: the number is chosen.
     """
 
     cluster: Cluster
@@ -63,40 +63,40 @@ class Space:
     deepest: int | None = None
     micro_per_stage: int | None = None
 
-    def choices(self) -> dict[str, list[Choice]]:
-        """By call; each list by seconds.
+    def candidates(self) -> dict[str, list[Candidate]]:
+        """The candidates of each call, by the call's name; each list in order of seconds.
 
         Raises:
-            PlanError: a call that fits on no mesh, with the memory it wants at least.
+            PlanError: a call fits on no mesh; names the least memory that it needs.
         """
         return {name: self._of_call(self.graph.call(name)) for name in self.graph.order}
 
-    def _of_call(self, call: Call) -> list[Choice]:
-        by_size: dict[int, list[Choice]] = {}
-        found: list[Choice] = []
+    def _of_call(self, call: Call) -> list[Candidate]:
+        by_size: dict[int, list[Candidate]] = {}
+        candidates: list[Candidate] = []
         least = float("inf")
         for mesh in meshes_of(self.cluster):
             if mesh.size < min(self.smallest_mesh, self.cluster.size):
                 continue
             if mesh.size not in by_size:
                 priced = [
-                    Choice(assignment, self.pricing.price(call, self.specs.get(call.name, ()), assignment))
+                    Candidate(assignment, self.pricing.price(call, self.specs.get(call.name, ()), assignment))
                     for assignment in self._assignments(call, DeviceMesh(0, mesh.size))
                 ]
-                least = min([least, *(choice.cost.static + choice.cost.transient for choice in priced)])
+                least = min([least, *(c.cost.static + c.cost.transient for c in priced)])
                 by_size[mesh.size] = undominated(self._fitting(priced))
-            found += [Choice(replace(choice.assignment, mesh=mesh), choice.cost) for choice in by_size[mesh.size]]
-        if not found:
+            candidates += [Candidate(replace(c.assignment, mesh=mesh), c.cost) for c in by_size[mesh.size]]
+        if not candidates:
             memory = (self.pricing.memory or 0.0) / 1e9
             raise PlanError(
                 f"{call.name} fits on no mesh of {self.cluster}: it takes {least / 1e9:.1f} GB of a device at least, "
                 f"and a device has {memory:.0f} GB."
             )
-        return sorted(found, key=lambda choice: choice.seconds)
+        return sorted(candidates, key=lambda candidate: candidate.seconds)
 
-    def _fitting(self, choices: Sequence[Choice]) -> list[Choice]:
+    def _fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         memory = self.pricing.memory
-        return [c for c in choices if memory is None or c.cost.static + c.cost.transient <= memory]
+        return [c for c in candidates if memory is None or c.cost.static + c.cost.transient <= memory]
 
     def _assignments(self, call: Call, mesh: DeviceMesh) -> Iterator[Assignment]:
         for engine in self.engines:
@@ -144,7 +144,8 @@ class Space:
                     yield stage
 
     def _micro_batches(self, call: Call, dp: int, pp: int) -> Iterator[int | None]:
-        """The default; where the pipeline or the memory may want less, halves of it down to one sample."""
+        """Token budgets to try: the default; smaller ones for pipelines, and where memory is limited halves of the
+        default down to one sample."""
         work = self.pricing.workload
         tokens = self.pricing.budget(call.kind, ParallelStrategy())
         share = work.tokens / dp / (work.mini_batches if call.trains else 1)
@@ -175,55 +176,57 @@ class Space:
         return self.offload and frozen and call.kind is CallKind.FORWARD and stage < 3
 
     def _may_drop(self, call: Call, engine: str, stage: int) -> bool:
-        """A copy of trained parameters; where memory is not known there is no reason to."""
+        """Whether a copy of trained parameters may be freed between calls; only where a device's memory is known."""
         trained = self.graph.train_call(call.role) is not None and not call.trains
         return self.pricing.memory is not None and trained and engine != "vllm" and stage < 3
 
 
 def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
-    """The legal meshes; of a large cluster those of them that the search looks at."""
+    """The legal meshes; of a large cluster a selection."""
     if cluster.nodes * (cluster.nodes + 1) // 2 + 2 * cluster.size <= MOST_MESHES:
         return list(dict.fromkeys([*legal_meshes(cluster), cluster.mesh]))
     smallest = max(1, cluster.size // 64)
-    found = [cluster.mesh]
+    meshes = [cluster.mesh]
     per_node = cluster.devices_per_node
     size = 1
     while size < per_node and per_node % size == 0:
         if size >= smallest:
-            found += [DeviceMesh(first, size) for first in range(0, cluster.size, size)]
+            meshes += [DeviceMesh(first, size) for first in range(0, cluster.size, size)]
         size *= 2
     count = 1
     while count <= cluster.nodes:
         if count * per_node >= smallest:
             starts = range(0, cluster.nodes - count + 1, count)
-            found += [DeviceMesh(start * per_node, count * per_node) for start in starts]
-            rest = cluster.nodes - count  # what it leaves on either side, so that the two can be used at once
+            meshes += [DeviceMesh(start * per_node, count * per_node) for start in starts]
+            rest = cluster.nodes - count  # the complement on either side, so that both can be used at once
             if rest and cluster.nodes * per_node - count * per_node >= smallest:
-                found += [DeviceMesh(count * per_node, rest * per_node), DeviceMesh(0, rest * per_node)]
+                meshes += [DeviceMesh(count * per_node, rest * per_node), DeviceMesh(0, rest * per_node)]
         count *= 2
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(meshes))
 
 
-def undominated(choices: Iterable[Choice]) -> list[Choice]:
-    """Those that no other beats in seconds, bytes held and bytes on top; the fastest of them, and the smallest."""
-    kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (c.seconds, c.cost.static, c.cost.transient)):
+def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that no other one beats in seconds, bytes held and bytes added while the call runs: at most
+    `KEPT`, the fastest ones and the smallest."""
+    kept: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.seconds, c.cost.static, c.cost.transient)):
         if not any(
-            k.cost.static <= choice.cost.static * 1.001 and k.cost.transient <= choice.cost.transient * 1.001
+            k.cost.static <= candidate.cost.static * 1.001 and k.cost.transient <= candidate.cost.transient * 1.001
             for k in kept
-        ) or _new_layout(choice, kept):
-            kept.append(choice)
+        ) or _new_layout(candidate, kept):
+            kept.append(candidate)
     if len(kept) <= KEPT:
         return kept
     smallest = min(kept, key=lambda c: c.cost.static + c.cost.transient)
     return [*[c for c in kept if c is not smallest][: KEPT - 1], smallest]
 
 
-def _new_layout(choice: Choice, kept: Sequence[Choice]) -> bool:
-    """A layout that none of the kept has, not much slower: it may be worth it for what need not be moved."""
-    own = choice.assignment.engine, choice.assignment.strategy.layout
-    same = any((k.assignment.engine, k.assignment.strategy.layout) == own for k in kept)
-    return not same and choice.seconds < 1.5 * kept[0].seconds
+def _new_layout(candidate: Candidate, kept: Sequence[Candidate]) -> bool:
+    """Whether it has a layout that no kept candidate has, and is at most 1.5 times as slow as the fastest: a layout
+    that saves a reallocation can make up for that."""
+    layout = candidate.assignment.engine, candidate.assignment.strategy.layout
+    same = any((k.assignment.engine, k.assignment.strategy.layout) == layout for k in kept)
+    return not same and candidate.seconds < 1.5 * kept[0].seconds
 
 
 def _splits(spec: ModelSpec, call: Call, tp: int, pp: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -109,7 +110,7 @@ class Workload:
 def _decoding(prompt: float, lengths: tuple[int, ...], episodes: int, slots: int) -> tuple[tuple[int, int, float], ...]:
     # Long and short mixed as they arrive: a stride that shares no divisor with their number visits all.
     stride = next(
-        s for s in range(max(1, int(len(lengths) * 0.618)), 2 * len(lengths) + 2) if _coprime(s, len(lengths))
+        s for s in range(max(1, int(len(lengths) * 0.618)), 2 * len(lengths) + 2) if math.gcd(s, len(lengths)) == 1
     )
     count = min(episodes, 4096)  # more only repeat
     draw = [lengths[at * len(lengths) // count] for at in range(count)] if count < len(lengths) else None
@@ -151,9 +152,3 @@ def _merged(phases: Sequence[tuple[int, int, float]], most: int = 48) -> tuple[t
         cached = sum(one[0] * one[1] * one[2] for one in part) / (steps * batch)
         joined.append((steps, max(1, round(batch)), cached))
     return tuple(joined)
-
-
-def _coprime(one: int, other: int) -> bool:
-    while other:
-        one, other = other, one % other
-    return one == 1

@@ -1,6 +1,6 @@
-"""`plan: auto` for a job: measure or remember, choose, say what and why; and what any plan is expected to take.
+"""Makes the plan of a job (`plan: auto`): measures the machine or reads its profile, chooses, prints the decision.
 
-The same plan on every rank: rank 0 searches, all receive it. The choosing itself is `planner.choose`'s.
+Rank 0 searches and all ranks receive the same plan. `planner.choose` decides; `profile_cache` measures.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ..common.errors import PlanError
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from ..plan.presets import flatten
-from ..planner.choose import Chosen, choose
+from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
-from ..planner.problem import Found, Problem
+from ..planner.problem import PricedPlan, Problem
 from ..planner.profile import Profile
-from ..planner.show import beaten_table, estimate_table
+from ..planner.show import alternatives_table, plan_cost_table
 from ..planner.space import Space
 from ..runtime.process_groups import from_first_rank
 from .job import Job
@@ -26,89 +26,95 @@ from .profile_cache import cached_profile, known_profile
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A job's plan.
+class JobPlan:
+    """A job's plan with what is known about it.
 
     Args:
-        found: with its estimate; `None` where nothing was measured.
-        chosen: what it was chosen over; `None` where the user named the plan.
-        profile: the measurements behind it.
+        priced: the plan with its estimate; `None` where nothing was measured.
+        decision: the planner's decision; `None` where the user named the plan.
+        profile: the measurements that the estimate comes from.
     """
 
     plan: ExecutionPlan
-    found: Found | None = None
-    chosen: Chosen | None = None
+    priced: PricedPlan | None = None
+    decision: Decision | None = None
     profile: Profile | None = None
 
     @staticmethod
-    def of(chosen: Chosen, profile: Profile) -> Planned:
-        """The planner's own choice."""
-        plan = replace(chosen.best.plan, name=f"auto ({chosen.best.name})")
-        return Planned(plan, chosen.best, chosen, profile)
+    def of(decision: Decision, profile: Profile) -> JobPlan:
+        """The plan that the planner chose."""
+        plan = replace(decision.best.plan, name=f"auto ({decision.best.name})")
+        return JobPlan(plan, decision.best, decision, profile)
 
 
-def plan_job(job: Job, *, time_limit_s: float = 5.0) -> Planned:
-    """The fastest plan by estimate. All ranks call this together; the first time for a machine and its models it takes
-    as long as measuring them.
+def plan_job(job: Job, *, time_limit_s: float = 5.0) -> JobPlan:
+    """The plan with the shortest estimated iteration. All ranks call this together. Where the machine and the models
+    have no profile yet, they are measured first.
 
     Raises:
         PlanError: the models fit on no plan.
     """
     if job.cluster.size == 1:
-        return Planned(flatten(job.cluster, generation_engine=job.engine))  # there is nothing to choose
-    profile, measured = cached_profile(job)
-    chosen: Chosen | PlanError | None = None
+        return JobPlan(flatten(job.cluster, generation_engine=job.engine))  # one device has one plan
+    profile, is_new = cached_profile(job)
+    decision: Decision | PlanError | None = None
     if job.rank == 0:
         pricing = job.pricing(profile)
         try:
-            chosen = choose(job.models.specs, pricing, generation_engine=job.engine, time_limit_s=time_limit_s)
-            say(chosen, profile, measured)
+            decision = choose(job.models.specs, pricing, generation_engine=job.engine, time_limit_s=time_limit_s)
+            print_decision(decision, profile, is_new=is_new)
         except PlanError as error:
-            chosen = error
-    chosen = from_first_rank(chosen)
-    if isinstance(chosen, PlanError):
-        raise chosen
-    assert chosen is not None, "rank 0 chose or refused"
-    return Planned.of(chosen, profile)
+            decision = error
+    decision = from_first_rank(decision)
+    if isinstance(decision, PlanError):
+        raise decision
+    assert decision is not None, "rank 0 chose or refused"
+    return JobPlan.of(decision, profile)
 
 
-def known_estimate(job: Job, plan: ExecutionPlan) -> Planned:
-    """A plan that the user named, with its estimate where this machine, these models and, of several hosts, the network
-    between them have been measured before."""
+def known_estimate(job: Job, plan: ExecutionPlan) -> JobPlan:
+    """A plan that the user named. Rank 0 adds an estimate where the machine, the models and the network have been
+    measured before."""
     if job.rank != 0:
-        return Planned(plan)
+        return JobPlan(plan)
     try:
         profile = known_profile(job)
         if profile is None:
-            return Planned(plan)
-        return Planned(plan, estimate(plan, job.models.specs, job.pricing(profile)), profile=profile)
-    except PlanError:  # a split that was not measured
-        return Planned(plan)
+            return JobPlan(plan)
+        return JobPlan(plan, estimate(plan, job.models.specs, job.pricing(profile)), profile=profile)
+    except PlanError:  # the plan splits a model as was not measured
+        return JobPlan(plan)
 
 
-def estimate(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> Found:
-    """What a written plan is expected to take.
+def estimate(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> PricedPlan:
+    """A written plan with its estimate.
 
     Raises:
-        PlanError: a model or a split that the rates do not know.
+        PlanError: the profile has no measurements of a model, or of a split.
     """
     space = Space(plan.cluster, plan.graph, specs, pricing)
     problem = Problem(space, {}, barrier=True)
-    return problem.found(problem.state_of(plan.assignments), plan.name)
+    return problem.priced_plan(problem.state_of(plan.assignments), plan.name)
 
 
-def at_lengths(job: Job, planned: Planned, lengths: Sequence[int]) -> Found | None:
-    """The plan's estimate for responses of measured lengths, which is what a run's times are to be held against; `None`
-    where nothing was measured."""
-    if planned.found is None or planned.profile is None or not lengths:
-        return planned.found
-    return estimate(planned.plan, job.models.specs, job.pricing(planned.profile, job.workload.of_lengths(lengths)))
+def estimate_at_lengths(job: Job, job_plan: JobPlan, lengths: Sequence[int]) -> PricedPlan | None:
+    """The plan's estimate for measured response lengths (tokens), to compare with a run's times; `None` where nothing
+    was measured."""
+    if job_plan.priced is None or job_plan.profile is None or not lengths:
+        return job_plan.priced
+    pricing = job.pricing(job_plan.profile, job.workload.of_lengths(lengths))
+    return estimate(job_plan.plan, job.models.specs, pricing)
 
 
-def say(chosen: Chosen, profile: Profile, measured: bool) -> None:
+def print_decision(decision: Decision, profile: Profile, *, is_new: bool) -> None:
+    """Prints the chosen plan and its alternatives on stderr.
+
+    Args:
+        is_new: the profile was measured for this run.
+    """
     console = Console(stderr=True)
-    source = "measured just now" if measured else "measured before"
-    console.print(f"plan: auto on {profile.hardware} ({source}). {chosen.said}")
-    console.print(estimate_table(chosen.best))
-    if chosen.beaten:
-        console.print(beaten_table(chosen))
+    source = "measured just now" if is_new else "measured before"
+    console.print(f"plan: auto on {profile.hardware} ({source}). {decision.summary}")
+    console.print(plan_cost_table(decision.best))
+    if decision.alternatives:
+        console.print(alternatives_table(decision))

@@ -1,5 +1,7 @@
-"""What there is to know of a job before a model is loaded: its devices, models, engines' settings, and one iteration's
-size. What planning and measuring are handed."""
+"""What is known of a job before a model is loaded: devices, models, engine options and the size of an iteration.
+
+Planning and measuring are handed a `Job`. `trainer.job` builds it from a trainer's config.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
 from ..planner.cost import Pricing
-from ..planner.profile import Measured, Profile
+from ..planner.measured_rates import MeasuredRates
+from ..planner.profile import Profile
 from ..planner.workload import Workload
 from ..realloc.memory import MOMENTS
 from ..runtime.engine_options import EngineOptions
@@ -19,11 +22,11 @@ from .job_models import JobModels
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's view of it.
+    """A job as one rank sees it.
 
     Args:
-        engine: that generates.
-        vllm_share: of a GPU's memory that a vLLM engine takes.
+        engine: name of the engine that generates.
+        vllm_share: share of a GPU's memory that a vLLM engine takes.
     """
 
     cluster: Cluster
@@ -35,6 +38,11 @@ class Job:
     vllm_share: float = 0.3
 
     def pricing(self, profile: Profile, workload: Workload | None = None) -> Pricing:
+        """The cost model of this job on the measured machine; a device's memory is that of this rank's.
+
+        Args:
+            workload: in place of the job's.
+        """
         device = self.options.device
         on_gpu = device.type == "cuda"
         memory = float(torch.cuda.get_device_properties(device).total_memory) * 0.95 if on_gpu else None
@@ -43,7 +51,7 @@ class Job:
         return Pricing(
             self.cluster,
             workload or self.workload,
-            Measured(profile),
+            MeasuredRates(profile),
             memory=memory,
             vllm_share=self.vllm_share,
             moments=MOMENTS,

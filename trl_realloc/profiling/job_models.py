@@ -1,4 +1,4 @@
-"""A job's models by their Transformers configs alone: their specs by call, and shallower ones of the same width."""
+"""The models of a job as Transformers configs and parameter specs, and shallower models of the same width."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class JobModels:
 
     Args:
         configs: Transformers configs of each role's models.
-        specs: the same as specs, by call.
-        peft_config: of the adapters that the actor trains, if any.
-        processing_class: for engines that ask for one.
-        mixed: what is computed in under mixed precision.
+        specs: parameter specs of each call's models, by the call's name.
+        peft_config: PEFT config of the adapters that the actor trains, if any.
+        processing_class: the tokenizer, for engines that need one.
+        mixed: dtype of mixed precision, if any.
     """
 
     configs: Mapping[Role, Sequence[Any]]
@@ -36,10 +36,10 @@ class JobModels:
     mixed: torch.dtype | None = None
 
     def shallow(self, most: int) -> JobModels:
-        """With models of at most so many elements and two layers at least: the same layers, fewer of them."""
+        """The same models with fewer layers, at least two, so that each has at most `most` elements where it can."""
         configs = {
-            role: [_shallow(config, spec_of(config, role in POLICIES), most) for config in own]
-            for role, own in self.configs.items()
+            role: [_shallow(config, spec_of(config, role in POLICIES), most) for config in role_configs]
+            for role, role_configs in self.configs.items()
         }
         return replace(self, configs=configs, specs=specs_of(configs, mixed=self.mixed))
 
@@ -47,25 +47,29 @@ class JobModels:
 def specs_of(
     configs: Mapping[Role, Sequence[Any]], graph: DataflowGraph | None = None, mixed: torch.dtype | None = None
 ) -> dict[str, list[ModelSpec]]:
-    """By call, the models that it runs; of a family that no table describes by its shapes.
+    """The parameter specs of the models that each call runs, by the call's name.
 
     Args:
-        mixed: what is computed in under mixed precision.
+        graph: PPO's by default.
+        mixed: dtype of mixed precision, if any.
     """
     graph = graph or ppo_graph()
     of_role = {role: [spec_of(config, role in POLICIES) for config in configs.get(role, ())] for role in graph.roles}
     if mixed is not None:
-        of_role = {role: [replace(s, activation_bytes=mixed.itemsize) for s in own] for role, own in of_role.items()}
+        of_role = {
+            role: [replace(s, activation_bytes=mixed.itemsize) for s in specs] for role, specs in of_role.items()
+        }
     return {call.name: of_role[call.role] for call in graph.calls}
 
 
 def element_bytes(config: Any) -> int:
-    """Of a parameter, by the config's dtype; float32 where that says none."""
+    """Bytes of one parameter element in the config's dtype; float32 where the config has none."""
     dtype = getattr(config, "dtype", None) or torch.float32
     return int((getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize)
 
 
 def spec_of(config: Any, is_policy: bool) -> ModelSpec:
+    """A model's parameter spec; of a family without a table, from the parameters' names and shapes alone."""
     size = element_bytes(config)
     if config.model_type in FAMILIES:
         return ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=size)
@@ -76,8 +80,8 @@ def spec_of(config: Any, is_policy: bool) -> ModelSpec:
 def _shallow(config: Any, spec: ModelSpec, most: int) -> Any:
     if not spec.layers or spec.elements <= most:
         return config
-    beside = spec.elements - spec.layers * spec.layer_elements
-    layers = min(spec.layers, max(2, int((most - beside) / spec.layer_elements)))
+    outside_layers = spec.elements - spec.layers * spec.layer_elements
+    layers = min(spec.layers, max(2, int((most - outside_layers) / spec.layer_elements)))
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):

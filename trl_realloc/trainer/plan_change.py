@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging
 
 from ..plan.dataflow import Role
-from ..profiling.auto_plan import Planned
+from ..profiling.auto_plan import JobPlan
 from ..profiling.replanning import Replanner
 from ..runtime.executor import Executor, Iteration
 from ..runtime.failures.alarm import Alarm
@@ -36,15 +36,15 @@ def make_replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None
         `None` where the user gave the plan, and where the run's state cannot be moved to another plan: with adapters, a
         policy that is frozen in part, an optimizer of the user's, or an optimizer that cannot be sharded.
     """
-    planned = setup.planned
+    job_plan = setup.job_plan
     if not all(parameter.requires_grad for parameter in setup.policy.parameters()):
         return None
     is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
-    if planned.chosen is None or setup.roles[Role.ACTOR].adapted or not is_default or not (plugin.replan or 0.0) > 0:
+    if job_plan.decision is None or setup.roles[Role.ACTOR].adapted or not is_default or not (plugin.replan or 0.0) > 0:
         return None
     if not shards_anyhow(setup.make_optimizer, torch.device("cpu")):  # another plan may shard its state
         return None
-    return Replanner(setup.job, planned, plugin.replan or 0.0)
+    return Replanner(setup.job, job_plan, plugin.replan or 0.0)
 
 
 class PlanChangeMixin:
@@ -67,11 +67,11 @@ class PlanChangeMixin:
         if self.replanner is None:
             return
         self.replanner.note(iteration.samples.ragged("responses").lengths.tolist())
-        planned = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
-        if planned is not None:
-            self._move_to(planned)
+        job_plan = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
+        if job_plan is not None:
+            self._move_to(job_plan)
 
-    def _move_to(self, planned: Planned) -> None:
+    def _move_to(self, job_plan: JobPlan) -> None:
         """Close the engines and build those of another plan, with the same parameters, optimizer states and random
         states."""
         self.alarm.at(f"the move to another plan after update {self.state.global_step}")
@@ -79,14 +79,14 @@ class PlanChangeMixin:
         run_state = RunState(self.placement)
         self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
         self.placement.close()
-        roles = run_state.roles(self.setup.roles, planned.plan)
-        self.setup = replace(self.setup, plan=planned.plan, planned=planned, policy=None, roles=roles)
+        roles = run_state.roles(self.setup.roles, job_plan.plan)
+        self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan, policy=None, roles=roles)
         self._place()
         self._start()
         run_state.load_into(self.placement)
         if self.accelerator.is_main_process:
-            expected = f", an estimated {planned.found.seconds:.3g} s per iteration" if planned.found else ""
-            logger.warning(f"update {self.state.global_step}: the plan is now {planned.plan.name}{expected}.")
+            expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""
+            logger.warning(f"update {self.state.global_step}: the plan is now {job_plan.plan.name}{expected}.")
 
 
 __all__ = ["PlanChangeMixin", "make_replanner"]

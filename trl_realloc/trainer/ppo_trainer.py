@@ -27,7 +27,7 @@ from ..engines.base import Sampling
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
-from ..profiling.auto_plan import at_lengths
+from ..profiling.auto_plan import estimate_at_lengths
 from ..runtime.calls import check_first_weights
 from ..runtime.executor import make_executor
 from ..runtime.failures.alarm import Alarm
@@ -290,7 +290,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         if self.accelerator.is_main_process:  # after on_train_end, so that the progress bar has ended its line
-            expected = at_lengths(self.setup.job, self.setup.planned, list(self.metrics.lengths))
+            expected = estimate_at_lengths(self.setup.job, self.setup.job_plan, list(self.metrics.lengths))
             leave_record(self.plan, self.timeline, expected, Path(args.output_dir))
         loss = self.metrics.mean_loss(args.vf_coef)
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})

@@ -23,7 +23,7 @@ from ..common.files import MOST_RECORD_BYTES, exists, parse_json, read_json, rea
 from ..common.schema import checked
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
-from ..planner.problem import Found
+from ..planner.problem import PricedPlan
 from ..planner.simulate import iteration_seconds
 
 
@@ -240,7 +240,7 @@ def write_report(
     return path
 
 
-def leave_record(plan: ExecutionPlan, timeline: Timeline, expected: Found | None, folder: Path) -> None:
+def leave_record(plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | None, folder: Path) -> None:
     """What a run leaves for its report: `plan.yaml`, `timeline.json`, and where there is an estimate `estimate.json`,
     which is set beside what was measured on the terminal too."""
     if not timeline.spans:

@@ -20,7 +20,7 @@ from ..engines.base import Sampling
 from ..engines.models import check_trains, has_adapters, read_config, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
-from ..profiling.auto_plan import Planned, known_estimate, plan_job
+from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels, specs_of
 from ..runtime.calls import Rules
@@ -52,7 +52,7 @@ class Setup:
             engines.
         context_length: the longest prompt with the longest response, tokens.
         make_optimizer: from a role's module to its optimizer.
-        planned: the plan with its estimate.
+        job_plan: the plan with its estimate.
         job: what the planner used.
         models_before_start: policy and critic as this rank has them before its engines are built: the loaded model, or
             the structure without weights of a model that is given by path or has no part on this rank.
@@ -72,7 +72,7 @@ class Setup:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     pad_token_id: int
     stop_token_id: int | None
-    planned: Planned
+    job_plan: JobPlan
     job: Job
     models_before_start: tuple[Any, Any]
     value_shell: Callable[[], Any]
@@ -110,8 +110,8 @@ def prepare(
     context_length = prompts.longest + args.response_length
     input_checks.check_positions(configs, context_length)
     job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
-    planned = plan_job(job) if request.plan is None else known_estimate(job, request.plan)
-    plan = planned.plan
+    job_plan = plan_job(job) if request.plan is None else known_estimate(job, request.plan)
+    plan = job_plan.plan
     if request.plan is None:
         check(plan)
     check_gpus(request.processes, plan)
@@ -132,7 +132,7 @@ def prepare(
         make_optimizer=_optimizer_maker(args, inputs.optimizer),
         pad_token_id=tokens.pad,
         stop_token_id=tokens.stop,
-        planned=planned,
+        job_plan=job_plan,
         job=job,
         models_before_start=(
             policy if rank in plan.mesh("actor.train") else shell(configs[Role.ACTOR][0]),
