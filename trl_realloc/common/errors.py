@@ -8,7 +8,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 
 
 MOST_LISTED = 10  # problems of one kind that a refusal lists
@@ -75,13 +75,19 @@ def unknown_keys(given: Iterable[object], known: Collection[str], what: str) -> 
 
 
 def nearest(word: object, right: Iterable[str], at_least: float = 0.5) -> str | None:
-    """The word of `right` most like `word`, whatever its case; `None` where difflib's ratio is below `at_least` for all
-    of them."""
+    """The word of `right` most like `word`, whatever its case; the first of equals; `None` where difflib's ratio is
+    below `at_least` for all of them.
+
+    `difflib.get_close_matches` takes the alphabetically last of equals: for `dpp` it gives `pp`, not `dp`.
+    """
     if not isinstance(word, str) or len(word) > LONGEST_WORD:
         return None
-    in_lower_case = {candidate.lower(): candidate for candidate in right}
-    matches = get_close_matches(word.lower(), in_lower_case, n=1, cutoff=at_least)
-    return in_lower_case[matches[0]] if matches else None
+
+    def likeness(candidate: str) -> float:
+        return SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
+
+    best = max(right, key=likeness, default=None)
+    return best if best is not None and likeness(best) >= at_least else None
 
 
 def suggest(word: object, right: Iterable[str]) -> str:
