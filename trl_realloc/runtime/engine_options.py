@@ -1,4 +1,4 @@
-"""`EngineOptions`: settings of engines that the execution plan does not contain. They are made by `trainer.setup`."""
+"""`EngineOptions`: settings of engines that the execution plan does not contain. They are made by `trainer.job`."""
 
 from __future__ import annotations
 
