@@ -31,6 +31,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.profiling.auto_plan import JobPlan  # noqa: E402
 from trl_realloc.profiling.short_runs import Runs  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer  # noqa: E402
+from trl_realloc.runtime.engine_builder import EngineBuilder  # noqa: E402
 from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
 from trl_realloc.runtime.placement import Placement  # noqa: E402
 from trl_realloc.runtime.run_state import RunState  # noqa: E402
@@ -200,7 +201,7 @@ def main() -> None:
     out, fault = Path(settings["out"]), Fault(settings)
     fault.listen()
     if settings["fault"]:
-        fault.before(Placement, "_build")
+        fault.before(EngineBuilder, "build")
         fault.before(Runs, "observe")
         fault.before(Transfer, "_post")
         fault.before(RunState, "load_into")
