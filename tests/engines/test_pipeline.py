@@ -26,8 +26,8 @@ def group() -> Iterator[MeshGroup]:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory in a layer"), ValueError("of a user's hook")])
-@pytest.mark.parametrize("learns", [False, True])
-def test_an_error_in_a_stage_comes_out_as_itself(group: MeshGroup, error: Exception, learns: bool) -> None:
+@pytest.mark.parametrize("trains", [False, True])
+def test_an_error_in_a_stage_comes_out_as_itself(group: MeshGroup, error: Exception, trains: bool) -> None:
     """The schedule would raise a `RuntimeError` without the class and the message."""
     head = ValueHead(tiny.classifier())
 
@@ -38,6 +38,6 @@ def test_an_error_in_a_stage_comes_out_as_itself(group: MeshGroup, error: Except
     pipeline = Pipeline(head, group, torch.device("cpu"), hidden=head.model.config.hidden_size)
     with pytest.raises(type(error)) as raised:
         pipeline.run(
-            [rollouts(4)], lambda at, outputs: outputs["values"].values.sum(), learns=learns, call=lambda work: work()
+            [rollouts(4)], lambda at, outputs: outputs["values"].values.sum(), trains=trains, call=lambda work: work()
         )
     assert raised.value is error

@@ -1,9 +1,9 @@
-"""Float32 master weights: of a replica's parameters (`MasterWeights`), and the optimizer's side of a split model, its
-state shared out over the data-parallel group or held by every replica (`Masters`).
+"""Float32 master weights of parameters of 16 bits: for full replicas (`MasterWeights`), and for split models, with the
+optimizer state sharded over the data-parallel group or not (`SplitMasters`).
 
-The forward uses a parameter of 16 bits; its gradients are added up in float32, the optimizer steps its master, and the
-parameter is the master rounded. A parameter of float32 is its own master. Owns no forward and no layout: it is handed
-parameters, and which of a parameter's gradients have to be summed where.
+The forward uses the 16-bit parameter. Its gradients are accumulated in float32, the optimizer steps the master weight,
+and the parameter is the rounded master weight. A float32 parameter is its own master weight. The forwards are in
+`packed_forward` and `pipeline`, the splitting of parameters in `tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .tensor_parallel import box_of, is_split, local, local_gradient
 
 
 def is_low(parameter: Tensor) -> bool:
-    """Whether a parameter has so few bits that its master is another tensor."""
+    """Whether a parameter has fewer than 32 bits per element, so that its master weight is another tensor."""
     return parameter.dtype.itemsize < 4
 
 
 class MasterWeights:
-    """Puts a float32 master in the place of every parameter of 16 bits that an optimizer steps.
+    """Replaces every 16-bit parameter of an optimizer by a float32 master weight.
 
     Args:
-        optimizer: over a replica's parameters; from here on over their masters, with its state in float32.
+        optimizer: of a replica's parameters; changed in place to step the master weights, with float32 state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -37,8 +37,8 @@ class MasterWeights:
         for group in optimizer.param_groups:
             group["params"] = [self._replace(parameter) for parameter in group["params"]]
         for parameter, master in self._masters.items():
-            if slots := optimizer.state.pop(parameter, None):
-                optimizer.state[master] = {key: in_dtype_of(master, cell) for key, cell in slots.items()}
+            if state := optimizer.state.pop(parameter, None):
+                optimizer.state[master] = {key: in_dtype_of(master, value) for key, value in state.items()}
 
     def _replace(self, parameter: nn.Parameter) -> nn.Parameter:
         if not is_low(parameter):
@@ -46,7 +46,7 @@ class MasterWeights:
         master = nn.Parameter(parameter.detach().float())
 
         def add(low: Tensor) -> None:
-            assert low.grad is not None, "it is called when a gradient has come"
+            assert low.grad is not None, "the hook runs after a gradient is accumulated"
             gradient = low.grad.float()
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             low.grad = None
@@ -56,37 +56,39 @@ class MasterWeights:
         return master
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer steps, and where the parameter's gradients are."""
+        """The tensor that the optimizer steps and that has the gradients: the master weight, or the parameter
+        itself."""
         return self._masters.get(parameter, parameter)
 
     def publish(self) -> None:
-        """The parameters become their masters, rounded."""
+        """Copy the master weights into the parameters, rounded."""
         for parameter, master in self._masters.items():
             parameter.data.copy_(master.data)
 
 
-def in_dtype_of(weight: Tensor, cell: Any) -> Any:
-    """What an optimizer keeps of a weight, on its device; floating-point numbers of the weight's shape in its dtype,
-    others (quantized moments with their scales) as they are."""
-    if not torch.is_tensor(cell) or not cell.dim():
-        return cell
-    if cell.is_floating_point() and cell.shape == weight.shape:
-        return cell.to(weight.device, weight.dtype, copy=True)
-    return cell.to(weight.device, copy=True)
+def in_dtype_of(weight: Tensor, value: Any) -> Any:
+    """A copy of one value of an optimizer's state of a weight, on the weight's device. Floating-point tensors of the
+    weight's shape get its dtype. Others, such as quantized moments and their scales, keep theirs."""
+    if not torch.is_tensor(value) or not value.dim():
+        return value
+    if value.is_floating_point() and value.shape == weight.shape:
+        return value.to(weight.device, weight.dtype, copy=True)
+    return value.to(weight.device, copy=True)
 
 
 @dataclass
 class Master:
-    """One trained parameter of this rank.
+    """One trained parameter of this rank, with its master weight.
 
     Args:
-        name: the module's.
-        parameter: what the forward uses, maybe a DTensor.
-        owner: the data-parallel rank that steps it; -1 where each replica does for itself.
-        tied: it is held by the first and the last stage, which must stay equal.
-        partial: each tensor-parallel rank has a part of its gradient.
-        weight: (local shape) float32, of the owner; the parameter's own memory where that is float32.
-        gradient: (local shape) float32, the sum of the micro-batches' gradients of a parameter of 16 bits.
+        name: of the parameter in the module.
+        parameter: that the forward uses; may be a DTensor.
+        owner: the data-parallel rank that steps it; -1 if every replica steps it.
+        tied: the first and the last stage have it, and their copies must stay equal.
+        partial: each tensor-parallel rank computes a part of its gradient, and the parts must be summed.
+        weight: (local shape) float32, the master weight on the ranks that step it; shares the memory of a float32
+            parameter.
+        gradient: (local shape) float32, the gradients of the micro-batches so far, of a 16-bit parameter.
     """
 
     name: str
@@ -103,13 +105,13 @@ class Master:
 
     def _add(self, parameter: Tensor) -> None:
         gradient = local_gradient(self.parameter)
-        assert gradient is not None, "it is called when a gradient has come"
+        assert gradient is not None, "the hook runs after a gradient is accumulated"
         self.gradient = gradient.float() if self.gradient is None else self.gradient.add_(gradient)
         parameter.grad = None
 
     def take_gradient(self) -> Tensor:
-        """(local shape) float32, the sum over the micro-batches, zeros where there was none; the master has it no
-        longer."""
+        """Return the gradient summed over the micro-batches, (local shape) float32, and clear it. Zeros if no
+        micro-batch had one."""
         gradient = self.gradient if is_low(self.parameter) else local_gradient(self.parameter)
         self.gradient = self.parameter.grad = None
         if gradient is None:
@@ -118,18 +120,19 @@ class Master:
 
     @property
     def value(self) -> Tensor:
+        """This rank's part of the parameter, live."""
         return local(self.parameter.data)
 
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer that was made over a whole model, with the names of its parameters in their place, so that the
-    whole model need not be kept until it is cut.
+    """An optimizer of a full model in which names replace the parameters, so that the full parameters can be freed when
+    the model is split.
 
     Args:
         optimizer: without parameters and state.
-        groups: for each of its parameter groups the names.
-        state: what it made with itself (Adagrad's sums), by name.
+        groups: the names of the parameters of each parameter group.
+        state: the state that its constructor made (Adagrad's sums), by parameter name.
     """
 
     optimizer: torch.optim.Optimizer
@@ -138,9 +141,9 @@ class NamedOptimizer:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
-        """Takes the parameters and the state out of the optimizer."""
+        """Remove the parameters and the state from the optimizer."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        state = {names[p]: slots for p, slots in optimizer.state.items()}
+        state = {names[p]: values for p, values in optimizer.state.items()}
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
         optimizer.state.clear()
         for group in optimizer.param_groups:
@@ -148,7 +151,7 @@ class NamedOptimizer:
         return NamedOptimizer(optimizer, groups, state)
 
     def over(self, masters: Iterable[Master]) -> torch.optim.Optimizer:
-        """The optimizer over the master weights, each in its parameter's group and with its part of the state."""
+        """The optimizer of these master weights, each in the group of its parameter and with its part of the state."""
         stepped = {m.name: (m, m.weight) for m in masters if m.weight is not None}
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = [stepped[name][1] for name in names if name in stepped]
@@ -156,21 +159,27 @@ class NamedOptimizer:
             master, weight = stepped[name]
             index = tuple(slice(start, stop) for start, stop in box_of(master.parameter))
             self.optimizer.state[weight] = {
-                key: in_dtype_of(weight, cell[index])
-                if torch.is_tensor(cell) and cell.shape == master.parameter.shape
-                else cell
-                for key, cell in self.state[name].items()
+                key: in_dtype_of(weight, value[index])
+                if torch.is_tensor(value) and value.shape == master.parameter.shape
+                else value
+                for key, value in self.state[name].items()
             }
         return self.optimizer
 
 
-class Masters:
-    """Args:
-    parameters: the trained ones of this rank, in the same order on every rank with the same tensor and pipeline rank;
-        there may be none.
-    optimizer: of the whole model; from here on it steps the master weights.
-    groups: of the mesh.
-    shard: over dp, parameter by parameter: the largest first, each to the rank with the least (ZeRO stage 1).
+class SplitMasters:
+    """The master weights and the optimizer of a split model, on one rank.
+
+    Args:
+        parameters: the trained parameters of this rank, in the same order on all ranks with the same tensor and
+        pipeline
+            rank; may be empty.
+        optimizer: of the full model; changed to step the master weights.
+        groups: the process groups of the mesh.
+        shard: shard the optimizer state over the data-parallel group (ZeRO stage 1). Each parameter has one owner: the
+            rank with the fewest elements so far, in order of descending size.
+        tied: names of the parameters that the first and the last stage share.
+        partial: names of the parameters of whose gradient each tensor-parallel rank computes a part.
     """
 
     def __init__(
@@ -192,27 +201,28 @@ class Masters:
         ]
         for master in self.all:
             if self.steps(master):
-                # of float32 the same memory: a step of the master is one of the parameter
+                # of a float32 parameter this shares its memory, so stepping it steps the parameter
                 master.weight = nn.Parameter(master.value.detach().to(_master_dtype(master.parameter)))
         self.optimizer = optimizer.over(self.all)
 
     def steps(self, master: Master) -> bool:
-        """Whether this rank steps it."""
+        """Whether this rank steps a master weight."""
         return master.owner in (-1, self.groups.dp.index)
 
     def counts(self, master: Master) -> bool:
-        """Whether this rank stands for it where each part of the model is wanted once: in the norm, in a checkpoint."""
+        """Whether this rank, of all that have the same part of a parameter, is the one that contributes it to the
+        gradient norm and to a checkpoint."""
         first_replica = master.owner == self.groups.dp.index or (master.owner == -1 and self.groups.dp.index == 0)
         of_tensor = is_split(master.parameter) or self.groups.tp.index == 0
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
 
     @torch.no_grad()
     def step(self, max_norm: float) -> bool:
-        """Sum the gradients over the mesh, clip them by their global norm, step, and hand every replica the result.
+        """Sum the gradients over the mesh, clip them by their global norm, step, and copy the result to every replica.
 
         Returns:
-            Whether the step was taken: not where the gradients are not finite, on all ranks of the mesh alike. They
-            are dropped.
+            Whether the step was taken, the same on all ranks. It is not if the gradients are not finite; they are
+            dropped.
         """
         gradients = {master.name: master.take_gradient() for master in self.all}
         self._sum(gradients)
@@ -240,9 +250,10 @@ class Masters:
         groups = self.groups
         if groups.tp.size > 1:
             groups.tp.sum_([gradients[master.name] for master in self.all if master.partial])
-            # each rank has computed these for itself: a kernel that adds in no fixed order must not part the replicas
-            whole = [m for m in self.all if not m.partial and not is_split(m.parameter)]
-            groups.tp.broadcast([gradients[master.name] for master in whole], 0)
+            # every rank has computed these gradients in full; kernels without a fixed order of additions give results
+            # that differ in the last bits, and would make the copies differ
+            unsplit = [m for m in self.all if not m.partial and not is_split(m.parameter)]
+            groups.tp.broadcast([gradients[master.name] for master in unsplit], 0)
         if groups.ends.size > 1 and groups.ends.rank in groups.ends.ranks:
             groups.ends.sum_([gradients[master.name] for master in self.all if master.tied])
         if groups.dp.size > 1:
@@ -251,7 +262,7 @@ class Masters:
                 groups.dp.sum_to([gradients[master.name] for master in masters], owner)
 
     def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Of the whole model's gradient, 0-dimensional, the same on all ranks: as `torch.nn.utils.get_total_norm`."""
+        """The norm of the full model's gradient, 0-dimensional float64, the same on all ranks."""
         counted = [gradients[master.name] for master in self.all if self.counts(master)]
         squares = [torch.linalg.vector_norm(gradient) ** 2 for gradient in counted]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.groups.mesh.device)
@@ -260,6 +271,7 @@ class Masters:
         return total[0].sqrt()
 
     def _by_owner(self) -> Iterator[tuple[int, list[Master]]]:
+        """The sharded master weights of each owner."""
         for owner in range(self.groups.dp.size):
             masters = [master for master in self.all if master.owner == owner]
             if masters:
@@ -267,20 +279,24 @@ class Masters:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def slots(self, master: Master) -> dict[str, Any]:
-        """What the optimizer keeps of a parameter that this rank steps."""
+    def state_of(self, master: Master) -> dict[str, Any]:
+        """The optimizer state of a master weight that this rank steps."""
         assert master.weight is not None
         return dict(self.optimizer.state.get(master.weight, {}))
 
     @torch.no_grad()
-    def load(self, master: Master, weight: Tensor, slots: dict[str, Any]) -> None:
-        """The inverse, of this rank's part; and on a rank that does not step it the weight alone."""
+    def load(self, master: Master, weight: Tensor, state: dict[str, Any]) -> None:
+        """Set a parameter, and on a rank that steps it the master weight and its optimizer state.
+
+        Args:
+            weight: (local shape) float32.
+        """
         master.value.copy_(weight)
         if master.weight is not None:
             if master.weight.data_ptr() != master.value.data_ptr():
                 master.weight.data.copy_(weight)
-            if slots:
-                self.optimizer.state[master.weight] = slots
+            if state:
+                self.optimizer.state[master.weight] = state
 
 
 def _master_dtype(parameter: Tensor) -> torch.dtype:
@@ -288,6 +304,7 @@ def _master_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The owner of each parameter: by descending size, the rank with the fewest elements so far."""
     heap = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):

@@ -1,7 +1,7 @@
-"""Training and scoring a Transformers model on a mesh as data x tensor x pipeline groups.
+"""Engine that trains and scores a Transformers model that is split over data x tensor x pipeline groups of a mesh.
 
-No model is converted: tensor parallelism is the family's own plan (`tensor`), pipeline stages are the model less the
-other stages' layers (`pipeline`). Owns how the groups work together in one call.
+The model is not converted: `tensor_parallel` splits it by the family's own plan, `pipeline` leaves out other stages'
+layers, `master_weights` has the optimizer. Here is how they work together in a call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
-from .master_weights import Master, Masters, NamedOptimizer
+from .master_weights import NamedOptimizer, SplitMasters
 from .nonfinite_guard import guarded, refusal
 from .packed_attention import base_of
 from .packed_forward import PolicyHead, RoleHead, TokenLogprobs, run_forward, run_training, tied_weight
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 
 class MegatronEngine:
-    """All ranks of a replica (its tensor groups and stages) are given the same samples and return the same results.
+    """Keeps `base.TrainingEngine`, whose docstring describes the methods. All ranks of a replica (its tensor groups and
+    stages) get the same samples and return the same results.
 
     Args:
-        head: the role's whole model and what is asked of it; reduced here to this rank's part.
-        groups: of the mesh.
-        device: where the model lives.
-        shard_optimizer: ZeRO stage 1 over the data-parallel group.
-        compute_dtype, make_optimizer, max_grad_norm: as `ReplicatedEngine`'s. Parameters of less than float32 are
-            trained through float32 master weights.
+        head: the role's full model, in its head; reduced here to this rank's part.
+        groups: the process groups of the mesh.
+        device: of the model.
+        shard_optimizer: shard the optimizer state over the data-parallel group (ZeRO stage 1).
+        compute_dtype, make_optimizer, max_grad_norm: as in `ReplicatedEngine`.
 
     Raises:
-        EngineError: a family that cannot be split, or adapters that cannot.
-        PlanError: the model cannot be split by so much.
+        EngineError: the model's family or its adapters cannot be split.
+        PlanError: the model's sizes are not divisible by tp or pp.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class MegatronEngine:
         check_model(head.model, groups.tp.size, groups.pp.size)
         if groups.pp.size > 1 and not head.packed:
             raise EngineError(
-                f"{type(base_of(head.model)).__name__} does not keep samples apart that share a row (its attention is "
-                f"{head.model.config._attn_implementation}), which a pipeline needs; load it with "
+                f"{type(base_of(head.model)).__name__} mixes samples that share a row (its attention is "
+                f"{head.model.config._attn_implementation}), but a pipeline needs packed rows; load it with "
                 f"attn_implementation='sdpa', or use pp: 1."
             )
         self.head, self.groups, self.device = head, groups, device
@@ -80,11 +80,11 @@ class MegatronEngine:
             head.requires_grad_(False).eval()
         model = head.model
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self._learned = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._trained_names = [name for name, p in model.named_parameters() if p.requires_grad]
         tied = tied_weight(model)
         self._tied = next((name for name, p in model.named_parameters() if p is tied), None)
-        # over the whole model, before it is cut: a user's optimizer knows the parameters as they were given, and a
-        # stage in which nothing is trained has none to make one over
+        # made before the model is split: a user's optimizer has the full model's parameters, and a stage in which no
+        # parameter is trained has none to make an optimizer of
         optimizer = NamedOptimizer.of(make_optimizer(model), model) if make_optimizer is not None else None
         if groups.pp.size > 1:
             keep_stage(model, groups.pp.index, groups.pp.size)
@@ -97,11 +97,11 @@ class MegatronEngine:
         self.pipeline: Pipeline | None = None
         if groups.pp.size > 1:
             self.pipeline = Pipeline(head, groups.pp, device, base_of(model).config.hidden_size)
-        self.masters: Masters | None = None
+        self.masters: SplitMasters | None = None
         if optimizer is not None:
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             shared = frozenset({self._tied} if self._tied and groups.pp.size > 1 else ())
-            self.masters = Masters(
+            self.masters = SplitMasters(
                 trained, optimizer, groups, shard=shard_optimizer, tied=shared, partial=partial_gradients
             )
 
@@ -116,7 +116,7 @@ class MegatronEngine:
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of the whole model, whichever of them are here."""
+        """See `base.ScoringEngine`."""
         return list(self._shapes)
 
     @property
@@ -139,7 +139,7 @@ class MegatronEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
-        assert self.masters is not None, "a frozen role was asked to train"
+        assert self.masters is not None, "a frozen role cannot be trained"
         self.head.train()
         if self.pipeline is None:
             statistics = run_training(
@@ -161,8 +161,8 @@ class MegatronEngine:
 
     def _through_stages(self, samples: Rollouts, budget: int) -> dict[str, Ragged]:
         assert self.pipeline is not None
-        wanted = samples.only(("index", "prompts", "responses"))
-        batches = self._batches(wanted, budget)
+        inputs = samples.only(("index", "prompts", "responses"))
+        batches = self._batches(inputs, budget)
         parts: dict[int, Mapping[str, Ragged]] = {}
 
         def finish(at: int, outputs: Mapping[str, Ragged]) -> Tensor:
@@ -170,13 +170,13 @@ class MegatronEngine:
             return torch.zeros((), device=self.device)
 
         if batches:
-            micros = [wanted.select(batch).to(self.device) for batch in batches]
-            self.pipeline.run(micros, finish, learns=False, call=self._in_context)
-        made: dict[str, Ragged] = {}
+            micros = [inputs.select(batch).to(self.device) for batch in batches]
+            self.pipeline.run(micros, finish, trains=False, call=self._in_context)
+        results: dict[str, Ragged] = {}
         if parts:
             order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-            made = {n: Ragged.cat([parts[at][n] for at in range(len(batches))]).select(order) for n in parts[0]}
-        return self._from_last_stage(made)
+            results = {n: Ragged.cat([parts[at][n] for at in range(len(batches))]).select(order) for n in parts[0]}
+        return self._from_last_stage(results)
 
     def _train_stages(self, samples: Rollouts, loss: TokenLoss, budget: int) -> dict[str, Tensor]:
         assert self.pipeline is not None
@@ -190,22 +190,24 @@ class MegatronEngine:
             return guarded(value.float())
 
         if batches:
-            self.pipeline.run(micros, finish, learns=True, call=self._in_context)
-        made: dict[str, Tensor] = {}
+            self.pipeline.run(micros, finish, trains=True, call=self._in_context)
+        results: dict[str, Tensor] = {}
         if parts:
             order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-            made = {n: torch.cat([parts[at][n] for at in range(len(batches))])[order] for n in parts[0]}
-        return self._from_last_stage(made)
+            results = {n: torch.cat([parts[at][n] for at in range(len(batches))])[order] for n in parts[0]}
+        return self._from_last_stage(results)
 
     def _batches(self, samples: Rollouts, budget: int) -> list[list[int]]:
-        """Micro-batches within the budget, and so many that every stage can be at work at once."""
+        """Micro-batches as indices of samples: within the budget, and at least as many as stages if there are enough
+        samples, so that all stages compute at the same time."""
         return micro_batches(samples.lengths.tolist(), min(budget, -(-samples.tokens // self.groups.pp.size)))
 
-    def _from_last_stage(self, made: Any) -> Any:
-        box = [made]
+    def _from_last_stage(self, results: Any) -> Any:
+        """The last stage's results, on every stage."""
+        container = [results]
         last = self.groups.pp.ranks[-1]
-        dist.broadcast_object_list(box, last, group=self.groups.pp.group, device=self.groups.pp.device)
-        return box[0]
+        dist.broadcast_object_list(container, last, group=self.groups.pp.group, device=self.groups.pp.device)
+        return container[0]
 
     def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
         outputs: Mapping[str, Ragged] = self._in_context(lambda: self.head(samples))
@@ -220,105 +222,115 @@ class MegatronEngine:
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def parts(self) -> Parts:
-        """As `ReplicatedEngine.parts`: this rank's stage, and of it its tensor-parallel slices."""
+        """See `base.ScoringEngine.parts`: here the tensor-parallel parts of this rank's stage."""
         named = list(self.head.model.named_parameters())
-        wanted = set(self._learned) or {name for name, _ in named}
-        return {name: [(box_of(p), local(p.data))] for name, p in named if name in wanted}
+        names = set(self._trained_names) or {name for name, _ in named}
+        return {name: [(box_of(p), local(p.data))] for name, p in named if name in names}
 
     def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
-        """Full tensors on the mesh's first rank, empty buckets on the others; collective.
+        """See `base.ScoringEngine.export`: full tensors on the mesh's first rank, empty buckets on the others.
 
         Raises:
-            EngineError: `merged`, and the model has adapters: reallocate those, or export them as they are.
+            EngineError: `merged`, and the model has adapters.
         """
         model: Any = self.head.model
         if merged and hasattr(model, "get_base_model"):
-            raise EngineError("a split model's adapters are merged where they are reallocated to, not here.")
-        named = partial(checkpoint_names, model) if merged else list
-        own = dict(model.named_parameters())
+            raise EngineError(
+                "a split model's adapters cannot be merged; reallocate them, or export with merged=False."
+            )
+        rename = partial(checkpoint_names, model) if merged else list
+        local_parameters = dict(model.named_parameters())
         itemsize = next(self.head.parameters()).element_size()
         for names in in_buckets(self._shapes, lambda name: math.prod(self._shapes[name]) * itemsize, bucket_bytes):
-            here = {n: (box_of(own[n]), local(own[n].data)) for n in names if n in own and self._stands_for(own[n], n)}
-            whole = self._whole(here)
-            yield named([(name, whole[name]) for name in names if name in whole])
+            held = {n: local_parameters[n] for n in names if n in local_parameters}
+            parts = {n: (box_of(p), local(p.data)) for n, p in held.items() if self._contributes(p, n)}
+            whole = self._gather_whole(parts)
+            yield rename([(name, whole[name]) for name in names if name in whole])
 
     def state_dict(self) -> dict[str, Any]:
-        """As `ReplicatedEngine.state_dict`; whole on the mesh's first rank, collective."""
-        assert self.masters is not None, "a frozen role has no state"
-        cells: dict[str, dict[str, tuple[Any, Tensor]]] = {}
+        """See `base.TrainingEngine.state_dict`. Complete on the mesh's first rank only."""
+        assert self.masters is not None, "a frozen role has no training state"
+        parts: dict[str, dict[str, tuple[Any, Tensor]]] = {}  # by name of the optimizer's tensor and of the parameter
         scalars: dict[str, dict[str, Any]] = {}
         for master in filter(self.masters.counts, self.masters.all):
             assert master.weight is not None
-            slots = self.masters.slots(master)
-            full = {key: cell for key, cell in slots.items() if torch.is_tensor(cell) and cell.dim()}
-            for key, cell in {**full, "master": master.weight.data}.items():
-                # of another shape are an optimizer's factors, which it has of whole parameters alone
-                box = box_of(master.parameter) if cell.shape == master.weight.shape else None
-                cells.setdefault(key, {})[master.name] = (box, cell.float())
-            scalars[master.name] = copy.deepcopy({key: cell for key, cell in slots.items() if key not in full})
-        kinds = sorted({key for told in self._gathered(sorted(cells)) for key in told})
+            state = self.masters.state_of(master)
+            tensors = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+            for key, tensor in {**tensors, "master": master.weight.data}.items():
+                # a tensor of another shape is a factored moment, which optimizers have of unsplit parameters only
+                box = box_of(master.parameter) if tensor.shape == master.weight.shape else None
+                parts.setdefault(key, {})[master.name] = (box, tensor.float())
+            scalars[master.name] = copy.deepcopy({key: value for key, value in state.items() if key not in tensors})
+        keys = sorted({key for rank_keys in self._gathered(sorted(parts)) for key in rank_keys})
         parameters: dict[str, dict[str, Tensor]] = {}
-        for key in kinds:
-            for name, tensor in self._whole(cells.get(key, {})).items():
+        for key in keys:
+            for name, tensor in self._gather_whole(parts.get(key, {})).items():
                 parameters.setdefault(name, {})[key] = tensor
-        every = {name: own for told in self._gathered(scalars) for name, own in told.items()}
-        return {"version": self.version, "parameters": parameters, "scalars": every}
+        all_scalars = {name: values for rank in self._gathered(scalars) for name, values in rank.items()}
+        return {"version": self.version, "parameters": parameters, "scalars": all_scalars}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        assert self.masters is not None, "a frozen role has no state to load"
-        check_state(state, self._learned)
+        assert self.masters is not None, "a frozen role has no training state"
+        check_state(state, self._trained_names)
         for master in self.masters.all:
             index = tuple(slice(start, stop) for start, stop in box_of(master.parameter))
             shape = master.parameter.shape
-            cells = {
-                key: (cell[index] if cell.shape == shape else cell).to(self.device, copy=True)
-                for key, cell in state["parameters"][master.name].items()
+            tensors = {
+                key: (tensor[index] if tensor.shape == shape else tensor).to(self.device, copy=True)
+                for key, tensor in state["parameters"][master.name].items()
             }
-            weight = cells.pop("master")
+            weight = tensors.pop("master")
             scalars = state["scalars"][master.name]
-            slots = {**cells, **{k: c.clone() if torch.is_tensor(c) else c for k, c in scalars.items()}}
-            self.masters.load(master, weight, slots)
+            values = {**tensors, **{k: v.clone() if torch.is_tensor(v) else v for k, v in scalars.items()}}
+            self.masters.load(master, weight, values)
         self.version = state["version"]
 
     def close(self) -> None:
         pass
 
-    def _stands_for(self, parameter: Tensor, name: str) -> bool:
-        """Whether this rank's part is the one that is taken, of all replicas of it."""
+    def _contributes(self, parameter: Tensor, name: str) -> bool:
+        """Whether this rank, of all that have its part of a parameter, contributes it to an export."""
         groups = self.groups
         of_tensor = is_split(parameter) or groups.tp.index == 0
         return groups.dp.index == 0 and of_tensor and not (name == self._tied and groups.pp.index > 0)
 
-    def _gathered(self, word: Any) -> list[Any]:
+    def _gathered(self, value: Any) -> list[Any]:
+        """The values of all ranks of the mesh."""
         if self.groups.mesh.size == 1:
-            return [word]
-        words: list[Any] = [None] * self.groups.mesh.size
-        dist.all_gather_object(words, word, group=self.groups.mesh.group)
-        return words
+            return [value]
+        rank_values: list[Any] = [None] * self.groups.mesh.size
+        dist.all_gather_object(rank_values, value, group=self.groups.mesh.group)
+        return rank_values
 
-    def _whole(self, here: Mapping[str, tuple[Any, Tensor]]) -> dict[str, Tensor]:
-        """Parameters put together on the mesh's first rank from each rank's boxes; nothing elsewhere. Collective."""
-        mine = {name: (box, tensor.cpu()) for name, (box, tensor) in here.items()}
+    def _gather_whole(self, parts: Mapping[str, tuple[Any, Tensor]]) -> dict[str, Tensor]:
+        """Full parameters on the mesh's first rank, on the CPU, from all ranks' parts; nothing elsewhere. Collective.
+
+        Args:
+            parts: this rank's, each with its box; `None` for a full tensor.
+        """
+        on_host = {name: (box, tensor.cpu()) for name, (box, tensor) in parts.items()}
         if self.groups.mesh.size == 1:
-            told: list[Any] = [mine]
+            rank_parts: list[Any] = [on_host]
         else:
-            told = [None] * self.groups.mesh.size if self.groups.mesh.is_leader else []
-            dist.gather_object(mine, told or None, self.groups.mesh.ranks[0], group=self.groups.mesh.group)
+            rank_parts = [None] * self.groups.mesh.size if self.groups.mesh.is_leader else []
+            dist.gather_object(on_host, rank_parts or None, self.groups.mesh.ranks[0], group=self.groups.mesh.group)
         whole: dict[str, Tensor] = {}
-        for part in told:
-            for name, (box, tensor) in part.items():
+        for rank in rank_parts:
+            for name, (box, tensor) in rank.items():
                 if box is None:
                     whole[name] = tensor
                     continue
-                place = whole.setdefault(name, torch.empty(self._shapes[name], dtype=tensor.dtype))
-                place[tuple(slice(start, stop) for start, stop in box)] = tensor
+                full = whole.setdefault(name, torch.empty(self._shapes[name], dtype=tensor.dtype))
+                full[tuple(slice(start, stop) for start, stop in box)] = tensor
         return whole
 
 
 def check_model(model: Any, tp: int, pp: int) -> None:
-    """Raises:
-    EngineError: the family is none that can be split, or has adapters that cannot be.
-    PlanError: tp or pp does not fit the model.
+    """Check that a model can be split.
+
+    Raises:
+        EngineError: its family or its adapters cannot be split.
+        PlanError: its sizes are not divisible by tp or pp.
     """
     base = base_of(model)
     family = base.config.model_type
@@ -330,10 +342,10 @@ def check_model(model: Any, tp: int, pp: int) -> None:
     head = "lm" if base.get_output_embeddings() is not None else "score"
     ModelSpec.from_config(base.config, head, bytes_per_element=4).check_strategy(tp, pp)  # type: ignore[arg-type]
     for name, config in getattr(model, "peft_config", {}).items():
-        beyond = ("use_dora", "trainable_token_indices", "target_parameters")
+        unsupported = ("use_dora", "trainable_token_indices", "target_parameters")
         is_lora = str(config.peft_type).rpartition(".")[2] == "LORA"
-        plain = is_lora and not any(getattr(config, key, None) for key in beyond)
-        if tp > 1 and not plain:
+        is_plain = is_lora and not any(getattr(config, key, None) for key in unsupported)
+        if tp > 1 and not is_plain:
             raise EngineError(f"engine megatron cannot split the adapter {name!r} by tp; use plain LoRA, or tp: 1.")
 
 
@@ -341,4 +353,4 @@ if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
     _TRAINS: type[TrainingEngine] = MegatronEngine
 
 
-__all__ = ["Master", "MegatronEngine", "check_model"]
+__all__ = ["MegatronEngine", "check_model"]

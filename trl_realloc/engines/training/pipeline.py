@@ -1,7 +1,9 @@
-"""Pipeline parallelism of a Transformers model: this rank's stage, and micro-batches through all of them.
+"""Pipeline parallelism of a Transformers model: cuts the model to this rank's stage, and runs micro-batches through the
+stages.
 
-A stage is the model itself with the layers of the other stages passed over, so a family's own code runs in every stage
-and parameters keep their names. The schedules and the sending are torch.distributed.pipelining's.
+A stage is the model with the other stages' layers replaced by identities, so every stage runs the family's own code and
+parameters keep their names. The schedules and the messages are torch.distributed.pipelining's. What a pipeline trains
+is in `megatron`.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ from .packed_attention import backbone_of, base_of
 from .packed_forward import RoleHead, tied_weight
 
 
-class _PassedOver(nn.Module):
-    """In the place of what another stage has."""
+class _Identity(nn.Module):
+    """Replaces a module of another stage; returns its first argument."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
 def keep_stage(model: Any, stage: int, stages: int) -> None:
-    """Reduce the model, in place, to one stage: its layers; in the first the embedding, in the last the final norm and
-    the head, with the embedding too where that is the head."""
+    """Reduce the model to one stage, in place. The first stage has the embedding, the last one the final norm and the
+    head, and the embedding too if the head shares its weight."""
     backbone, base = backbone_of(model), base_of(model)
-    own = stage_layers(len(backbone.layers), stages)[stage]
+    kept_layers = stage_layers(len(backbone.layers), stages)[stage]
     for at in range(len(backbone.layers)):
-        if at not in own:
-            backbone.layers[at] = _PassedOver()
+        if at not in kept_layers:
+            backbone.layers[at] = _Identity()
     first, last = stage == 0, stage == stages - 1
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not first and not (last and tied_weight(model) is not None):
@@ -43,7 +45,7 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
     if not last:
         for name in ("norm", "final_layer_norm"):
             if hasattr(backbone, name):
-                setattr(backbone, name, _PassedOver())
+                setattr(backbone, name, _Identity())
         for module in (head, getattr(base, "score", None)):
             if module is not None:
                 _replace(base, module)
@@ -51,8 +53,8 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
 
 def _replace(model: nn.Module, module: nn.Module) -> None:
     name = next(name for name, other in model.named_modules() if other is module)
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, _PassedOver())
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, _Identity())
 
 
 class Pipeline:
@@ -61,8 +63,8 @@ class Pipeline:
     Args:
         head: the role's model, reduced to this stage.
         group: the pipeline's ranks, in the order of its stages.
-        device: where the model lives.
-        hidden: the width of what goes from stage to stage; its dtype is the model's.
+        device: of the model.
+        hidden: the width of the hidden states that are sent from stage to stage, in the model's dtype.
     """
 
     def __init__(self, head: RoleHead, group: MeshGroup, device: torch.device, hidden: int) -> None:
@@ -78,27 +80,29 @@ class Pipeline:
         micros: Sequence[Rollouts],
         finish: Callable[[int, Mapping[str, Ragged]], Tensor],
         *,
-        learns: bool,
+        trains: bool,
         call: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        """All micro-batches forward, and where `learns` backward. Every rank of the pipeline calls it with the same.
+        """Run all micro-batches forward, and backward if `trains`. Every rank of the pipeline calls it with the same
+        micro-batches.
 
-        Each is padded to the longest one's tokens by a sample of its own, for what goes from stage to stage has one
-        shape; shapes are known to all, so none is sent.
+        All hidden states that are sent need one shape, so each micro-batch is padded to the tokens of the longest one
+        with an additional sample. Every rank knows the shapes, so they are not sent.
 
         Args:
-            micros: samples on the device; at least one.
-            finish: on the last stage, from a micro-batch's number and the head's outputs to its loss (0-dimensional).
+            micros: micro-batches on the device; at least one.
+            finish: called on the last stage with the index of a micro-batch and the head's outputs; returns the loss, a
+                0-dimensional tensor.
             call: runs a stage's forward in its context, such as autocast.
         """
         width = max(micro.tokens for micro in micros)
-        padded = [_with_tail(micro, width - micro.tokens) for micro in micros]
-        stage = _Stage(self, micros, padded, finish, call, learns)
-        shape = torch.empty((1, width, self.hidden), dtype=self.dtype, device="meta", requires_grad=learns)
+        padded = [_padded(micro, width - micro.tokens) for micro in micros]
+        stage = _Stage(self, micros, padded, finish, call, trains)
+        shape = torch.empty((1, width, self.hidden), dtype=self.dtype, device="meta", requires_grad=trains)
         ids = torch.zeros((len(micros), width), dtype=torch.long, device=self.device)
-        number = torch.empty((), dtype=torch.float32, device="meta", requires_grad=learns)
+        number = torch.empty((), dtype=torch.float32, device="meta", requires_grad=trains)
         is_first = self.group.index == 0
-        made = PipelineStage(
+        pipeline_stage = PipelineStage(
             stage,
             self.group.index,
             self.group.size,
@@ -107,14 +111,14 @@ class Pipeline:
             output_args=(number if self.is_last else shape,),
             group=self.group.group,
         )
-        loss = (lambda output, target: output) if learns else None
-        # 1F1B holds activations of no more micro-batches than stages, and wants as many at least
-        kind = Schedule1F1B if learns and len(micros) >= self.group.size else ScheduleGPipe
-        schedule = kind(made, len(micros), loss_fn=loss, scale_grads=False)
+        loss = (lambda output, target: output) if trains else None
+        # 1F1B has the activations of at most as many micro-batches as stages, and needs at least as many
+        kind = Schedule1F1B if trains and len(micros) >= self.group.size else ScheduleGPipe
+        schedule = kind(pipeline_stage, len(micros), loss_fn=loss, scale_grads=False)
         target = torch.zeros(len(micros), device=self.device) if self.is_last else None
         arguments = (ids,) if is_first else ()
         with _errors_of_stages():
-            if learns:
+            if trains:
                 schedule.step(*arguments, target=target, return_outputs=False)
             else:
                 with torch.no_grad():
@@ -123,8 +127,8 @@ class Pipeline:
 
 @contextlib.contextmanager
 def _errors_of_stages() -> Iterator[None]:
-    """Let a stage's own exception out. torch's schedule raises a `RuntimeError` of the stage's arguments in its place,
-    which says nothing of the cause and hides its class (out of memory, say).
+    """Raise a stage's exception itself. torch's schedule raises a `RuntimeError` about the stage's arguments instead,
+    which hides the cause and its class, such as out of memory.
     """
     try:
         yield
@@ -135,7 +139,7 @@ def _errors_of_stages() -> Iterator[None]:
 
 
 class _Stage(nn.Module):
-    """What `PipelineStage` calls for one micro-batch after the other, in order."""
+    """The module of a `PipelineStage`, which calls it once per micro-batch, in order."""
 
     def __init__(
         self,
@@ -144,10 +148,10 @@ class _Stage(nn.Module):
         padded: Sequence[Rollouts],
         finish: Callable[[int, Mapping[str, Ragged]], Tensor],
         call: Callable[[Callable[[], Any]], Any],
-        learns: bool,
+        trains: bool,
     ) -> None:
         super().__init__()
-        self.head, self.learns = pipeline.head, learns
+        self.head, self.trains = pipeline.head, trains
         self._pipeline, self._micros, self._padded = pipeline, micros, padded
         self._finish, self._call = finish, call
         self._at = 0
@@ -158,27 +162,28 @@ class _Stage(nn.Module):
         hidden = None if self._pipeline.group.index == 0 else received
         if not self._pipeline.is_last:
             sent = self._call(lambda: self.head(samples, received=hidden, returns_hidden=True)).to(self._pipeline.dtype)
-            # where nothing up to here is trained, the later stages send gradients back all the same
-            if self.learns and not sent.requires_grad:
+            # the later stages send gradients back even if no parameter up to here is trained
+            if self.trains and not sent.requires_grad:
                 sent = sent.detach().requires_grad_()
             return sent
         outputs = self._call(lambda: self.head(samples, received=hidden))
-        kept = {name: _without_tail(column, len(self._micros[at])) for name, column in outputs.items()}
+        kept = {name: _unpadded(column, len(self._micros[at])) for name, column in outputs.items()}
         return self._finish(at, kept)
 
 
-def _with_tail(micro: Rollouts, tokens: int) -> Rollouts:
-    """The samples and one more of so many tokens, that has no response."""
-    wanted = micro.only(("index", "prompts", "responses"))
+def _padded(micro: Rollouts, tokens: int) -> Rollouts:
+    """The samples, and one more of `tokens` tokens without a response."""
+    inputs = micro.only(("index", "prompts", "responses"))
     if not tokens:
-        return wanted
+        return inputs
     device = micro.tensor("index").device
-    tail = Ragged(torch.zeros(tokens, dtype=torch.long), torch.tensor([tokens]))
-    nothing = Ragged(torch.zeros(0, dtype=torch.long), torch.tensor([0]))
-    one = Rollouts(index=torch.tensor([-1]), prompts=tail, responses=nothing).to(device)
-    return Rollouts.cat([wanted, one])
+    prompt = Ragged(torch.zeros(tokens, dtype=torch.long), torch.tensor([tokens]))
+    response = Ragged(torch.zeros(0, dtype=torch.long), torch.tensor([0]))
+    padding = Rollouts(index=torch.tensor([-1]), prompts=prompt, responses=response).to(device)
+    return Rollouts.cat([inputs, padding])
 
 
-def _without_tail(column: Ragged, samples: int) -> Ragged:
+def _unpadded(column: Ragged, samples: int) -> Ragged:
+    """The column's first `samples` rows."""
     lengths = column.lengths[:samples]
     return Ragged(column.values[: int(lengths.sum())], lengths)
