@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trl_realloc.engines.generation.vllm import is_vllm_available
-from trl_realloc.engines.generation.weight_buffers import Slots, asks_for_cuda_ipc
+from trl_realloc.engines.generation.weight_buffers import WeightBuffers, asks_for_cuda_ipc
 
 
 def bucket() -> list[tuple[str, torch.Tensor]]:
@@ -37,14 +37,14 @@ def read(memory: torch.Tensor, tensors: list[tuple[str, str, tuple[int, ...], in
 
 @pytest.fixture
 def slots() -> Any:
-    made = Slots()
+    made = WeightBuffers()
     yield made
     made.clear()
     for fd in made.fds:
         os.close(fd)
 
 
-def test_what_is_put_in_a_slot_is_read_by_its_path(slots: Slots) -> None:
+def test_what_is_put_in_a_slot_is_read_by_its_path(slots: WeightBuffers) -> None:
     for slot in (0, 1, 0):
         filled = slots.fill(slot, bucket())
         memory = torch.from_file(f"/proc/self/fd/{slots.fds[slot]}", shared=True, size=filled.size, dtype=torch.uint8)
@@ -53,7 +53,7 @@ def test_what_is_put_in_a_slot_is_read_by_its_path(slots: Slots) -> None:
         assert filled.handle is None
 
 
-def test_a_slot_grows_and_is_kept_where_it_is_large_enough(slots: Slots) -> None:
+def test_a_slot_grows_and_is_kept_where_it_is_large_enough(slots: WeightBuffers) -> None:
     small, large = [("a", torch.zeros(4))], [("a", torch.zeros(4000))]
     slots.fill(0, small)
     slots.fill(0, large)
@@ -78,7 +78,7 @@ def open_by_handle() -> dict[str, torch.Tensor]:
         assert arguments[6] == 1, "the worker's own number of the GPU, not the trainer's 3"
         return opened[arguments[7]]
 
-    made = Slots(cuda_ipc=True)
+    made = WeightBuffers(cuda_ipc=True)
     with (
         patch.object(reductions, "reduce_tensor", reduce),
         patch.object(reductions, "rebuild_cuda_tensor", rebuild),

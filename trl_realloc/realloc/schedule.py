@@ -167,6 +167,8 @@ class TransferSchedule:
     def buckets(self, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
         """Groups of consecutive parameters, the same on every device. No device has more than `bucket_bytes` of a group
         in the target layout, unless the group is a single larger parameter."""
+        # The limit holds on every device, so the size of a bucket is an array over devices, not a number as in
+        # `engines/buckets`.
         per_device = np.zeros((len(self._names), self.cluster.size))
         for common in self._boxes:
             holders = [*common.receivers.tolist(), *common.kept]

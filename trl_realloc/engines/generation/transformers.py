@@ -1,6 +1,7 @@
-"""Generation with the actor's own module by Transformers' `generate`, where vLLM is not installed: slower, and exact.
+"""Generation engine with Transformers' `generate`, which runs in the model of a training engine (in place).
 
-Nothing is copied: the parameters are the training engine's, made whole for as long as it generates.
+No parameters are copied: the training engine's are gathered while it generates (`base.InPlaceEngine`). Generation with
+vLLM, which is faster, is in `vllm`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from ..base import Bucket, Completion, GenerationEngine, GenerationRequest, Samp
 
 
 class _SeededDraw(LogitsProcessor):
-    """Draws each row's next token with the row's own random numbers and leaves `generate` nothing to choose.
+    """Draws the next token of each row with random numbers of the row's seed, and gives all other tokens a logit of
+    -inf.
 
-    One uniform number per token decides by the inverse of the cumulative distribution, so a sample depends on its
-    seed alone: not on its neighbours, the batch size or the number of processes. Keeps one log-probability per token
-    where `output_scores` would keep the whole vocabulary's.
+    One uniform number per token is mapped through the inverse of the cumulative distribution, so a sample depends on
+    its seed and not on the other samples, the batch size or the number of processes. Keeps one log-probability per
+    token; `output_scores` would keep those of the full vocabulary.
     """
 
     def __init__(self, seeds: Sequence[int], sampling: Sampling) -> None:
@@ -40,10 +42,12 @@ class _SeededDraw(LogitsProcessor):
 
 
 class TransformersEngine:
-    """Args:
-    whole_model: the context that yields the actor with all its parameters; a collective under ZeRO-3.
-    device: where the actor computes.
-    batch_size: most prompts of one `generate` (`local_rollout_forward_batch_size`).
+    """Keeps `base.GenerationEngine`.
+
+    Args:
+        whole_model: `InPlaceEngine.whole_model` of the actor's engine; collective under ZeRO-3.
+        device: that the actor computes on.
+        batch_size: maximum number of prompts of one call of the model's `generate`.
     """
 
     def __init__(
@@ -58,29 +62,31 @@ class TransformersEngine:
         self.version = -1
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
-        """The parameters are already here: only their version is noted."""
+        """Set the version. The buckets are not read, because the parameters are the training engine's."""
         self.version = version
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
-        """Collective where `whole_model` is: then a rank without requests calls this too."""
-        by_length = sorted(requests, key=lambda request: len(request.prompt_ids))  # like lengths: little left padding
+        """See `base.GenerationEngine`. Collective if `whole_model` is: then a rank without requests calls this too."""
+        by_length = sorted(
+            requests, key=lambda request: len(request.prompt_ids)
+        )  # similar lengths in a batch need little padding
         with self.whole_model() as model, torch.no_grad():
             for start in range(0, len(by_length), self.batch_size):
                 yield from self._batch(model, by_length[start : start + self.batch_size], sampling)
 
     def _batch(self, model: Any, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
         width = max(len(request.prompt_ids) for request in requests)
-        # Padded with any token of the model: attention never sees it. The tokenizer's own may be outside the model's
-        # vocabulary, where it was added without resizing the embeddings.
+        # Padded with token 0, which the attention mask hides. The tokenizer's padding token may be outside the model's
+        # vocabulary, if it was added without resizing the embeddings.
         ids = torch.zeros((len(requests), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, request in enumerate(requests):
             ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
             mask[row, width - len(request.prompt_ids) :] = 1
         draw = _SeededDraw([request.seed for request in requests], sampling)
-        # a fresh config, and the model's own out of the way: its penalties would change the sampling but not the loss
+        # without the model's own generation config, whose penalties would change the sampling but not the loss
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        own, base.generation_config = base.generation_config, GenerationConfig()
+        model_config, base.generation_config = base.generation_config, GenerationConfig()
         try:
             out = model.generate(
                 input_ids=ids.to(self.device),
@@ -92,11 +98,11 @@ class TransformersEngine:
                     eos_token_id=sampling.stop_token_id,
                 ),
                 logits_processor=[draw],
-                # launched with ZeRO-3, Transformers would keep all ranks of the job in step by an all-reduce per token
+                # in a job launched with ZeRO-3, Transformers would call an all-reduce of all ranks of the job per token
                 synced_gpus=False,
             )
         finally:
-            base.generation_config = own
+            base.generation_config = model_config
         logprobs = torch.stack(draw.logprobs, 1)
         for request, row, values in zip(requests, out[:, width:].cpu(), logprobs, strict=True):
             ends = (row == sampling.stop_token_id).nonzero() if sampling.stop_token_id is not None else row[:0]

@@ -1,7 +1,7 @@
-"""Drives one vLLM engine: starts its process, hands it the actor's weights, asks it for samples, and ends it.
+"""Generation engine with vLLM: starts vLLM in a process, sends it the actor's weights and requests, and ends it.
 
-vLLM itself is imported only in that process (`vllm_host`), so the trainer's keeps its own threads, signals and torch
-settings. Owns the process to the death: of the trainer, of the engine, or of both.
+vLLM is imported only in that process (`vllm_host`), so that the trainer's process keeps its threads, signal handlers
+and torch settings. The processes end together (`child_process`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 from ...common.notices import working
 from ..base import Bucket, Completion, EngineDied, EngineError, GenerationEngine, GenerationRequest, Sampling
 from ..child_process import end, how_it_ended, spawn, stopped, tail, without_launcher
-from .weight_buffers import Slots, asks_for_cuda_ipc
+from .weight_buffers import WeightBuffers, asks_for_cuda_ipc
 
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
@@ -39,8 +39,7 @@ def is_vllm_available() -> bool:
 
 
 def why_not_served(config: Any, on_cpu: bool) -> str | None:
-    """Why vLLM cannot generate with a model, as far as its Transformers config says; `None` where nothing speaks
-    against it."""
+    """The reason why vLLM cannot generate with a model of this Transformers config; `None` if none is known."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
     if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
@@ -53,27 +52,29 @@ def why_not_served(config: Any, on_cpu: bool) -> str | None:
 
 
 class VLLMEngine:
-    """One vLLM engine in a process of its own. The constructor returns at once; the engine starts beside the caller.
+    """One vLLM engine in a process of its own. Keeps `base.GenerationEngine`. The constructor returns at once; the
+    engine starts in the background.
 
     Args:
-        model: a directory with the actor's config.json. It needs no weights and no tokenizer.
-        max_model_len: most tokens of a prompt and its response together.
-        max_num_seqs: most responses that grow at the same time.
-        tensor_parallel_size: processes over which vLLM cuts the model.
-        dtype: in which vLLM computes: "float32", "bfloat16", "float16".
-        cpu_cores: the cores to run on, evenly divided among the tensor-parallel processes; `None` for any.
-        cuda_devices: as torch numbers them in this process, one per tensor-parallel process; `None` for an engine on
-            the CPU.
-        kv_cache_gib: memory for keys and values, per process. CPU only.
+        model: a directory with the actor's config.json; weights and a tokenizer are not needed.
+        max_model_len: maximum number of tokens of a prompt and its response together.
+        max_num_seqs: maximum number of responses that are generated at the same time.
+        tensor_parallel_size: number of processes over which vLLM splits the model.
+        dtype: of vLLM's computation: "float32", "bfloat16", "float16".
+        cpu_cores: the cores to run on, divided evenly among the tensor-parallel processes; `None` for any.
+        cuda_devices: one per tensor-parallel process, as torch numbers them in this process; `None` for an engine on
+        the
+            CPU.
+        kv_cache_gib: memory for keys and values per process, in GiB. CPU only.
         gpu_memory_utilization: share of each GPU's memory for weights, keys and values.
-        log_path: where the engine's output goes; `None` for a file without a name. Its end is in every error message.
-        start_timeout_s: longest time from here to readiness.
-        step_timeout_s: longest silence: for the weights of one bucket, for the step that gives each sample a token.
-        stop_timeout_s: longest time that one of the engine's processes may be stopped by a signal (SIGSTOP).
-        name: how messages call this engine.
+        log_path: the file for the engine's output; `None` for a temporary file. Error messages quote its end.
+        start_timeout_s: maximum time from the constructor until the engine is ready.
+        step_timeout_s: maximum time without a message, while a bucket is loaded or a token of each sample is generated.
+        stop_timeout_s: maximum time that one of the engine's processes may be stopped by a signal (SIGSTOP).
+        name: of the engine in messages.
 
     Raises:
-        EngineError: vLLM is not installed, or an argument is impossible. All before a process starts.
+        EngineError: vLLM is not installed, or an argument is invalid. Raised before a process is started.
     """
 
     def __init__(
@@ -101,16 +102,19 @@ class VLLMEngine:
         self._vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
         self._ready = False
         self._dead: str | None = None
-        self._generation = 0  # number of the latest
+        self._generation = 0  # number of the latest call of `generate`
         self._generating = False
-        # a tensor group's other workers are on other GPUs, which cannot open this one's memory by its handle
+        # the other workers of a tensor group are on other GPUs and cannot open memory of this one by its handle
         one_gpu = cuda_devices is not None and tensor_parallel_size == 1
-        self._slots = Slots(cuda_ipc=one_gpu and asks_for_cuda_ipc())
+        self._buffers = WeightBuffers(cuda_ipc=one_gpu and asks_for_cuda_ipc())
         self._log_name = "its log" if log_path is None else str(log_path)
         self._log: IO[bytes] = tempfile.TemporaryFile() if log_path is None else open(log_path, "ab+")  # noqa: SIM115
 
         ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a stopped process may leave half a message
+        for option in (
+            socket.SO_RCVTIMEO,
+            socket.SO_SNDTIMEO,
+        ):  # a process that is stopped may have sent half a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(step_timeout_s) + 1, 0))
         settings = {
             "model": str(model),
@@ -122,7 +126,7 @@ class VLLMEngine:
             "kv_cache_gib": kv_cache_gib,
             "gpu_memory_utilization": gpu_memory_utilization,
             "socket": theirs.fileno(),
-            "slots": self._slots.fds,
+            "slots": self._buffers.fds,
         }
         self._started = time.monotonic()
         with theirs:
@@ -130,15 +134,15 @@ class VLLMEngine:
                 [sys.executable, "-P", "-m", "trl_realloc.engines.generation.vllm_host", json.dumps(settings)],
                 _environment(tensor_parallel_size, cpu_cores, cuda_devices),
                 self._log,
-                keep_fds=[theirs.fileno(), *self._slots.fds],
+                keep_fds=[theirs.fileno(), *self._buffers.fds],
             )
         self._connection: Connection[Any, Any] = Connection(ours.detach())
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._slots.fds)
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._buffers.fds)
 
     def _check(
         self, model: str | os.PathLike[str], tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None
     ) -> int | None:
-        """Refuse what cannot start; the vocabulary's size where the config tells it."""
+        """Check the arguments. Returns the size of the vocabulary if the config has it."""
         if not is_vllm_available():
             remedy = "install trl_realloc[vllm], or set generation_engine='transformers'"
             raise EngineError(f"{self.name}: vLLM is not installed; {remedy}.")
@@ -157,7 +161,11 @@ class VLLMEngine:
         return size if isinstance(size, int) else None
 
     def wait_ready(self) -> None:
-        """Return when the engine has started. Raises `EngineError` with the end of its log if it does not."""
+        """Wait until the engine has started.
+
+        Raises:
+            EngineError: it did not start; with the end of its log.
+        """
         self._alive()
         if not self._ready:
             with working("waiting for the vLLM engine to start", "it loads and compiles, 10 to 60 s as a rule"):
@@ -165,10 +173,8 @@ class VLLMEngine:
             self._ready = True
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
-        """Take the actor's parameters, bucket by bucket; `version` is set only after the last one.
-
-        The extra memory is two buckets on this side, and a layer in the engine. When it raises, no generation is
-        possible until a load has gone well.
+        """See `base.GenerationEngine`. Needs memory for two buckets in this process and for a layer in the engine.
+        After an error `version` is -1 and `generate` is refused until a load succeeds.
 
         Raises:
             EngineError: a parameter was missing, unknown or of the wrong shape.
@@ -184,7 +190,7 @@ class VLLMEngine:
                 if not free:
                     free.append(self._expect("free", "loading weights")[0])
                 slot = free.pop(0)
-                filled = self._slots.fill(slot, bucket)
+                filled = self._buffers.fill(slot, bucket)
                 if filled.tensors:
                     self._send("bucket", slot, *filled)
                 else:
@@ -199,8 +205,8 @@ class VLLMEngine:
         self.version = version
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as they finish, in any order. The engine begins at once and does not wait for the caller;
-        the next call of this engine ends a generation that was left unfinished.
+        """See `base.GenerationEngine`. The engine generates in the background, without waiting for the caller. The next
+        call of `load` or `generate` aborts a generation that is not finished.
 
         Raises:
             EngineError: a request cannot be served (which one, and why), or there are no weights to serve it with.
@@ -209,7 +215,7 @@ class VLLMEngine:
         if not requests:
             return iter(())
         if self.version < 0:
-            raise EngineError(f"{self.name}: no complete weights; load() has not been called, or did not end well.")
+            raise EngineError(f"{self.name}: no complete weights; load() has not been called, or has failed.")
         self._refuse(requests, sampling)
         self._settle()
         asked = [(request.index, list(request.prompt_ids), request.seed & (2**63 - 1)) for request in requests]
@@ -255,7 +261,7 @@ class VLLMEngine:
                 self._settle()
 
     def _settle(self) -> None:
-        """Be ready for the next command: started, and with no generation under way."""
+        """Wait until the engine has started, and abort a generation that is not finished."""
         self._alive()
         self.wait_ready()
         if self._generating:
@@ -269,23 +275,27 @@ class VLLMEngine:
             if got == word:
                 return arguments
             if got not in passing:
-                self._lose(doing, f"said {got!r} where {word!r} was due")
+                self._lose(doing, f"sent {got!r} instead of {word!r}")
 
     def _receive(self, doing: str, patience_s: float | None = None) -> tuple[Any, ...]:
-        """The next message. Whatever keeps it from coming ends the engine."""
+        """The next message from the engine's process. If none comes, the engine is ended.
+
+        Raises:
+            EngineDied, EngineError: the process ended, was stopped, reported an error or sent nothing in time.
+        """
         self._alive()
         patience_s = self.step_timeout_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
-        moved = time.monotonic()  # when none of the engine's processes was stopped
+        running_at = time.monotonic()  # the last time that no process of the engine was stopped
         try:
             while not self._connection.poll(0.5):
                 if self._process.poll() is not None and not self._connection.poll():
                     self._lose(doing, how_it_ended(self._process))
-                if not (still := stopped(self._process.pid)):
-                    moved = time.monotonic()
-                elif time.monotonic() - moved > self.stop_timeout_s:
-                    which = "its worker" if self._process.pid not in still else "it"
-                    pids = ", ".join(map(str, still))
+                if not (stopped_pids := stopped(self._process.pid)):
+                    running_at = time.monotonic()
+                elif time.monotonic() - running_at > self.stop_timeout_s:
+                    which = "its worker" if self._process.pid not in stopped_pids else "it"
+                    pids = ", ".join(map(str, stopped_pids))
                     self._lose(doing, f"was stopped by a signal (SIGSTOP; {which}, pid {pids})")
                 if time.monotonic() > deadline:
                     self._lose(doing, f"gave no sign of life for {patience_s:.0f} s")
@@ -310,14 +320,15 @@ class VLLMEngine:
             raise EngineError(f"{self.name}: the engine is closed.")
 
     def _lose(self, doing: str, what: str | None) -> NoReturn:
-        """End the engine and say why. `what` is None where its socket broke: how the process ended is the reason."""
+        """End the engine and raise the reason. `what` is `None` if the connection broke: then it is how the process
+        ended."""
         if what is None:
             with contextlib.suppress(Exception):
                 self._process.wait(2)
             what = how_it_ended(self._process)
-        way_out = "" if self._ready else "If vLLM cannot serve this model, set generation_engine: transformers. "
+        remedy_text = "" if self._ready else "If vLLM cannot serve this model, set generation_engine: transformers. "
         self._dead = (
-            f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. {way_out}"
+            f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. {remedy_text}"
             f"The end of {self._log_name}:\n{tail(self._log)}"
         )
         self._finish()
@@ -325,16 +336,16 @@ class VLLMEngine:
 
     def _finish(self) -> None:
         self._finalizer()
-        self._slots.clear()
+        self._buffers.clear()
         self.version = -1
 
     @property
     def is_dead(self) -> bool:
-        """Its process ended, or was ended because it did not answer."""
+        """Whether the engine's process ended by itself, or was ended because it did not answer."""
         return self._dead is not None
 
     def close(self) -> None:
-        """End the engine and everything it started. May be called twice."""
+        """See `base.GenerationEngine`."""
         if self._finalizer.alive and self._ready and self._dead is None:
             with contextlib.suppress(Exception):
                 self._connection.send(("close",))
@@ -344,15 +355,16 @@ class VLLMEngine:
 
 
 def _environment(tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None) -> dict[str, str]:
-    """The environment of the engine's process: not a rank of this job, alone on the network, tied to this process."""
+    """The environment variables of the engine's process: without those of a rank, and with vLLM's settings for its
+    devices and for local communication only."""
     environment = without_launcher(os.environ)
     environment |= {
         "TRL_REALLOC_PARENT_PID": str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH")))),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core, and with tp 1 the worker, in the process itself
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core, and with tp 1 the worker, in the process itself
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_RPC_BASE_PATH": f"@trl_realloc.{os.getpid()}",  # sockets in the abstract namespace: no files in /tmp
+        "VLLM_RPC_BASE_PATH": f"@trl_realloc.{os.getpid()}",  # abstract sockets, which leave no files in /tmp
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -368,15 +380,16 @@ def _environment(tp: int, cores: Sequence[int] | None, devices: Sequence[int] | 
         )
         return environment
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    # vLLM compiles one small function for log-probabilities, 13 s at the first token for nothing gained at 64 rows
+    # vLLM compiles one small function for log-probabilities: 13 s at the first token, no gain at 64 rows
     environment["TORCH_COMPILE_DISABLE"] = "1"
     used = list(cores) if cores is not None else sorted(os.sched_getaffinity(0))
     share = max(1, len(used) // tp)
     environment["OMP_NUM_THREADS"] = str(share)
-    # Turns that a thread spins for the next loop before it sleeps. A decode step is a hundred loops of microseconds:
-    # sleeping at once makes 1,540 tokens/s, this 2,650. Spinning long, where others want the cores too, makes 200.
+    # The number of turns that a thread spins before it sleeps. A decode step is a hundred parallel loops of
+    # microseconds: 1,540 tokens/s with threads that sleep at once, 2,650 with this, 200 with long spinning on cores
+    # that others use.
     environment["GOMP_SPINCOUNT"] = "5000"
-    environment["KMP_BLOCKTIME"] = "0"  # the same for Intel's runtime, which has milliseconds for a unit
+    environment["KMP_BLOCKTIME"] = "0"  # the same for Intel's runtime, in milliseconds
     if cores is None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     else:
@@ -386,7 +399,7 @@ def _environment(tp: int, cores: Sequence[int] | None, devices: Sequence[int] | 
 
 
 def _end(owner_pid: int, process: Any, connection: Connection[Any, Any], slots: Sequence[int]) -> None:
-    if os.getpid() != owner_pid:  # a fork of the trainer, a data loader's for instance, owns nothing
+    if os.getpid() != owner_pid:  # a forked process, such as a data loader's worker, must not end the engine
         return
     end(process)
     connection.close()

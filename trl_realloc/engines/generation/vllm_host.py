@@ -1,10 +1,11 @@
-"""The process that holds one vLLM engine: started by `vllm` as
-`python -m trl_realloc.engines.generation.vllm_host <settings>`.
+"""The main program of a vLLM engine's process, started by `vllm` as
+`python -m trl_realloc.engines.generation.vllm_host <settings>`: takes commands and sends samples over an inherited
+socket, and ends vLLM's workers.
 
-Takes commands and returns samples over an inherited socket. Owns vLLM's own workers and what they leave in the system;
-everything that could be refused has been refused by the parent, so that any exception here ends the process.
+The parent (`vllm`) has checked all arguments, so every exception here ends the process. The code that runs in vLLM's
+workers is in `vllm_worker`.
 
-Messages are tuples that begin with a word:
+Messages are tuples whose first element is a word:
 
 | from the parent | to the parent |
 | --- | --- |
@@ -40,36 +41,36 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 PARENT = "TRL_REALLOC_PARENT_PID"
-PROGRESS_S = 1.0  # at most one word of progress in this time
+PROGRESS_S = 1.0  # minimum time between two messages of progress
 
-# vLLM's workers import this module too, as __mp_main__, before they import vLLM: so they are tied to this process
+# vLLM's workers import this module as __mp_main__, before vLLM, so this ties them to this process
 if __name__ in ("__main__", "__mp_main__"):
     die_with_parent(int(os.environ[PARENT]))
 
 
 class Channel:
-    """The socket to the parent. A thread writes, so generation never waits for a parent that is busy with a sample."""
+    """The socket to the parent. A thread sends, so that generation does not wait for a parent that is busy."""
 
     def __init__(self, fd: int) -> None:
         self.connection: Connection[Any, Any] = Connection(fd)
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
-        self._told = 0.0
+        self._sent_at = 0.0
 
     def _write(self) -> None:
         while (message := self._queue.get()) is not None:
             try:
                 self.connection.send(message)
             except OSError:
-                os._exit(1)  # the parent has gone
+                os._exit(1)  # the parent has ended
 
     def send(self, *message: Any) -> None:
-        self._told = time.monotonic()
+        self._sent_at = time.monotonic()
         self._queue.put(message)
 
     def progress(self) -> None:
-        if time.monotonic() - self._told > PROGRESS_S:
+        if time.monotonic() - self._sent_at > PROGRESS_S:
             self.send("progress")
 
     def flush(self) -> None:
@@ -78,7 +79,8 @@ class Channel:
 
 
 def architecture(model: str) -> dict[str, Any]:
-    """What a config that no `save_pretrained` of a model has written lacks: without it vLLM takes some for encoders."""
+    """The `architectures` entry of a config that lacks it because no model's `save_pretrained` has written it. Without
+    it vLLM takes some models for encoders."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = json.loads(Path(model, "config.json").read_text())
@@ -87,8 +89,8 @@ def architecture(model: str) -> dict[str, Any]:
 
 
 def build(settings: dict[str, Any]) -> LLM:
-    """The engine, with weights that mean nothing yet. Has made one token: some models fail only there, such as those
-    with heads of 16 on the CPU."""
+    """The engine, with dummy weights. One token has been generated, because some models, such as those with a head size
+    of 16 on the CPU, fail only then."""
     from vllm import LLM, SamplingParams
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
@@ -108,7 +110,7 @@ def build(settings: dict[str, Any]) -> LLM:
         seed=0,
         load_format="dummy",
         skip_tokenizer_init=True,
-        generation_config="vllm",  # not the model's own: its penalties and top_k would leak into the sampling
+        generation_config="vllm",  # not the model's own config, whose penalties and top_k would change the sampling
         logprobs_mode="processed_logprobs",
         logits_processors=[f"{worker}:SeededRows"],
         worker_extension_cls=f"{worker}.RolloutWorker",
@@ -122,25 +124,25 @@ def build(settings: dict[str, Any]) -> LLM:
 
 
 def ended_workers(workers: Sequence[Any], wait_s: float = 0.0) -> str:
-    """Which of vLLM's workers have ended, and how; an empty string while all run."""
+    """A description of vLLM's workers that have ended, and how; an empty string if all are running."""
     ready = wait([worker.sentinel for worker in workers], wait_s)
     ended = [worker for worker in workers if worker.sentinel in ready]
     deadline = time.monotonic() + 10.0
-    # its exit status is there a moment after its sentinel, on a busy machine seconds, and vLLM's own thread may be the
-    # one that collects it
+    # the exit status is set after the sentinel, on a busy machine seconds after it, and perhaps by a thread of vLLM
     while any(worker.exitcode is None for worker in ended) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return ", ".join(f"vLLM's worker {w.name} (pid {w.pid}) {_how(w.exitcode)}" for w in ended)
+    return ", ".join(f"vLLM's worker {w.name} (pid {w.pid}) {_ending(w.exitcode)}" for w in ended)
 
 
-def _how(code: int | None) -> str:
+def _ending(code: int | None) -> str:
     if code is None:
         return "ended"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
 
 def tie_to_workers(channel: Channel) -> threading.Event:
-    """End this process when one of vLLM's workers ends, for vLLM would wait for its answer; unless the event is set."""
+    """End this process when one of vLLM's workers ends, because vLLM would wait for its answer. Not once the returned
+    event is set."""
     workers = multiprocessing.active_children()
     closing = threading.Event()
 
@@ -155,15 +157,15 @@ def tie_to_workers(channel: Channel) -> threading.Event:
 
     if workers:
         threading.Thread(target=watch, daemon=True).start()
-    # All have opened what they share; without names, not even a kill of the whole group leaves any of it behind. Before
-    # this, the start of several workers on the CPU has a gap: vLLM's own "...cpushm_0" stays if all are killed in it.
+    # All processes have opened the shared memory. Without names it is freed even if all are killed. If all are killed
+    # before this line, vLLM's "...cpushm_0" is left behind on a CPU with several workers.
     pids = [os.getpid(), *(worker.pid for worker in workers if worker.pid)]
     remove_shared_memory_names(pids, started_at(os.getpid()))
     return closing
 
 
 def load(llm: LLM, channel: Channel, slots: list[int]) -> None:
-    """Put buckets into vLLM as they come, through its weight-transfer interface."""
+    """Load buckets into vLLM as they arrive, through its weight-transfer interface."""
     llm.start_weight_update()
     while True:
         word, *arguments = channel.connection.recv()
@@ -173,23 +175,23 @@ def load(llm: LLM, channel: Channel, slots: list[int]) -> None:
             llm.update_weights({"update_info": {"path": path, "size": size, "tensors": tensors, "handle": handle}})
             channel.send("free", slot)
             continue
-        llm.finish_weight_update()  # also of a torn update: vLLM takes no other before it
+        llm.finish_weight_update()  # also after an incomplete update: vLLM needs it before the next one
         problems = [problem for problem in llm.collective_rpc("weight_problem") if problem]
         channel.send("loaded", problems[0] if problems else None)
         return
 
 
 def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], int]], sampling: dict[str, Any]) -> None:
-    """Continue all prompts; each step's finished samples go to the parent at once."""
+    """Generate responses for all requests. The samples that a step finishes are sent at once."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     stop = sampling["stop_token_id"]
     engine = llm.llm_engine
-    # after new weights it must go; and a call must not depend on the calls before it
+    # its keys and values are of the weights before; and a call must not depend on the calls before it
     if not llm.reset_prefix_cache():
         raise RuntimeError(
-            "vLLM kept its prefix cache, whose keys and values are of earlier weights: blocks are in use"
+            "vLLM did not reset its prefix cache, which has keys and values of earlier weights: blocks are in use"
         )
     for number, (_, prompt, seed) in enumerate(requests):
         params = SamplingParams(
@@ -210,13 +212,13 @@ def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], in
             (sample,) = output.outputs
             tokens = list(sample.token_ids)
             stopped = sample.finish_reason == "stop"
-            if not stopped and sample.finish_reason != "length":  # vLLM gave the request up; a part is no sample
+            if not stopped and sample.finish_reason != "length":  # vLLM aborted the request
                 raise RuntimeError(f"vLLM ended request {output.request_id} early: {sample.finish_reason}")
             samples.append((requests[int(output.request_id)][0], tokens, sample.logprobs.logprobs, stopped))
         if samples:
             channel.send("samples", samples)
         channel.progress()
-        if channel.connection.poll():  # the only thing a parent says during a generation is "abort"
+        if channel.connection.poll():  # the only message during a generation is "abort"
             channel.connection.recv()
             engine.abort_request([str(number) for number in range(len(requests))])
             break
@@ -224,7 +226,7 @@ def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], in
 
 
 def serve(llm: LLM, channel: Channel, slots: list[int]) -> None:
-    """Commands until `close`, or until the parent has gone."""
+    """Run commands until `close`, or until the parent ends (EOFError)."""
     while True:
         word, *arguments = channel.connection.recv()
         if word == "load":
@@ -236,6 +238,7 @@ def serve(llm: LLM, channel: Channel, slots: list[int]) -> None:
 
 
 def main() -> None:
+    """Start the engine with the settings of the command line, and serve until it is closed."""
     settings = json.loads(sys.argv[1])
     os.environ[PARENT] = str(os.getpid())
     if settings["cpu_cores"]:
@@ -247,12 +250,12 @@ def main() -> None:
         workers = multiprocessing.active_children()
         closing = tie_to_workers(channel)
         channel.send("ready")
-        with contextlib.suppress(EOFError):  # the parent has gone
+        with contextlib.suppress(EOFError):  # the parent has ended
             serve(llm, channel, settings["slots"])
         closing.set()
     except BaseException as error:
         traceback.print_exc()
-        # vLLM may notice a worker's end in its own way, before or after the thread that waits for it does
+        # vLLM may raise because a worker has ended, before or after the thread of `tie_to_workers` finds it
         reason = ended_workers(multiprocessing.active_children() + workers, 1.0 if workers else 0.0)
         channel.send("failed", reason or f"{type(error).__name__}: {error}")
         channel.flush()
@@ -260,7 +263,7 @@ def main() -> None:
     for worker in multiprocessing.active_children():
         worker.kill()
         worker.join()
-    os._exit(0)  # nothing else to tidy up: the names of what is shared have gone already
+    os._exit(0)  # the names of shared memory are removed already
 
 
 if __name__ == "__main__":

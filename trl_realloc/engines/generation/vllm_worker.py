@@ -1,7 +1,8 @@
-"""What runs inside vLLM's worker: weights arrive through memory shared with the trainer, and tokens are drawn by seed.
+"""Extensions that run inside vLLM's worker: loading weights from memory shared with the trainer, and drawing tokens by
+seed.
 
-Loaded by vLLM (`worker_extension_cls`, `logits_processors`), so it imports nothing of ours. Owns no process and no
-message; whoever drives the engine does (`vllm_host`).
+vLLM loads this module (`worker_extension_cls`, `logits_processors`), so it imports nothing else of this package. The
+engine that is extended is created and driven in `vllm_host`.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 
-BACKEND = "trl_realloc"  # our name in vLLM's registry of weight-transfer engines
+BACKEND = "trl_realloc"  # name of the class below in vLLM's registry of weight-transfer engines
 SEED = "trl_realloc_seed"  # key in SamplingParams.extra_args
 
-# each reload would warn once per layer that rotary embeddings, which have no parameters, got none
+# each reload would warn once per layer that rotary embeddings, which have no parameters, were not loaded
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on before the first bucket."""
+    """Empty: the first bucket needs no setup."""
 
 
 @dataclass
 class SharedMemoryBucket(WeightTransferUpdateInfo):
-    """Where one bucket lies.
+    """The location and the contents of one bucket.
 
     Args:
-        path: a file to map, such as /proc/<pid>/fd/<fd> of a memfd, which has no name to leave behind.
-        size: bytes of it that are used.
-        tensors: (checkpoint name, name of the torch dtype, shape, offset in bytes) each.
-        handle: of a bucket on the worker's own GPU instead, what torch's `reduce_tensor` says of it (CUDA IPC).
+        path: the file to map: /proc/<pid>/fd/<fd> of a memfd.
+        size: used bytes.
+        tensors: for each tensor its checkpoint name, the name of its torch dtype, its shape and its offset in bytes.
+        handle: for a bucket on the worker's GPU, the arguments of torch's `rebuild_cuda_tensor` (CUDA IPC).
     """
 
     path: str
@@ -59,10 +60,10 @@ class SharedMemoryBucket(WeightTransferUpdateInfo):
 
 
 class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryBucket]):
-    """Loads the parameters layer by layer from buckets in shared memory; the extra memory is about one layer.
+    """Loads parameters from buckets in shared memory, with additional memory for about one layer.
 
-    It never raises: with several workers, vLLM would leave the others' answers in their queues and read them as those
-    to the next request. What went wrong is kept for `problem`.
+    Never raises: with several workers vLLM would leave the other workers' answers in their queues and read them as
+    answers to the next request. The error is in `problem`.
     """
 
     init_info_cls = SharedMemoryInit
@@ -75,7 +76,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
     def start_weight_update(self) -> None:
         self.problem = None
         self._loaded: set[str] = set()
-        self._expected = {name for name, _ in self.model.named_parameters()}  # tied ones once, and under one name
+        self._expected = {name for name, _ in self.model.named_parameters()}  # tied parameters once
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryBucket) -> None:
@@ -83,14 +84,14 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
             return
         try:
             memory = _opened(update_info, self.device)
-            # a copy of each, for vLLM keeps a layer's tensors until it has all, and the next bucket overwrites these
+            # copies, because vLLM keeps a layer's tensors until it has all, and the next bucket overwrites the memory
             weights = (
                 (name, _view(memory, dtype, shape, offset).to(self.device, copy=True))
                 for name, dtype, shape, offset in update_info.tensors
             )
             self._loaded |= self.model.load_weights(weights) or self._expected
             if update_info.handle is not None:
-                torch.cuda.synchronize(self.device)  # the copies are done before the bucket is filled again
+                torch.cuda.synchronize(self.device)  # finish copying before the bucket is filled again
         except Exception:
             self.problem = traceback.format_exc()
 
@@ -98,13 +99,15 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         try:
             missing = self._expected - self._loaded
             for name, layer in self.model.named_modules():
-                info = get_layerwise_info(layer)  # a fused layer counts as loaded by its first part (q of q, k, v)
+                info = get_layerwise_info(
+                    layer
+                )  # vLLM counts a fused layer as loaded with its first part (q of q, k, v)
                 if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < info.load_numel_total:
                     missing.add(f"part of {name}")
             finalize_layerwise_reload(self.model, self.model_config)
             for layer in _tied_layers(
                 self.model
-            ):  # a tied head got no weights, so the CPU's packed copy is the old one
+            ):  # a tied head is not loaded, so its packed copy on the CPU has the old weights
                 layer.quant_method.process_weights_after_loading(layer)
             if missing and self.problem is None:
                 self.problem = f"no bucket held {', '.join(sorted(missing)[:8])} ({len(missing)} in all)."
@@ -120,19 +123,21 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
 
 
 def _opened(bucket: SharedMemoryBucket, device: torch.device) -> Tensor:
-    """(size,) uint8: the bucket's memory in this process."""
+    """The bucket's memory in this process, (size,) uint8."""
     if bucket.handle is None:
         return torch.from_file(bucket.path, shared=True, size=bucket.size, dtype=torch.uint8)
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     arguments = list(bucket.handle)
-    arguments[6] = device.index  # the GPU's number here, which may be another in the process that filled it
+    arguments[6] = (
+        device.index
+    )  # the GPU's index in this process, which may differ in the process that filled the bucket
     memory: Tensor = rebuild_cuda_tensor(*arguments)
     return memory[: bucket.size]
 
 
 def _tied_layers(model: nn.Module) -> list[Any]:
-    """The layers whose weight is that of a layer before them."""
+    """The layers that share the weight of an earlier layer."""
     seen: set[int] = set()
     tied = []
     for layer in model.modules():
@@ -153,11 +158,11 @@ if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice ra
 
 
 class SeededRows(LogitsProcessor):
-    """Knows each row's own random numbers, wherever vLLM's batch moves it; changes no logits.
+    """Keeps the random numbers of each request as vLLM moves it between the rows of its batch. Does not change logits.
 
-    vLLM's own per-request seeds are no use here: on the CPU they cost a vocabulary of random numbers per token (64 rows
-    of 32,000: 57 of 70 ms a step, against 0.8 ms this way), and a prompt prefilled in two steps raises, as CPU
-    generators have no offset to turn back.
+    vLLM's per-request seeds are not used: on the CPU they draw a random number for each token of the vocabulary (57 of
+    70 ms per step with 64 rows of 32,000; this class takes 0.8 ms), and a prompt that is prefilled in two steps raises,
+    because generators on the CPU have no offset that could be reset.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -183,24 +188,31 @@ class SeededRows(LogitsProcessor):
 
 
 class SeededDraw(nn.Module):
-    """Takes the place of vLLM's `TopKTopPSampler`: one uniform number a token, by the inverse of the cumulative
-    distribution, so a sample depends on its seed and not on its neighbours."""
+    """Replaces vLLM's `TopKTopPSampler`: maps one uniform number per token through the inverse of the cumulative
+    distribution, so a sample depends on its seed and not on the other samples."""
 
     def __init__(self, rows: SeededRows) -> None:
         super().__init__()
         self.rows = rows
 
     def forward(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits after temperature, (rows, vocabulary) float32 -> tokens (rows,) int64, all log-probabilities."""
+        """Draw one token per row.
+
+        Args:
+            logits: (rows, vocabulary) float32, after temperature.
+
+        Returns:
+            The tokens (rows,) int64, and all log-probabilities (rows, vocabulary).
+        """
         logprobs = logits.log_softmax(-1, dtype=torch.float32)
         return draw(logprobs, self.rows.uniforms(len(logits)).to(logits.device)), logprobs
 
 
 def draw(logprobs: Tensor, uniform: Tensor, block: int = 256) -> Tensor:
-    """The first token at which the cumulative probability exceeds `uniform` times its total.
+    """The first token at which the cumulative probability exceeds `uniform` times the total.
 
-    Sums in float64, or tokens rarer than 6e-8 would never come; in two levels, blocks and then the tokens of one block,
-    which takes 0.7 ms where a cumulative sum over 64 rows of 32,000 takes 5.3.
+    Sums are in float64, because in float32 tokens with a probability below 6e-8 would never be drawn. They are computed
+    over blocks, and then over the tokens of one block: 0.7 ms, where a cumulative sum over 64 rows of 32,000 takes 5.3.
 
     Args:
         logprobs: (rows, vocabulary) float32.
@@ -221,20 +233,20 @@ def draw(logprobs: Tensor, uniform: Tensor, block: int = 256) -> Tensor:
 
 
 class RolloutWorker:
-    """Methods that vLLM mixes into its worker; called by `collective_rpc`."""
+    """Methods that vLLM adds to its worker class; called with `collective_rpc`."""
 
     model_runner: Any
     weight_transfer_engine: Any
 
     def draw_by_seed(self) -> None:
-        """Put `SeededDraw` in the sampler's place. Once, after the engine's start."""
+        """Replace the sampler by `SeededDraw`. Called once, after the engine's start."""
         rows = [p for p in self.model_runner.input_batch.logitsprocs.all if isinstance(p, SeededRows)]
         sampler = self.model_runner.sampler
         if not rows or not hasattr(sampler, "topk_topp_sampler"):
-            raise RuntimeError("this vLLM's sampler is not the one trl_realloc knows; vLLM 0.27.1 is.")
+            raise RuntimeError("the sampler of this vLLM release is not supported by trl_realloc; install vLLM 0.27.1.")
         sampler.topk_topp_sampler = SeededDraw(rows[0])
 
     def weight_problem(self) -> str | None:
-        """What went wrong in the last weight update on this worker."""
+        """The error of the last weight update on this worker; `None` if it succeeded."""
         problem: str | None = self.weight_transfer_engine.problem
         return problem

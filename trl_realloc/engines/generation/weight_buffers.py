@@ -1,7 +1,7 @@
-"""The memory through which a bucket of parameters gets from a trainer's process into an engine's, on one machine.
+"""The shared memory through which buckets of parameters get from the trainer's process into that of a vLLM engine.
 
-Two slots, so that one is loaded while the other is filled. Owns no process and no message: who fills which slot when,
-and what the other side is told, is the engine's business.
+There are two slots, so that one is filled while the other is loaded. The messages that say which slot is filled are in
+`vllm` and `vllm_host`, the reading side in `vllm_worker`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from ..base import Bucket
 
 
-_ALIGNMENT = 64  # bytes; where a tensor may begin in a slot
+_ALIGNMENT = 64  # bytes; the offsets of tensors in a slot are multiples of it
 
 
 class Filled(NamedTuple):
-    """What the other side needs to read a slot.
+    """The description of a filled slot, by which the engine's process reads it.
 
     Args:
-        size: bytes that are used.
-        tensors: (checkpoint name, name of the torch dtype, shape, offset in bytes) each.
-        handle: of a slot on the GPU, what torch's `reduce_tensor` says of it; `None` of one in shared memory.
+        size: used bytes.
+        tensors: for each tensor its checkpoint name, the name of its torch dtype, its shape and its offset in bytes.
+        handle: for a slot on the GPU, the arguments of torch's `rebuild_cuda_tensor`; `None` for shared memory.
     """
 
     size: int
@@ -32,22 +32,24 @@ class Filled(NamedTuple):
     handle: tuple[Any, ...] | None = None
 
 
-class Slots:
-    """Args:
-    cuda_ipc: GPU tensors stay on the GPU and are opened there by the engine's process, on that same GPU. Not run by
-        this project's tests, which have no GPU.
+class WeightBuffers:
+    """The two slots, on the trainer's side.
+
+    Args:
+        cuda_ipc: keep GPU tensors on the GPU, where the engine's process on the same GPU opens them. Not run by this
+            project's tests, which have no GPU.
     """
 
     def __init__(self, *, cuda_ipc: bool = False) -> None:
-        # Memory of a memfd has no name to leave behind, and a container's limit on /dev/shm (64 MB in Docker) does not
-        # bind it. Who ends the engine closes them.
+        # A memfd has no name in the file system that could be left behind, and no part in a container's limit on
+        # /dev/shm (64 MB in Docker). The engine closes the descriptors when it ends.
         self.fds = [os.memfd_create(f"trl_realloc bucket {slot}") for slot in range(2)]
         self.cuda_ipc = cuda_ipc
         self._mapped: dict[int, Tensor] = {}  # slot -> its memory, uint8
         self._on_gpu: dict[int, Tensor] = {}
 
     def fill(self, slot: int, bucket: Bucket) -> Filled:
-        """Copy a bucket into a slot, which grows if need be."""
+        """Copy a bucket into a slot, which is enlarged if it is too small."""
         placed, size = [], 0
         for name, tensor in bucket:
             placed.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
@@ -60,11 +62,11 @@ class Slots:
             path = f"/proc/self/fd/{self.fds[slot]}"
             self._mapped[slot] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         for (_, _, _, offset), (_, tensor) in zip(placed, bucket, strict=True):
-            place = self._mapped[slot][offset : offset + tensor.nbytes]
+            target = self._mapped[slot][offset : offset + tensor.nbytes]
             if tensor.is_cuda:
-                place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            else:  # not by torch: its threads wait for each other, for seconds while two vLLM workers spin on two cores
-                place.numpy()[:] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+                target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            else:  # by NumPy: torch's threads wait for each other, for seconds while two vLLM workers spin on two cores
+                target.numpy()[:] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         return Filled(size, placed)
 
     def _on_the_gpu(self, slot: int, filled: Filled, bucket: Bucket) -> tuple[Any, ...]:
@@ -81,11 +83,11 @@ class Slots:
         return handle
 
     def clear(self) -> None:
-        """Give the memory back that this side has open."""
+        """Unmap the memory in this process."""
         self._mapped.clear()
         self._on_gpu.clear()
 
 
 def asks_for_cuda_ipc() -> bool:
-    """Whether the environment turns it on: `TRL_REALLOC_CUDA_IPC=1`."""
+    """Whether the environment enables CUDA IPC: `TRL_REALLOC_CUDA_IPC=1`."""
     return os.environ.get("TRL_REALLOC_CUDA_IPC", "0").lower() in ("1", "true", "yes", "on")
