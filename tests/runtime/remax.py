@@ -21,7 +21,7 @@ from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.models import shell
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
-from trl_realloc.runtime.calls import Rules, Step
+from trl_realloc.runtime.calls import CallSettings, Step
 from trl_realloc.runtime.engine_options import EngineOptions
 from trl_realloc.runtime.executor import Executor, make_executor
 from trl_realloc.runtime.placement import Placement
@@ -94,7 +94,7 @@ def place(plan: ExecutionPlan, rank: int) -> Executor:
     actor = RoleModels("policy", [lambda: policy], config=policy.config, shell=lambda: shell(policy.config))
     placement = Placement(plan, rank, Roles({Role.ACTOR: actor, Role.REWARD: RoleModels("score", [])}), options)
     placement.start()
-    rules = Rules(
+    rules = CallSettings(
         Sampling(LENGTH, 1.0, tokenizer.eos_token_id),
         seed=3,
         eos_token_id=tokenizer.eos_token_id,

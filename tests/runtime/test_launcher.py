@@ -12,15 +12,21 @@ import torch
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
 from trl_realloc.runtime.launch.hosts import Process
-from trl_realloc.runtime.launch.launcher import LaunchError, asked_for, check_device, check_launch, what_runs
+from trl_realloc.runtime.launch.launcher import (
+    LaunchError,
+    check_device,
+    check_launch,
+    launch_summary,
+    requested_processes,
+)
 
 
 def test_a_start_says_how_many_processes_on_how_many_hosts_under_which_plan() -> None:
     two = [Process(name, name, local) for name in ("alpha", "beta") for local in range(2)]
-    assert list(what_runs(two, flatten(Cluster(2, 2)), (4, "WORLD_SIZE=4"))) == [
+    assert list(launch_summary(two, flatten(Cluster(2, 2)), (4, "WORLD_SIZE=4"))) == [
         "trl_realloc: 4 processes on 2 hosts (alpha, beta), 2 on each; plan flatten; generation by vllm."
     ]
-    assert "1 process on 1 host (alpha); plan" in next(what_runs([two[0]], flatten(Cluster(1, 1)), (1, "")))
+    assert "1 process on 1 host (alpha); plan" in next(launch_summary([two[0]], flatten(Cluster(1, 1)), (1, "")))
 
 
 @pytest.mark.parametrize(
@@ -38,18 +44,20 @@ def test_a_start_says_how_many_processes_on_how_many_hosts_under_which_plan() ->
 def test_a_start_says_where_fewer_processes_run_than_were_asked_for(
     environment: dict[str, str], launcher: list[str], told: str
 ) -> None:
-    said = " ".join(what_runs([Process("alpha")], flatten(Cluster(1, 1)), asked_for(environment, launcher)))
+    said = " ".join(
+        launch_summary([Process("alpha")], flatten(Cluster(1, 1)), requested_processes(environment, launcher))
+    )
     assert re.search(told, said), said
 
 
 def test_nothing_more_is_said_of_a_job_that_is_as_it_was_asked_for() -> None:
-    asked = asked_for({"WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}, ["torchrun", "--num_processes", "4"])
+    asked = requested_processes({"WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}, ["torchrun", "--num_processes", "4"])
     assert asked == (2, "WORLD_SIZE=2")
-    assert len(list(what_runs([Process("a", "", 0), Process("a", "", 1)], flatten(Cluster(1, 2)), asked))) == 1
+    assert len(list(launch_summary([Process("a", "", 0), Process("a", "", 1)], flatten(Cluster(1, 2)), asked))) == 1
 
 
 def test_gpus_that_are_left_over_and_a_compiler_that_is_not_used_are_said() -> None:
-    said = list(what_runs([Process("a", "", -1, 0, 8)], flatten(Cluster(1, 1)), (1, ""), "INDUCTOR"))
+    said = list(launch_summary([Process("a", "", -1, 0, 8)], flatten(Cluster(1, 1)), (1, ""), "INDUCTOR"))
     assert "sees 8 GPUs and the job uses 1" in said[1] and "torch.compile (inductor) is asked for and not" in said[2]
 
 

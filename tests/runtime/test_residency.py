@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training.packed_forward import PolicyHead
-from trl_realloc.runtime.residency import Dropped, Residency
+from trl_realloc.runtime.residency import DroppedCopy, Residency
 
 
 def test_a_forward_brings_the_parameters_in_once_and_release_takes_them_back() -> None:
@@ -87,7 +87,7 @@ def test_a_dropped_copy_takes_no_memory_between_its_turns_and_is_filled_where_it
     module, copy = nn.Linear(64, 64).requires_grad_(False), Copy()
     weight, bias = module.weight.data, module.bias.data
     bias_before = bias.clone()
-    dropped = Dropped(copy, [weight, weight[:8]], [bias], stale=-1)
+    dropped = DroppedCopy(copy, [weight, weight[:8]], [bias], stale=-1)
     assert dropped.bytes == 0 and copy.version == -1, "what was in it is gone, and must not be used"
     assert torch.equal(bias, bias_before), "what is not filled again stays"
     dropped.restore()
@@ -104,6 +104,6 @@ def test_a_dropped_copy_takes_no_memory_between_its_turns_and_is_filled_where_it
 
 def test_memory_that_is_shared_with_what_stays_is_not_dropped() -> None:
     flat = torch.randn(10)
-    dropped = Dropped(Copy(), [flat[:5]], [flat[5:]], stale=-1)
+    dropped = DroppedCopy(Copy(), [flat[:5]], [flat[5:]], stale=-1)
     dropped.restore()
     assert dropped.bytes == 0 and flat.untyped_storage().nbytes() == 40

@@ -32,7 +32,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import flatten
 from ..plan.timeline import Timeline
 from ..planner.profile import Observation, model_key
-from ..runtime.calls import Rules
+from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
 from ..runtime.executor import Iteration, make_executor
 from ..runtime.placement import Placement
@@ -244,12 +244,12 @@ class Runs:
         torch.random.set_rng_state(random)
         return without_dropout(model)
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> CallSettings:
         functions = [] if self.models.configs[Role.REWARD] else [FunctionReward(_nothing, "nothing")]
         names = [f"model {at}" for at in range(len(self.models.configs[Role.REWARD]))] or ["nothing"]
         weights = dict.fromkeys(names, 1.0)
         sampling = Sampling(self.response, 1.0)
-        return Rules(sampling, 0, None, self.models.processing_class, functions, weights)
+        return CallSettings(sampling, 0, None, self.models.processing_class, functions, weights)
 
     def _algorithm(self) -> Algorithm:
         """One optimizer step of an iteration, whatever the job's number of mini-batches and epochs."""

@@ -1,7 +1,8 @@
-"""What each kind of call (generate, forward, train) does on one rank: its share of the samples in, its columns out.
+"""What one rank does for each kind of call: `generate`, `forward` and `train` take the rank's share of the samples and
+return the call's output columns.
 
-No loop and no communication but that of the engines themselves. Calls are told apart by kind and by the columns that
-the graph gives them, never by name.
+The loop over the calls is in `executor`. Only the engines communicate here. The functions read a call's kind and
+columns from the graph, never its name.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What the calls need to know besides plan, placement and algorithm; the same on every rank.
+class CallSettings:
+    """Settings of a run's calls that are not in the plan, the placement or the algorithm; the same on every rank.
 
     Args:
+        sampling: how tokens are drawn.
         seed: of the draws of tokens.
-        functions: the reward functions; reward models are the placement's.
-        reward_weights: by the name of each model and function.
         eos_token_id: ends a response, for the column `has_eos`.
-        processing_class: decodes samples for those that read text.
-        skip_nonfinite: leave out an update that is not finite, where otherwise the run ends.
-        sampling_of: by call name, of the calls that draw otherwise than by `sampling`.
+        processing_class: the tokenizer that decodes samples for reward functions and reward models that read text.
+        functions: the reward functions. Reward models are in the placement.
+        reward_weights: by the name of each reward model and function.
+        skip_nonfinite: skip an update that is not finite; otherwise it ends the run.
+        sampling_of: by call name, the sampling of calls that do not use `sampling`.
     """
 
     sampling: Sampling
@@ -56,13 +58,13 @@ class Rules:
 
 @dataclass(frozen=True)
 class Step:
-    """Which iteration of a run its calls belong to, and what is particular to it.
+    """One iteration of a run.
 
     Args:
-        number: seeds the draws of tokens and of mini-batches.
+        number: of the iteration, from 0. It seeds the draws of tokens and of mini-batches.
         rows: the data set's rows of the global batch, for reward functions that read other columns.
         learning_rates: of each role that is trained.
-        sampling: instead of the run's own.
+        sampling: replaces the run's sampling in this iteration.
     """
 
     number: int
@@ -72,23 +74,34 @@ class Step:
 
 
 def share(placement: Placement, call: str, lengths: Sequence[int]) -> list[int]:
-    """Positions of this rank's samples of the global batch: even in tokens over the call's data-parallel replicas."""
+    """Positions in the global batch of this rank's samples. The tokens are balanced over the call's data-parallel
+    replicas.
+
+    Args:
+        lengths: tokens of every sample of the global batch.
+    """
     assignment = placement.plan[call]
     replica = assignment.mesh.index(placement.rank) // (assignment.strategy.tp * assignment.strategy.pp)
     return balance(lengths, assignment.strategy.dp)[replica]
 
 
 def sample_seed(seed: int, step: int, index: int, label: str = "") -> int:
-    """The seed of one sample's draws: from the run's seed, the step, its place in the batch, and the label of the call
-    where an iteration has several that generate. On any plan the same."""
+    """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
+    in the batch, and the call's label."""
     return int(np.random.SeedSequence((seed, step, index, *label.encode())).generate_state(1)[0])
 
 
 def generate(
-    placement: Placement, rules: Rules, call: Call, samples: Rollouts, step: Step, poll: Callable[[], None]
+    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step, poll: Callable[[], None]
 ) -> Rollouts:
-    """Responses of this rank's prompts: the call's two output columns (token ids and their log-probabilities), and
-    `has_eos`. `poll` is called as samples come in."""
+    """Generate responses to this rank's prompts.
+
+    Args:
+        poll: called after each finished sample.
+
+    Returns:
+        The call's two output columns (token ids int64 and log-probabilities float32, ragged) and `has_eos`.
+    """
     assignment, generator = placement.plan[call.name], placement.generators.get(call.name)
     if generator is None:
         return Rollouts()
@@ -96,17 +109,17 @@ def generate(
     rows, index = samples.ragged(call.inputs[0]).rows(), samples.tensor("index").tolist()
     requests = [
         GenerationRequest(
-            index[at], tuple(rows[at].tolist()), sample_seed(rules.seed, step.number, index[at], call.label)
+            index[at], tuple(rows[at].tolist()), sample_seed(settings.seed, step.number, index[at], call.label)
         )
         for at in range(replica, len(samples), assignment.strategy.dp)
     ]
-    # with no request too: where the parameters are sharded, generating in place is a collective of the mesh
-    sampling = step.sampling or rules.sampling_of.get(call.name, rules.sampling)
-    done = list(_watched(generator.generate(requests, sampling), poll))
-    return completed(done, rules.eos_token_id, call.outputs)
+    # also without requests: where the parameters are sharded, generating in place is a collective of the mesh
+    sampling = step.sampling or settings.sampling_of.get(call.name, settings.sampling)
+    completions = list(_polled(generator.generate(requests, sampling), poll))
+    return completed(completions, settings.eos_token_id, call.outputs)
 
 
-def _watched(completions: Iterator[Completion], poll: Callable[[], None]) -> Iterator[Completion]:
+def _polled(completions: Iterator[Completion], poll: Callable[[], None]) -> Iterator[Completion]:
     for completion in completions:
         poll()
         yield completion
@@ -117,7 +130,7 @@ def completed(
     eos_token_id: int | None,
     names: Sequence[str] = ("responses", "logprobs"),
 ) -> Rollouts:
-    """Completions as columns.
+    """The columns of finished completions.
 
     Args:
         names: of the columns of token ids and of log-probabilities.
@@ -133,21 +146,21 @@ def completed(
     return Rollouts(index=torch.tensor([c.index for c in completions], dtype=torch.long), **columns)
 
 
-def forward(placement: Placement, rules: Rules, call: Call, samples: Rollouts, step: Step) -> Rollouts:
-    """The call's output column of this rank's samples: a value per token of a policy or a value model, or a number per
-    sample of a role that scores."""
+def forward(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:
+    """Compute the call's output column for this rank's samples: a number per token from a policy or a value model, a
+    number per sample from a role of the kind `score`."""
     samples = as_responses(call, samples)
     if placement.roles[call.role].kind == "score":
-        return score(placement, rules, call, samples, step.rows)
-    mine = samples.select(share(placement, call.name, samples.lengths.tolist()))
+        return score(placement, settings, call, samples, step.rows)
+    own_samples = samples.select(share(placement, call.name, samples.lengths.tolist()))
     with placement.scoring(call.name) as (engine,):
-        out = engine.forward(mine, placement.budget(call.name))
+        out = engine.forward(own_samples, placement.budget(call.name))
     column = "logprobs" if placement.roles[call.role].kind == "policy" else "values"
-    return Rollouts(index=mine.tensor("index"), **{call.outputs[0]: out[column]}) if out else Rollouts()
+    return Rollouts(index=own_samples.tensor("index"), **{call.outputs[0]: out[column]}) if out else Rollouts()
 
 
 def as_responses(call: Call, samples: Rollouts) -> Rollouts:
-    """The samples with the call's first two inputs by the graph under the names `prompts` and `responses`."""
+    """The samples with the call's first two input columns renamed to `prompts` and `responses`."""
     prompts, responses = call.inputs[:2]
     if (prompts, responses) == ("prompts", "responses"):
         return samples
@@ -155,12 +168,16 @@ def as_responses(call: Call, samples: Rollouts) -> Rollouts:
 
 
 def score(
-    placement: Placement, rules: Rules, call: Call, samples: Rollouts, rows: Sequence[Mapping[str, Any]]
+    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, rows: Sequence[Mapping[str, Any]]
 ) -> Rollouts:
-    """The call's first output, the weighted sum of all scores, and `reward/<name>` for each that makes it up, where
-    there are several."""
+    """Score this rank's samples by all reward models and functions.
+
+    Returns:
+        The call's first output column, the weighted sum of all scores, (n,) float32. Where there are several scores,
+        also `reward/<name>` for each.
+    """
     positions = share(placement, call.name, samples.lengths.tolist())
-    mine = samples.select(positions)
+    own_samples = samples.select(positions)
     budget, roles = placement.budget(call.name), placement.roles[call.role]
     models = [
         ModelReward(name, partial(engine.forward, micro_batch_tokens=budget), processing_class)
@@ -168,52 +185,56 @@ def score(
             roles.names, placement.engines.get(call.name, ()), roles.processing_classes, strict=True
         )
     ]
-    # the ranks of a replica have the same samples, and its first is heard: a function, which may cost money, runs once
-    speaks = placement.rank in sources(placement.plan, call.name)
+    # the ranks of a replica have the same samples, so only the first calls the functions, which may cost money
+    is_source = placement.rank in sources(placement.plan, call.name)
     index = samples.tensor("index").tolist()
     scores, table = weighted_scores(
         models,
-        rules.functions if speaks else (),
-        rules.reward_weights,
-        mine,
-        lambda: decode(mine, [rows[index[at]] for at in positions], rules.processing_class),
-        refuse=not rules.skip_nonfinite,
+        settings.functions if is_source else (),
+        settings.reward_weights,
+        own_samples,
+        lambda: decode(own_samples, [rows[index[at]] for at in positions], settings.processing_class),
+        refuse=not settings.skip_nonfinite,
     )
-    if not len(mine) or not speaks:
+    if not len(own_samples) or not is_source:
         return Rollouts()
-    several = {f"reward/{name}": scores for name, scores in table.items()} if len(table) > 1 else {}
-    return Rollouts(index=mine.tensor("index"), **{call.outputs[0]: scores}, **several)
+    parts = {f"reward/{name}": scores for name, scores in table.items()} if len(table) > 1 else {}
+    return Rollouts(index=own_samples.tensor("index"), **{call.outputs[0]: scores}, **parts)
 
 
 def train(
-    placement: Placement, rules: Rules, algorithm: Algorithm, call: Call, samples: Rollouts, step: Step
+    placement: Placement, settings: CallSettings, algorithm: Algorithm, call: Call, samples: Rollouts, step: Step
 ) -> Rollouts:
-    """All epochs and mini-batches of one role's training. Returns every sample's statistics of every optimizer step,
-    `update` (which step) beside `index` (which sample); nothing of a step that was left out.
+    """Train one role for all epochs and mini-batches.
+
+    Returns:
+        A row for each sample of each optimizer step: `index` (the sample), `update` (the step) and the loss's
+            statistics.
+        Steps that were skipped have no rows.
 
     Raises:
-        NonFiniteError: on every rank of the mesh, before the optimizer step that it is about; or because the steps
-            that were taken left weights that are not finite.
+        NonFiniteError: on every rank of the mesh, before an optimizer step that is not finite, or after steps that left
+            weights that are not finite.
     """
     engine, learning_rate = placement.trained(call.role), step.learning_rates[call.role]
     assert engine is not None, "only the ranks of a call's mesh run it"
     check_rates({call.name: learning_rate})
     loss, parts = algorithm.loss(call.name).of_tokens, []
     for update, batch in enumerate(algorithm.mini_batches(samples, step.number)):
-        mine = batch.select(share(placement, call.name, batch.lengths.tolist()))
+        own_samples = batch.select(share(placement, call.name, batch.lengths.tolist()))
         try:
-            statistics = engine.train(mine, loss, placement.budget(call.name), learning_rate)
+            statistics = engine.train(own_samples, loss, placement.budget(call.name), learning_rate)
         except NonFiniteError as error:
-            error = with_text(error, batch, rules.processing_class)
+            error = with_text(error, batch, settings.processing_class)
             what = f"optimizer step {update + 1} of {call.name} in update {step.number + 1}"
-            if not rules.skip_nonfinite:
+            if not settings.skip_nonfinite:
                 raise NonFiniteError(f"{what} was refused before it was taken: {error}", error.sample) from None
             if placement.group(call.name).is_leader:
                 logger.warning(f"{what} was left out: {error}.")
             continue
         if statistics:
-            order = torch.full((len(mine),), update)
-            parts.append(Rollouts(index=mine.tensor("index"), update=order, **statistics))
+            order = torch.full((len(own_samples),), update)
+            parts.append(Rollouts(index=own_samples.tensor("index"), update=order, **statistics))
     rates = [learning_rate] if isinstance(learning_rate, (int, float)) else [group["lr"] for group in learning_rate]
     check_weights(
         placement, call.name, f"after update {step.number + 1}, at learning rate {', '.join(map(str, rates))}"
@@ -224,10 +245,13 @@ def train(
 
 
 def check_weights(placement: Placement, call: str, when: str) -> None:
-    """Collective over the mesh of a call that trains.
+    """Check the weights of a call's role. Collective over the mesh of the call, which trains the role.
+
+    Args:
+        when: the end of the message.
 
     Raises:
-        NonFiniteError: its role's weights are not finite, here or on another rank of the mesh.
+        NonFiniteError: the weights are not finite on this or another rank of the mesh.
     """
     if placement.group(call).max(int(not _is_finite(placement, call))):
         role = placement.role_of(call)
@@ -235,20 +259,23 @@ def check_weights(placement: Placement, call: str, when: str) -> None:
 
 
 def check_first_weights(placement: Placement, origin: str) -> None:
-    """Before the first update. Collective over the job.
+    """Check the weights of all trained roles before the first update. Collective over the job.
+
+    Args:
+        origin: the end of the message.
 
     Raises:
-        NonFiniteError: on every rank, a trained role's weights are not finite.
+        NonFiniteError: on every rank, if a trained role's weights are not finite.
     """
     trainings = [name for name in placement.plan.order if placement.plan.graph.call(name).trains]
     broken = [n for n in trainings if placement.rank in placement.plan.mesh(n) and not _is_finite(placement, n)]
-    roles = {str(placement.role_of(n)) for own in from_every_rank(broken, placement.control) for n in own}
+    roles = {str(placement.role_of(n)) for calls in from_every_rank(broken, placement.control) for n in calls}
     if roles:
         raise NonFiniteError(f"the {' and the '.join(sorted(roles))}'s weights are not finite as {origin}")
 
 
 def _is_finite(placement: Placement, call: str) -> bool:
-    """Whether this rank's part of a trained role is."""
+    """Whether this rank's part of a trained role is finite."""
     engine = placement.engine(call)
     assert engine is not None, "only ranks that train have weights to look at"
-    return all_finite(cell for own in engine.parts().values() for _, cell in own)
+    return all_finite(tensor for parts in engine.parts().values() for _, tensor in parts)

@@ -1,7 +1,7 @@
-"""Builds the engines of this rank for a plan: loads models, makes replicas and copies equal, starts generation engines,
-and sets up the reallocations between them.
+"""`EngineBuilder`: builds this rank's engines for a plan. It loads models, makes replicas and copies equal, starts
+generation engines and makes the reallocations between them.
 
-The only place that asks which engine a call has.
+Only this file depends on which engine a call has. What the engines are used for is in `placement` and `executor`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from .process_groups import ReallocationGroups
 from .reallocation import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Reallocation, Sink
-from .residency import Dropped, Residency, Versioned
+from .residency import DroppedCopy, Residency, Versioned
 from .roles import Roles
 from .vllm_start import start_vllm
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 class EngineBuilder:
     """Args:
-    placement: to be filled; its groups are made.
+    placement: the placement to fill. Its process groups exist already.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -47,7 +47,7 @@ class EngineBuilder:
         self.roles, self.options, self.engines = placement.roles, placement.options, placement.engines
 
     def build(self) -> None:
-        """All ranks together."""
+        """Build everything. All ranks together."""
         self._start_vllm()  # first: its process starts while the models load here
         for role in self.graph.trained_roles:
             self._build_trained(role)
@@ -65,7 +65,7 @@ class EngineBuilder:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def _start_vllm(self) -> None:
-        """One engine for the calls that generate with the same role under the same assignment."""
+        """Start one engine for all calls that generate with the same role under the same assignment."""
         started: dict[Any, GenerationEngine | None] = {}
         for call in self.graph.calls_of(CallKind.GENERATE):
             if not self.placement.has(call) or self.plan[call].engine != "vllm":
@@ -82,18 +82,18 @@ class EngineBuilder:
     def _generate_in_place(self) -> None:
         for call in self.graph.calls_of(CallKind.GENERATE):
             if self.placement.has(call) and self.plan[call].engine == "transformers":
-                whole = self.placement.engine(call)
-                assert isinstance(whole, InPlaceEngine), "in place means in an engine that has all parameters"
+                engine = self.placement.engine(call)
+                assert isinstance(engine, InPlaceEngine), "in place means in an engine that has all parameters"
                 size = self.options.forward_batch_size
                 self.placement.generators[call] = TransformersEngine(
-                    whole.whole_model, self.options.device, batch_size=size
+                    engine.whole_model, self.options.device, batch_size=size
                 )
 
     # --- training and scoring ---------------------------------------------------------------------------------------
 
     def _build_trained(self, role: Role) -> None:
-        """A trained role's engine, the roles that are copies of its model, and its copies in other layouts. The engine
-        comes last: it may partition the module that the others are made from."""
+        """Build a trained role's engine, its copies in other layouts, and the roles whose models are copies of its
+        model. The engine is built last, because it may partition the module that the copies are made from."""
         home = self.graph.train_call(role)
         assert home is not None, "a trained role has a call that trains it"
         adapted = self.roles[role].adapted
@@ -102,15 +102,15 @@ class EngineBuilder:
             for call in self._calls(role)
             if call in self.placement.reallocation_groups and any_copies(self.plan, call, adapted)
         ]
-        here = [call for call in copied if holds_copy(self.plan, call, self.rank, adapted)]
+        copied_here = [call for call in copied if holds_copy(self.plan, call, self.rank, adapted)]
         trains = self.placement.has(home)
-        model = self.roles[role].load[0]() if trains or here else None
+        model = self.roles[role].load[0]() if trains or copied_here else None
         self._equalize(home, model)
         for follower in self.roles.copies_of(role, self.graph):
             self._build_frozen(follower, model)
         for call in copied:
-            is_last = not trains and here[-1:] == [call]
-            copied_model = (model if is_last else copy.deepcopy(model)) if call in here else None
+            is_last = not trains and copied_here[-1:] == [call]
+            copied_model = (model if is_last else copy.deepcopy(model)) if call in copied_here else None
             self._follow(call, home, model, copied_model)
             if copied_model is not None:
                 self.engines[call] = [self._copy_engine(call, home, copied_model)]
@@ -123,10 +123,10 @@ class EngineBuilder:
                 self.engines[call] = self.engines[home]
 
     def _build_frozen(self, role: Role, trained_model: Any = None) -> None:
-        """A frozen role's engines: for each call, or one for the calls that have one layout.
+        """Build a frozen role's engines. Calls with the same layout share them.
 
         Args:
-            trained_model: on the ranks that have it, the model whose parameters the role copies.
+            trained_model: the model whose parameters the role copies, on the ranks that have it.
         """
         models, built = self.roles[role], list[str]()
         for call in self._calls(role):
@@ -165,7 +165,7 @@ class EngineBuilder:
                 return ScoreHead(model)
 
     def _copy_engine(self, call: str, home: str, model: Any) -> ScoringEngine:
-        """An engine of a copy. Where DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its
+        """The engine of a copy. Where DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its
         model and computes without autocast, as the training does."""
         dtype = parameter_dtype(self.options.deepspeed) if self.plan[home].strategy.zero_stage else None
         if dtype is not None:
@@ -216,12 +216,12 @@ class EngineBuilder:
     # --- replicas and copies ----------------------------------------------------------------------------------------
 
     def _equalize(self, call: str, model: Any) -> None:
-        """A role's model as the first rank of the call's mesh has it."""
+        """Set a role's model on all ranks of the call's mesh to the first rank's."""
         if self.placement.has(call) and not self.roles.filled_later:
             equalize(model, self.placement.group(call), str(self.placement.role_of(call)))
 
     def _follow(self, call: str, home: str, trained: Any, copied: Any, *, adapted: bool = False) -> None:
-        """A copy of a trained role's model as the first rank of the training's mesh has it."""
+        """Set a copy of a trained role's model to the model of the first rank of the training's mesh."""
         if self.roles.filled_later:
             return
         control = self.placement.control
@@ -242,7 +242,7 @@ class EngineBuilder:
             sink = EngineSink(copied) if generator is None else CopiedEngineSink(copied, generator)
         elif generator is not None:
             make_shell = self.roles[role].shell
-            assert make_shell is not None, "a role that generates in an engine has a structure"
+            assert make_shell is not None, "a role that generates in an engine has a shell"
             sink = GeneratorSink(generator, partial(checkpoint_names, make_shell()), self.options.device)
         return Reallocation(
             groups,
@@ -255,44 +255,49 @@ class EngineBuilder:
         )
 
     def _drop(self, call: str) -> None:
-        """Free the memory of a copy between its turns."""
+        """Free the memory of a copy between its uses."""
         (copied,) = self.engines[call]
         user = self.placement.generators.get(call, copied)
         self.placement.dropped[call] = _dropped(user, copied, self.placement.reallocations[call].names)
 
 
-def _dropped(user: Versioned, copied: ScoringEngine, names: Sequence[str]) -> Dropped:
-    """The tensors of a copy that its reallocation fills, of which `user` is told that they are of no version."""
+def _dropped(user: Versioned, copied: ScoringEngine, names: Sequence[str]) -> DroppedCopy:
+    """The memory of a copy's tensors that its reallocation fills.
+
+    Args:
+        user: the engine that is marked stale when the memory is freed.
+        names: of the parameters that the reallocation moves.
+    """
     parts = copied.parts()
-    filled = [cell for name in names for _, cell in parts.get(name, ())]
-    own = {cell.data_ptr() for cell in filled}
-    held = [local(tensor.data) for tensor in (*copied.head.model.parameters(), *copied.head.model.buffers())]
-    return Dropped(user, filled, [tensor for tensor in held if tensor.data_ptr() not in own], STALE)
+    filled = [tensor for name in names for _, tensor in parts.get(name, ())]
+    filled_addresses = {tensor.data_ptr() for tensor in filled}
+    tensors = [local(tensor.data) for tensor in (*copied.head.model.parameters(), *copied.head.model.buffers())]
+    return DroppedCopy(user, filled, [tensor for tensor in tensors if tensor.data_ptr() not in filled_addresses], STALE)
 
 
 def holds_copy(plan: ExecutionPlan, call: str, rank: int, adapted: bool) -> bool:
-    """Whether this rank needs a copy of a trained role's model for the call: to score or to generate in, or to merge
-    adapters into for its generation engine.
+    """Whether this rank needs a copy of a trained role's model for the call: to score with, to generate with, or to
+    merge adapters into for its generation engine.
 
     Args:
-        adapted: the role trains adapters alone.
+        adapted: the role trains only adapters.
     """
     assignment = plan[call]
     if all(edge.target != call for edge in plan.reallocations) or rank not in assignment.mesh:
         return False
     if plan.graph.call(call).kind is not CallKind.GENERATE:
         return True
-    owns = assignment.mesh.index(rank) % assignment.strategy.tp == 0
-    return assignment.engine == "transformers" or (adapted and owns)
+    owns_engine = assignment.mesh.index(rank) % assignment.strategy.tp == 0
+    return assignment.engine == "transformers" or (adapted and owns_engine)
 
 
 def any_copies(plan: ExecutionPlan, call: str, adapted: bool) -> bool:
-    """Whether some rank needs one."""
+    """Whether any rank needs a copy for the call."""
     return any(holds_copy(plan, call, rank, adapted) for rank in plan.mesh(call).devices)
 
 
 def has_part(plan: ExecutionPlan, role: Role, rank: int, roles_adapted: bool) -> bool:
-    """Whether this rank loads a trained role's model: it trains it, or has a copy of it."""
+    """Whether this rank loads a trained role's model, to train it or for a copy of it."""
     home = plan.graph.train_call(role)
     if home is not None and rank in plan.mesh(home):
         return True

@@ -1,6 +1,8 @@
-"""The loop over the plan's calls: wait for the inputs, run, publish, record.
+"""`Executor`: the loop over the plan's calls. For each call it waits for the inputs, runs the call and publishes its
+outputs.
 
-Every rank runs it; a rank executes the calls whose mesh holds it, in plan order, so calls on disjoint meshes overlap.
+Every rank runs the loop. A rank runs the calls whose mesh contains it, in plan order, so calls on disjoint meshes
+overlap. What a call does on one rank is in `calls`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ..engines.base import EngineError, Rate, Sampling
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.timeline import Span
 from . import calls
-from .calls import Rules, Step
+from .calls import CallSettings, Step
 from .exchange import CallFailure, CallOutput, Exchange
 from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
@@ -37,7 +39,13 @@ EVALUATION_STEP = 1 << 40  # steps from here on are evaluations, which draw from
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration made: the global batch with every column, metrics under TRL's names, and when what ran."""
+    """The results of one iteration.
+
+    Args:
+        samples: the global batch with every column.
+        metrics: by TRL's names.
+        spans: when each rank ran each call.
+    """
 
     samples: Rollouts
     metrics: dict[str, float]
@@ -49,22 +57,23 @@ class Executor:
 
     Args:
         placement: this rank's engines.
-        exchange: its post office.
+        exchange: sends and receives samples.
         algorithm: what is computed between the calls, losses and metrics.
-        rules: sampling and rewards.
-        alarm: tells the other ranks of a failure here, and this one of theirs.
+        settings: sampling and rewards.
+        alarm: reports a failure here to the other ranks, and raises theirs here.
     """
 
     def __init__(
-        self, placement: Placement, exchange: Exchange, algorithm: Algorithm, rules: Rules, alarm: Alarm
+        self, placement: Placement, exchange: Exchange, algorithm: Algorithm, settings: CallSettings, alarm: Alarm
     ) -> None:
         self.placement, self.exchange, self.algorithm = placement, exchange, algorithm
-        self.rules, self.alarm = rules, alarm
+        self.settings, self.alarm = settings, alarm
         self.plan, self.rank = placement.plan, placement.rank
         self._step, self._step_name = Step(0), ""
         self._failure: Exception | None = None
         self._prepared: Rollouts | None = None
-        self._unfit = False  # nothing may be trained on this batch, and `Rules.skip_nonfinite` says to go on
+        # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
+        self._skip_training = False
 
     def run(
         self,
@@ -76,30 +85,30 @@ class Executor:
         only: Collection[str] | None = None,
         sampling: Sampling | None = None,
     ) -> Iteration:
-        """One iteration.
+        """Run one iteration.
 
         Args:
             batch: the global batch's prompts, the same on every rank.
-            step: which iteration of the run; it seeds sampling and mini-batches.
+            step: the number of the iteration, which seeds sampling and mini-batches.
             learning_rates: of each trained role in this iteration.
-            known: outputs of calls that need not run (replayed rollouts), by call name.
-            only: the calls to run, where not all: an evaluation trains nothing.
-            sampling: instead of the run's own.
+            known: by call name, outputs of calls that are not run (replayed rollouts).
+            only: the calls to run; by default all. An evaluation leaves out the training.
+            sampling: replaces the run's sampling.
 
         Raises:
-            JobFailed: a call failed here or on another rank; nothing is trained on a batch of which a call before the
-                training failed.
+            JobFailed: a call failed here or on another rank. If it was a call before the training, nothing was trained
+                on the batch.
         """
         known = known or {}
         self.begin(Step(step, batch.rows, learning_rates, sampling))
         for name, samples in known.items():
             self.exchange.know(name, samples)
         names = [n for n in self.plan.order if n not in known and (only is None or n in only)]
-        mine = [name for name in names if self.placement.takes_part(name)]
-        for name, following in zip_longest(mine, mine[1:]):
+        of_rank = [name for name in names if self.placement.takes_part(name)]
+        for name, following in zip_longest(of_rank, of_rank[1:]):
             call = self.plan.graph.call(name)
             inputs = self._inputs(call, batch.prompts)
-            if self._unfit and call.trains:
+            if self._skip_training and call.trains:
                 continue
             if following is not None:
                 self.placement.prefetch(following)  # while this call runs
@@ -109,15 +118,15 @@ class Executor:
     # --- one call at a time -----------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Begin an iteration. All ranks together; the messages of the last one have been taken."""
+        """Begin an iteration. All ranks together, after the messages of the last iteration have been received."""
         self._step = step
         self._step_name = f"update {step.number + 1}" if step.number < EVALUATION_STEP else "an evaluation"
         self.exchange.begin()
         self._failure = self._prepared = None
-        self._unfit = False
+        self._skip_training = False
 
     def perform(self, name: str, samples: Rollouts) -> Rollouts:
-        """Run one call of the iteration that has begun, on any samples, and wait for what it makes. All ranks call this
+        """Run one call of the iteration that has begun, on any samples, and wait for its outputs. All ranks call this
         together with the same samples. A call may be performed several times.
 
         Args:
@@ -125,18 +134,18 @@ class Executor:
                 For a call that trains: the global batch.
 
         Returns:
-            The call's outputs in ascending order of `index`; of a call that trains the statistics of its steps.
+            The call's outputs in ascending order of `index`. For a call that trains: the statistics of its steps.
 
         Raises:
             JobFailed: the call failed here or on another rank.
-            NonFiniteError: a number of the samples that a training was to use is not finite.
+            NonFiniteError: the call trains, and a number of the samples is not finite.
         """
         call = self.plan.graph.call(name)
         self.exchange.forget(name)
         if call.trains:
             self._prepared = None
             samples = self._prepare(samples)
-            if self._unfit:
+            if self._skip_training:
                 return Rollouts()
         if self.placement.takes_part(name):
             self._execute(call, samples)
@@ -158,15 +167,16 @@ class Executor:
             raise error from self._failure
 
     def _prepare(self, samples: Rollouts) -> Rollouts:
-        """What the algorithm computes before training: on every rank for itself, from the same data, once for all
-        trainings."""
+        """The samples with the columns that the algorithm computes before training. Every rank computes them from the
+        same data, once for all training calls of the iteration."""
         if self._prepared is None:
             self._prepared = self.algorithm.prepare(samples)
             self._check(self._prepared)
         return self._prepared
 
     def _check(self, samples: Rollouts) -> None:
-        """Every rank has the same samples, so all refuse a batch together, before any of them trains on it.
+        """Refuse a batch that is not finite. Every rank has the same samples, so all ranks refuse it together, before
+        any of them trains on it.
 
         Raises:
             NonFiniteError: a number of a sample is not finite, or too large to be trained on.
@@ -174,64 +184,70 @@ class Executor:
         error = problem_of(samples)
         if error is None:
             return
-        error = with_text(error, samples, self.rules.processing_class)
-        if not self.rules.skip_nonfinite:
+        error = with_text(error, samples, self.settings.processing_class)
+        if not self.settings.skip_nonfinite:
             raise NonFiniteError(f"{error}. Nothing was trained on this batch.", error.sample)
-        self._unfit = True
+        self._skip_training = True
         if self.rank == 0:
             logger.warning(f"{error}. Nothing is trained on this batch.")
 
-    def _work(self, call: Call, samples: Rollouts) -> Callable[[], Rollouts]:
-        placement, rules, step = self.placement, self.rules, self._step
+    def _function_of(self, call: Call, samples: Rollouts) -> Callable[[], Rollouts]:
+        """The function that runs a call of this kind on this rank."""
+        placement, settings, step = self.placement, self.settings, self._step
         match call.kind:
             case CallKind.GENERATE:
-                return partial(calls.generate, placement, rules, call, samples, step, self.alarm.check)
+                return partial(calls.generate, placement, settings, call, samples, step, self.alarm.check)
             case CallKind.FORWARD:
-                return partial(calls.forward, placement, rules, call, samples, step)
+                return partial(calls.forward, placement, settings, call, samples, step)
             case CallKind.TRAIN:
-                return partial(calls.train, placement, rules, self.algorithm, call, samples, step)
+                return partial(calls.train, placement, settings, self.algorithm, call, samples, step)
 
     def _execute(self, call: Call, samples: Rollouts) -> None:
-        """Run a call and publish what it made, or that it could not: then all ranks fail at the same place, where the
-        outputs are first needed, with every collective in between whole.
+        """Run a call, and publish its outputs or its failure. A published failure is raised on all ranks at the same
+        place, where the outputs are first needed, after they have completed the same collectives.
 
-        A failure inside a call with collectives is raised at once: the other ranks of its mesh wait in one of them, and
-        whatever this rank did next on the same process group would meet it there.
+        A failure inside a call with collectives is raised at once. The other ranks of its mesh wait in one of them, and
+        the next collective of this rank on the same process group would be taken for it.
         """
         output: CallOutput | CallFailure
         name, step = call.name, self._step.number
-        together = True  # inside something that ranks do together
+        is_collective = True  # the code that runs now contains collectives
         try:
             self.alarm.at(f"{name} of {self._step_name} (its parameters)")
             try:
                 moved = self.placement.refresh(name)
-            except EngineError:  # an engine refused; every rank has been told, and the collectives are complete
-                together = False
+            # an engine refused the parameters; every rank knows it, and the collectives are complete
+            except EngineError:
+                is_collective = False
                 raise
-            together = self.placement.waits_inside(name)
+            is_collective = self.placement.has_collectives(name)
             self.alarm.at(f"{name} of {self._step_name}")
-            moves = (Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes),) if moved else ()
+            reallocations = (
+                (Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes),) if moved else ()
+            )
             start = time.time()
             if not self.placement.has(name):
-                return  # it had parameters to give
+                return  # this rank only sent parameters
             self.placement.check_fresh(name)
             with self.placement.resident(name):
-                made = self._work(call, samples)()
-            draws = call.kind is CallKind.GENERATE and len(made) > 0
-            tokens = int(made.ragged(call.outputs[0]).lengths.sum()) if draws else 0
-            output = CallOutput(made, Span(name, self.rank, start, max(start, time.time()), step, tokens), moves)
+                outputs = self._function_of(call, samples)()
+            has_tokens = call.kind is CallKind.GENERATE and len(outputs) > 0
+            tokens = int(outputs.ragged(call.outputs[0]).lengths.sum()) if has_tokens else 0
+            output = CallOutput(
+                outputs, Span(name, self.rank, start, max(start, time.time()), step, tokens), reallocations
+            )
         except JobFailed:
             raise
         except Exception as error:
-            # both are raised after the call's last collective, and the second on every rank of its mesh
-            if together and not isinstance(error, RewardError | NonFiniteError):
+            # RewardError and NonFiniteError come after the call's last collective, the latter on every rank of its mesh
+            if is_collective and not isinstance(error, RewardError | NonFiniteError):
                 raise
             self._failure = error
-            unharmed = isinstance(error, RewardError)  # no role has been trained yet
-            output = CallFailure(self.rank, name, str(error) or type(error).__name__, unharmed)
+            is_unharmed = isinstance(error, RewardError)  # no role has been trained yet
+            output = CallFailure(self.rank, name, str(error) or type(error).__name__, is_unharmed)
         self.exchange.publish(name, output)
 
-    # --- what an iteration made -------------------------------------------------------------------------------------
+    # --- the results of an iteration ----------------------------------------------------------------------------------
 
     def _finish(self, batch: PromptBatch, names: list[str], known: Mapping[str, Rollouts]) -> Iteration:
         samples, spans = batch.prompts, list[Span]()
@@ -241,20 +257,20 @@ class Executor:
         for name in names:
             trains = self.plan.graph.call(name).trains
             if trains:
-                self._prepare(samples)  # a rank that trains nothing learns here that nobody does
-                if self._unfit:
+                self._prepare(samples)  # also on ranks that train nothing, so that they know whether the others do
+                if self._skip_training:
                     continue
-            made = self._collect(name)
+            outputs = self._collect(name)
             spans += self.exchange.spans(name)
             if trains:
-                _by_update(made, len(batch), statistics)
+                _by_update(outputs, len(batch), statistics)
             else:
-                samples = samples.plus(**made)
+                samples = samples.plus(**outputs)
         metrics = {}
         if training_inputs(self.algorithm.graph) <= set(samples):
-            samples = samples.plus(**self._prepare(samples))  # a training may have read fewer columns
+            samples = samples.plus(**self._prepare(samples))  # a training call may have read fewer columns
             metrics = self.algorithm.sample_metrics(samples)
-            if self._unfit:
+            if self._skip_training:
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         trainings = [name for name in names if self.plan.graph.call(name).trains]
         if trainings:
@@ -264,33 +280,34 @@ class Executor:
     def _update_metrics(
         self, trainings: Sequence[str], samples: Rollouts, statistics: Mapping[int, Mapping[str, torch.Tensor]]
     ) -> dict[str, float]:
-        """Metrics of the optimizer steps; where `skip_nonfinite`, how many of each loss were left out as well."""
+        """Metrics of the optimizer steps. With `skip_nonfinite` also the number of skipped steps of each loss."""
         steps = []
         for update, mini_batch in enumerate(self.algorithm.mini_batches(samples, self._step.number)):
             at = mini_batch.tensor("index")
             steps.append((mini_batch, {name: sums[at] for name, sums in statistics.get(update, {}).items()}))
         metrics = self.algorithm.update_metrics(steps)
-        if self.rules.skip_nonfinite:
+        if self.settings.skip_nonfinite:
             for loss in map(self.algorithm.loss, trainings):
-                skipped = sum(loss.statistic not in found for _, found in steps)
+                skipped = sum(loss.statistic not in step_statistics for _, step_statistics in steps)
                 metrics[f"skipped_updates/{loss.name}"] = float(skipped)
         return metrics
 
 
-def make_executor(placement: Placement, algorithm: Algorithm, rules: Rules) -> Executor:
-    """The executor of a placement, with an exchange and an alarm of its own. All ranks make theirs."""
+def make_executor(placement: Placement, algorithm: Algorithm, settings: CallSettings) -> Executor:
+    """The executor of a placement, with a new exchange and a new alarm. All ranks call this together."""
     exchange = Exchange(placement.plan, placement.rank, placement.control)
     alarm = Alarm(current_watchdog() if placement.plan.cluster.size > 1 else None)
-    return Executor(placement, exchange, algorithm, rules, alarm)
+    return Executor(placement, exchange, algorithm, settings, alarm)
 
 
-def _by_update(made: Rollouts, n: int, statistics: dict[int, dict[str, torch.Tensor]]) -> None:
-    """The statistics that the ranks of a training published, by optimizer step and place in the global batch."""
-    if "update" not in made:  # every step was left out
+def _by_update(outputs: Rollouts, n: int, statistics: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Add the statistics that the ranks of a training call published to `statistics`: optimizer step -> statistic ->
+    (n,) float32 by position in the global batch."""
+    if "update" not in outputs:  # every step was left out
         return
-    which, index = made.tensor("update"), made.tensor("index")
+    which, index = outputs.tensor("update"), outputs.tensor("index")
     for update in which.unique().tolist():
-        here = which == update
-        for name in set(made) - {"index", "update"}:
+        selected = which == update
+        for name in set(outputs) - {"index", "update"}:
             sums = statistics.setdefault(update, {}).setdefault(name, torch.zeros(n))
-            sums[index[here]] = made.tensor(name)[here]
+            sums[index[selected]] = outputs.tensor(name)[selected]

@@ -1,7 +1,7 @@
-"""Where a plan's calls run on this rank: process groups per mesh, the engines that run each call, and the parameters
-that they need, brought up to date, made resident and freed.
+"""`Placement`: this rank's process groups and engines under one plan. It updates the parameters that a call uses, moves
+them to the device and frees them.
 
-Knows calls by their kind and the graph, never by name. How engines are built is in `engine_builder`.
+It reads a call's kind and role from the graph, never its name. How engines are built is in `engine_builder`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from .engine_builder import EngineBuilder
 from .engine_options import EngineOptions
 from .process_groups import make_groups, make_reallocation_groups, make_split_groups
 from .reallocation import Moved, Reallocation
-from .residency import Dropped, Residency
+from .residency import DroppedCopy, Residency
 from .roles import Roles
 
 
 class Placement:
-    """This rank's engines for one plan. `close` ends everything it started.
-
-    Making it makes the process groups, on all ranks together; `start` loads models and starts engines.
+    """This rank's engines for one plan. The constructor makes the process groups, on all ranks together. `start` loads
+    models and starts engines. `close` ends everything that was started.
 
     Attributes:
-        engines: by call, the engines on this rank that run it, one for each of the role's models. Calls that find the
+        engines: by call, this rank's engines that run it, one for each of the role's models. Calls that use the
             parameters in place share the engines of their role's training.
         trainers: by role, the engine on this rank that trains it.
-        copies: the calls of which `engines` are copies of a trained role, in a layout of their own.
-        generators: by call of the kind generate, the engine on this rank.
+        copies: the calls whose `engines` are copies of a trained role in another layout.
+        generators: by call of the kind generate, this rank's generation engine.
     """
 
     def __init__(self, plan: ExecutionPlan, rank: int, roles: Roles, options: EngineOptions) -> None:
@@ -52,12 +51,12 @@ class Placement:
         self.generators: dict[str, GenerationEngine] = {}
         self.reallocations: dict[str, Reallocation] = {}
         self.residents: dict[str, list[Residency]] = defaultdict(list)
-        self.dropped: dict[str, Dropped] = {}
+        self.dropped: dict[str, DroppedCopy] = {}
         self.started = False
         self.stack = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Load this rank's models and start its engines, once: the first expensive thing of a run."""
+        """Load this rank's models and start its engines; does nothing the second time. All ranks together."""
         if self.started:
             return
         die_with_launcher()
@@ -69,10 +68,10 @@ class Placement:
         self.started = True
 
     def close(self) -> None:
-        """End every engine and remove every file; may be called twice."""
+        """End every engine and remove its files. May be called twice."""
         self.stack.close()
 
-    # --- where things are -------------------------------------------------------------------------------------------
+    # --- engines and groups of a call -------------------------------------------------------------------------------
 
     def has(self, call: str) -> bool:
         """Whether this rank is in the call's mesh."""
@@ -85,17 +84,17 @@ class Placement:
         return self.groups[self.plan.mesh(call)]
 
     def engine(self, call: str) -> ScoringEngine | None:
-        """The engine of the call's only model, `None` on a rank without a part of it."""
+        """The engine of the first model of the call's role; `None` on a rank that has none."""
         engines = self.engines.get(call)
         return engines[0] if engines else None
 
     def trained(self, role: Role) -> TrainingEngine | None:
-        """The engine that trains a role, `None` on a rank without a part of it and for a frozen role."""
+        """The engine that trains a role; `None` for a frozen role and on a rank that does not train it."""
         return self.trainers.get(role)
 
     def home_engines(self) -> Iterator[tuple[str, int, ScoringEngine]]:
-        """This rank's engines but for copies of trained roles: call, number of the role's model, engine; in plan order,
-        each once."""
+        """(call, number of the role's model, engine) of this rank's engines except copies of trained roles, in plan
+        order, each engine once."""
         seen: set[int] = set()
         for call in self.plan.order:
             trains = self.plan.graph.call(call).trains
@@ -108,28 +107,29 @@ class Placement:
 
     @contextlib.contextmanager
     def scoring(self, call: str) -> Iterator[list[ScoringEngine]]:
-        """The engines that answer a call of the kind forward: its own, or those of the role that it is inside of."""
+        """The engines that run a call of the kind forward. For a role without a model (`RoleModels.inside`) the engine
+        of another role's training, inside a context."""
         models = self.roles[self.role_of(call)]
         if models.inside is None:
             yield self.engines.get(call, [])
             return
-        assert models.copy_of is not None, "a role without a model is another role in some context"
+        assert models.copy_of is not None, "a role without a model uses another role's"
         engine = self.trained(models.copy_of)
-        assert engine is not None, "this rank has no part of the model that the role is inside of"
+        assert engine is not None, "this rank has no part of the model that the role uses"
         with models.inside(engine.head.model):
             yield [engine]
 
-    # --- what a call asks -------------------------------------------------------------------------------------------
+    # --- before and after a call ------------------------------------------------------------------------------------
 
     def budget(self, call: str) -> int:
-        """Most tokens of one forward of the call: the plan's, or room for the config's number of longest samples."""
+        """Most tokens of one forward of the call: the plan's number, or `EngineOptions.budget`."""
         tokens = self.plan[call].strategy.micro_batch_tokens
         return tokens or self.options.budget(trains=self.plan.graph.call(call).trains)
 
     @contextlib.contextmanager
     def resident(self, call: str) -> Iterator[None]:
-        """The call's parameters are on the device inside, and after it where the plan says: there, in host memory
-        (`offload`) or nowhere (`drop`)."""
+        """A context for a call whose parameters are on the device. After it they stay there, are moved to host memory
+        (`offload`) or are freed (`drop`), as the plan says."""
         try:
             yield
         finally:
@@ -139,22 +139,22 @@ class Placement:
                 self.dropped[call].release()
 
     def prefetch(self, call: str) -> None:
-        """Begin to move parameters that the plan keeps in host memory to the device, for a call that comes next."""
-        if call not in self.reallocations:  # a copy is refreshed first, where it rests
+        """Begin to move the parameters of the next call to the device, if the plan keeps them in host memory."""
+        if call not in self.reallocations:  # a copy is updated first, in host memory
             for hook in self.residents.get(call, ()):
                 hook.prefetch()
 
     def takes_part(self, call: str) -> bool:
-        """This rank is in the call's mesh, or holds parameters that the call is to get."""
+        """Whether this rank is in the call's mesh, or sends parameters to it."""
         return self.has(call) or (
             call in self.reallocation_groups and self.rank in self.reallocation_groups[call].ranks
         )
 
-    def waits_inside(self, call: str) -> bool:
-        """The ranks of the call's mesh wait for each other inside it: for gradients, for activations, for parts of
-        sharded parameters."""
+    def has_collectives(self, call: str) -> bool:
+        """Whether the call contains collectives of its mesh: of gradients, of activations or of sharded parameters."""
         assignment = self.plan[call]
-        if self.plan.graph.call(call).kind is CallKind.GENERATE:  # inside the role's own engine, which may be sharded
+        # in the engine of the role's training, which may be sharded
+        if self.plan.graph.call(call).kind is CallKind.GENERATE:
             return assignment.engine == "transformers" and self._is_sharded(call)
         split = assignment.engine == "megatron" or assignment.strategy.zero_stage == 3
         return assignment.mesh.size > 1 and (split or self.plan.graph.call(call).trains)
@@ -164,14 +164,14 @@ class Placement:
         home = self.plan.graph.train_call(self.role_of(call))
         return home is not None and self.plan.mesh(home).size > 1 and self.plan[home].strategy.zero_stage == 3
 
-    # --- parameters brought up to date ------------------------------------------------------------------------------
+    # --- updating parameters ----------------------------------------------------------------------------------------
 
     def refresh(self, call: str) -> Moved | None:
-        """Bring the trained parameters that the call uses up to date where it uses them. Every rank that `takes_part`
-        calls this. Returns what went over the wire, if anything did.
+        """Update the trained parameters that the call uses. Every rank that `takes_part` calls this. Returns the
+        reallocation that was done, or `None`.
 
         Raises:
-            TransferError, EngineError: the call's copy is not whole; nothing may be generated or scored with it.
+            TransferError, EngineError: the call's copy is incomplete and must not be used.
         """
         if call in self.dropped:
             self.dropped[call].restore()
@@ -182,7 +182,7 @@ class Placement:
         return None
 
     def _feed(self, call: str) -> None:
-        """Give a generation engine of this rank what the training's engine here can give by itself, or by gathering."""
+        """Load the parameters of the training's engine on this rank into the generation engine on this rank."""
         source, generator = self.trained(self.role_of(call)), self.generators.get(call)
         if source is None:
             return
@@ -195,25 +195,29 @@ class Placement:
             generator.load(source.export(), source.version)
 
     def _gathers(self, call: str) -> bool:
-        """Feeding the generation engines in place is a collective of the training's mesh (sharded parameters)."""
+        """Whether loading the generation engines gathers sharded parameters, which is a collective of the training's
+        mesh."""
         home = self.plan.graph.train_call(self.role_of(call))
         return home is not None and self.plan[home].strategy.zero_stage == 3 and self.plan[call].engine == "vllm"
 
     def _gather_along(self, call: str, source: TrainingEngine, generator: GenerationEngine | None) -> None:
+        """Gather the training's sharded parameters and load them, if any rank's generation engine is stale.
+        Collective."""
         home = self.plan.graph.train_call(self.role_of(call))
         assert home is not None, "the parameters are sharded by a training"
-        stale = generator is not None and generator.version != source.version
-        if not self.group(home).max(int(stale)):
+        is_stale = generator is not None and generator.version != source.version
+        if not self.group(home).max(int(is_stale)):
             return
         stream = source.export()
         try:
-            if stale and generator is not None:
+            if is_stale and generator is not None:
                 generator.load(stream, source.version)
         finally:
-            for _ in stream:  # the others are gathering too: a rank whose engine failed must not leave them
+            for _ in stream:  # every rank must take part in the gathering, also one whose engine failed
                 pass
 
     def check_fresh(self, call: str) -> None:
-        """Raises `EngineError` where the call's copy of trained parameters is not the version agreed on."""
+        """Raise `EngineError` where the call's copy of trained parameters does not have the version that all ranks have
+        agreed on."""
         if call in self.reallocations:
             self.reallocations[call].check()

@@ -1,7 +1,6 @@
-"""Compares the replicas of a role that is trained: every part of a parameter that several ranks hold has the same bits
-on all of them.
+"""`check_replicas`: checks that every part of a trained parameter has the same bits on all ranks that hold it.
 
-What makes replicas equal at the start is `engines/training/replica_sync`.
+The code that makes replicas equal at the start is in `engines/training/replica_sync`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..engines.mesh_group import MeshGroup
 from ..engines.training.replica_sync import digest
 
 
-EVERY = 10  # updates; a check reads the parameters once and gathers 24 bytes for each parameter and rank
+UPDATES_BETWEEN_CHECKS = 10  # a check reads the parameters once and gathers 24 bytes for each parameter and rank
 
 
 class ReplicaError(EngineError):
@@ -26,7 +25,7 @@ class ReplicaError(EngineError):
 
 def is_due(step: int) -> bool:
     """Whether the replicas are compared after this update."""
-    return step % EVERY == EVERY - 1
+    return step % UPDATES_BETWEEN_CHECKS == UPDATES_BETWEEN_CHECKS - 1
 
 
 def check_replicas(engine: ScoringEngine, group: MeshGroup, role: str) -> None:
@@ -46,23 +45,24 @@ def check_replicas(engine: ScoringEngine, group: MeshGroup, role: str) -> None:
         keys = torch.tensor([row[:2] for row in rows], device=group.device)
         digests = torch.stack([row[2] for row in rows]).to(group.device)
         table[: len(rows)] = torch.cat([keys, digests[:, None]], 1)
-    held: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, of_rank in zip(group.ranks, group.gather(table), strict=True):
-        for name, box, value in of_rank.tolist():
-            if name:  # not a row that only fills the table
-                held[name, box][value].append(rank)
-    parted = {key: list(values.values()) for key, values in held.items() if len(values) > 1}
-    if not parted:
+    ranks_by_digest: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, rows_of_rank in zip(group.ranks, group.gather(table), strict=True):
+        for name, box, value in rows_of_rank.tolist():
+            if name:  # rows of zeros fill the table
+                ranks_by_digest[name, box][value].append(rank)
+    different = {key: list(values.values()) for key, values in ranks_by_digest.items() if len(values) > 1}
+    if not different:
         return
     names = {_key(name): name for name in engine.parameter_names}
-    (name, _), (first, *others) = next(iter(parted.items()))
+    (name, _), (first, *others) = next(iter(different.items()))
     other = ", ".join(str(rank) for ranks in others for rank in ranks)
     raise ReplicaError(
         f"the replicas of the {role} are no longer one model: {names[name]} on rank {other} differs from that on rank "
-        f"{first[0]} ({len({key for key, _ in parted})} parameters differ in all). Resume from the last checkpoint, "
+        f"{first[0]} ({len({key for key, _ in different})} parameters differ in all). Resume from the last checkpoint, "
         f"which makes them equal again, and look for a faulty device, or one of another kind, among these ranks."
     )
 
 
-def _key(word: Any) -> int:
-    return zlib.crc32(repr(word).encode()) + 1
+def _key(value: Any) -> int:
+    """A positive number for a parameter's name or a box."""
+    return zlib.crc32(repr(value).encode()) + 1

@@ -1,5 +1,8 @@
-"""What a call works with while it runs, and where that is between: in host memory (the plan's `offload`), or nowhere
-(`drop`)."""
+"""Moves a module's parameters between device and host memory around a call (the plan's `offload`: `Residency`), or
+frees them (`drop`: `DroppedCopy`).
+
+When they are moved is in `placement`.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,11 @@ from torch.distributed.tensor import DTensor
 
 
 class Residency(ModelHook):
-    """Brings the module's parameters to `device` before its first forward of a call, or ahead of it where `prefetch` is
-    called while another call still runs; `release` takes them back.
+    """Moves a module's parameters to `device` before its first forward of a call, or earlier by `prefetch`, which may
+    be called while another call runs. `release` moves them back to host memory.
 
-    In host memory they are pinned where the device is a GPU, so that the copy back runs at the bus's speed and, on a
-    stream of its own, beside the computation of the call before. Where the device is the CPU both places are one, and
-    nothing moves.
+    If the device is a GPU, the host memory is pinned. The copy to the device then runs at the bus's speed and on its
+    own stream, in parallel with the computation of the previous call. If the device is the CPU, nothing moves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +33,7 @@ class Residency(ModelHook):
 
     @classmethod
     def attach(cls, module: nn.Module, device: torch.device) -> Residency:
-        """Hook `module` and send it to host memory at once."""
+        """Add a hook to `module` and move its parameters to host memory."""
         hook = cls(device)
         add_hook_to_module(module, hook, append=True)
         hook.release()
@@ -42,40 +44,40 @@ class Residency(ModelHook):
         return module
 
     def prefetch(self) -> None:
-        """Start bringing the parameters to the device; the call's first forward waits for them there."""
+        """Start moving the parameters to the device. The call's first forward waits until they have arrived."""
         assert self._module is not None, "attach the hook first"
         if self.resident:
             return
         if self.device.type == "cuda":
-            beside = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(beside):
-                self._bring(self._module)
-            self._arrived = beside.record_event()
+            copy_stream = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(copy_stream):
+                self._move_to_device(self._module)
+            self._arrived = copy_stream.record_event()
         else:
-            self._bring(self._module)
+            self._move_to_device(self._module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.resident:
-            self._bring(module)
+            self._move_to_device(module)
         if self._arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(self._arrived)
             self._arrived = None
         return args, kwargs
 
-    def _bring(self, module: nn.Module) -> None:
+    def _move_to_device(self, module: nn.Module) -> None:
         for parameter in map(_memory, module.parameters()):
             parameter.data = parameter.data.to(self.device, non_blocking=True)
         self.moves += 1
         self.resident = True
 
     def release(self) -> None:
-        """Give the device's memory back. The host's copy is kept from the first time: scoring changes nothing, and a
-        reallocation writes to where the parameters rest."""
+        """Move the parameters to host memory and free the device's memory. Only the first release copies them: scoring
+        does not change them, and a reallocation writes to the host's copy."""
         assert self._module is not None, "attach the hook first"
         if not self.resident:
             return
-        for name, whole in self._module.named_parameters():
-            parameter = _memory(whole)
+        for name, tensor in self._module.named_parameters():
+            parameter = _memory(tensor)
             if name not in self._host:
                 copy = parameter.data.to("cpu")
                 self._host[name] = copy.pin_memory() if self.device.type == "cuda" else copy
@@ -84,44 +86,49 @@ class Residency(ModelHook):
 
 
 def _memory(parameter: Tensor) -> Tensor:
-    """The plain tensor behind a parameter: a DTensor (of a tensor-parallel group) cannot be pinned, and what is set as
-    its `data` leaves its own part where it is."""
+    """The plain tensor of a parameter. A DTensor (of a tensor-parallel group) cannot be pinned, and setting its `data`
+    does not move its local part."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 class Versioned(Protocol):
+    """An engine whose parameters have a version."""
+
     version: int
 
 
-class Dropped:
-    """Memory of a copy of trained parameters, freed between the turns of the call that uses it. The tensors live on
-    without it, so that whoever knows them, such as a reallocation, writes to the same ones when it is back.
+class DroppedCopy:
+    """The memory of a copy of trained parameters, freed between the uses of its call. The tensor objects stay, so a
+    reallocation fills the same tensors when the memory is back.
 
     Args:
-        engine: whose copy it is; freed, it is of no version, and so is filled before it is used again.
-        tensors: what a reallocation fills; memory that others share with them stays.
+        engine: the engine that uses the copy. Its version is set to `stale` when the memory is freed, so that the copy
+            is filled before it is used again.
+        tensors: the tensors that a reallocation fills. Memory that they share with `others` is not freed.
         others: the engine's other tensors.
+        stale: the version of parameters that are absent.
     """
 
     def __init__(self, engine: Versioned, tensors: Iterable[Tensor], others: Iterable[Tensor], stale: int) -> None:
         self.engine, self.stale = engine, stale
-        kept = {tensor.untyped_storage().data_ptr() for tensor in others}
+        shared = {tensor.untyped_storage().data_ptr() for tensor in others}
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        self._storages = [(each, each.nbytes()) for at, each in storages.items() if at not in kept]
+        self._storages = [(storage, storage.nbytes()) for address, storage in storages.items() if address not in shared]
         self.release()
 
     @property
     def bytes(self) -> int:
-        """Held now."""
+        """Bytes that are allocated now."""
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def restore(self) -> None:
-        """Room for the parameters, with nothing in it yet."""
+        """Allocate the memory, uninitialized."""
         for storage, size in self._storages:
             if storage.nbytes() != size:
                 storage.resize_(size)
 
     def release(self) -> None:
+        """Free the memory and mark the copy stale."""
         for storage, _ in self._storages:
             storage.resize_(0)
         self.engine.version = self.stale

@@ -1,4 +1,4 @@
-"""How each role's models are had: what a placement is given to load and to build engines of."""
+"""`RoleModels`: how each role's models are loaded. The placement builds engines of them (`engine_builder`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class RoleModels:
     """One role's models. The callables are called on the ranks of the role's meshes only.
 
     Args:
-        kind: what the models give: `policy` a log-probability and an entropy per response token, `value` a value per
-            state of a response, `score` a number per sample.
+        kind: what the models compute: a `policy` a log-probability and an entropy per response token, a `value` model a
+            value per state of a response, a `score` model a number per sample.
         load: one callable per model. Only a role of the kind `score` may have several models or none.
-        names: of each model, and `processing_classes` its own tokenizer or `None`; of the kind `score`.
-        config: of Transformers, for engines that build the model themselves.
-        shell: the model's structure without weights, adapters left out.
-        adapted: the role trains adapters alone.
-        copy_of: the role whose parameters this one has before training, adapters left out.
-        inside: the role has no model of its own: it is the module of the role `copy_of` inside this context.
+        names: of each model; of the kind `score` only.
+        processing_classes: each model's tokenizer, or `None`; of the kind `score` only.
+        config: the Transformers config, for engines that build the model themselves.
+        shell: makes the model's structure without weights and without adapters.
+        adapted: the role trains only adapters.
+        copy_of: the role whose parameters, without adapters, this role's are a copy of before training.
+        inside: for a role without a model: a context in which the module of the role `copy_of` computes as this role.
     """
 
     kind: ModelKind
@@ -47,7 +48,7 @@ class Roles:
     """The models of every role of a graph.
 
     Args:
-        filled_later: the models have memory and nothing in it; whoever made them fills the engines.
+        filled_later: the models' parameters are uninitialized; the caller fills the engines.
     """
 
     models: Mapping[Role, RoleModels] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Roles:
         return self.models[role]
 
     def copies_of(self, role: Role, graph: DataflowGraph) -> Iterator[Role]:
-        """The roles of the graph that are made from a role's model and have one of their own."""
+        """The roles of the graph whose model is a copy of this role's model."""
         for other in graph.roles:
             if other in self.models and self[other].copy_of is role and self[other].inside is None:
                 yield other

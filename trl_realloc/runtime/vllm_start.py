@@ -1,4 +1,7 @@
-"""This rank's vLLM engine, started as the plan has it: which devices, which dtype, room for which lengths."""
+"""`start_vllm`: starts this rank's vLLM engine with the devices, dtype and length limits of the plan.
+
+The engine itself is in `engines/generation/vllm`.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,18 @@ if TYPE_CHECKING:
 def start_vllm(
     plan: ExecutionPlan, call: str, rank: int, config: Any, options: EngineOptions, stack: contextlib.ExitStack
 ) -> GenerationEngine | None:
-    """The engine that this rank owns, whose process starts in the background; `None` on a device that works for the
-    engine that the first of its tensor group owns.
+    """The engine that this rank owns; its process starts in the background. `None` on a rank whose tensor group's first
+    rank owns the engine.
 
     Args:
-        config: the actor's, of Transformers.
-        stack: ends it, and removes its files.
+        config: the Transformers config of the call's role.
+        stack: closed to end the engine and remove its files.
     """
     from ..engines.generation.vllm import VLLMEngine
 
     assignment = plan[call]
-    place, tp = assignment.mesh.index(rank), assignment.strategy.tp
-    if place % tp:
+    index, tp = assignment.mesh.index(rank), assignment.strategy.tp
+    if index % tp:
         return None
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trl_realloc_", ignore_cleanup_errors=True)))
     watchdog = current_watchdog() or (watch() if plan.cluster.size == 1 else None)
@@ -50,39 +53,40 @@ def start_vllm(
     settings = {"log_path": log, "stop_timeout_s": options.heartbeat_timeout_s, **options.vllm}
     engine = VLLMEngine(
         folder,
-        name=f"{call} engine {place // tp} (rank {rank})",
+        name=f"{call} engine {index // tp} (rank {rank})",
         tensor_parallel_size=tp,
         dtype=_dtype_name(config, options),
         max_model_len=options.context_length,
         **_devices(plan, assignment, rank, options.device),
         **settings,
     )
-    stack.callback(_forget_log, engine, log)
+    stack.callback(_remove_log, engine, log)
     stack.callback(engine.close)
     return engine
 
 
-def _forget_log(engine: VLLMEngine, log: Path) -> None:
-    """An engine that has done its work leaves no log; that of one that died, or whose rank did, stays."""
+def _remove_log(engine: VLLMEngine, log: Path) -> None:
+    """Remove the log of an engine that has not died."""
     if not engine.is_dead:
         with contextlib.suppress(OSError):
             log.unlink(missing_ok=True)
-            log.parent.rmdir()  # where it is empty
+            log.parent.rmdir()  # if it is empty
 
 
 def _dtype_name(config: Any, options: EngineOptions) -> str:
-    """What the actor computes in while it trains: so its log-probabilities there and in the engine agree."""
+    """The name of the dtype that the role computes in while it trains, so that its log-probabilities agree there and in
+    the engine."""
     dtype = options.compute_dtype or getattr(config, "dtype", None) or torch.float32
     return str(dtype).removeprefix("torch.")
 
 
 def _devices(plan: ExecutionPlan, assignment: Assignment, rank: int, device: torch.device) -> dict[str, Any]:
-    """The GPUs, or the cores, of the engine that this rank owns: its own and those of its tensor group."""
+    """The GPUs or the CPU cores of the engine that this rank owns: those of its tensor group."""
     per_node, tp = plan.cluster.devices_per_node, assignment.strategy.tp
-    if device.type == "cuda":  # as this process counts those that it sees, which may be its own alone
-        own = device.index or 0
-        return {"cuda_devices": list(range(own, own + tp))}
+    if device.type == "cuda":  # numbered among the GPUs that this process sees
+        first = device.index or 0
+        return {"cuda_devices": list(range(first, first + tp))}
     local = [(rank + i) % per_node for i in range(tp)]
     cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // per_node)
-    return {"cpu_cores": [cores[(at * each + i) % len(cores)] for at in local for i in range(each)]}
+    per_rank = max(1, len(cores) // per_node)
+    return {"cpu_cores": [cores[(at * per_rank + i) % len(cores)] for at in local for i in range(per_rank)]}

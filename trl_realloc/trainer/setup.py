@@ -23,7 +23,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels, specs_of
-from ..runtime.calls import Rules
+from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
 from ..runtime.launch.hosts import check_gpus
 from ..runtime.launch.launcher import announce
@@ -62,7 +62,7 @@ class Setup:
     plan: ExecutionPlan
     policy: Any
     roles: Roles
-    rules: Rules
+    rules: CallSettings
     algorithm: PPO
     train_dataset: Any
     eval_dataset: Any
@@ -201,8 +201,8 @@ def _describe_job(
     )
 
 
-def _rules(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens, rewards: Rewards) -> Rules:
-    return Rules(
+def _rules(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens, rewards: Rewards) -> CallSettings:
+    return CallSettings(
         sampling=Sampling(args.response_length, sampling_temperature(args), tokens.stop),
         seed=args.seed,
         eos_token_id=tokens.eos,

@@ -90,7 +90,9 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def asked_for(environment: Mapping[str, str] = os.environ, launcher: Sequence[str] | None = None) -> tuple[int, str]:
+def requested_processes(
+    environment: Mapping[str, str] = os.environ, launcher: Sequence[str] | None = None
+) -> tuple[int, str]:
     """The most processes that a launcher was asked for, and which of its words says so.
 
     Args:
@@ -119,7 +121,7 @@ def _parent() -> list[str]:
         return []
 
 
-def what_runs(
+def launch_summary(
     processes: Sequence[Process], plan: ExecutionPlan, asked: tuple[int, str], compiler: str = "no"
 ) -> Iterator[str]:
     """Sentences for a person who has just started a job: how many processes on how many hosts, under which plan, and
@@ -155,9 +157,11 @@ def what_runs(
 
 
 def announce(processes: Sequence[Process], plan: ExecutionPlan, rank: int) -> None:
-    """Print `what_runs` once, on rank 0."""
+    """Print `launch_summary` once, on rank 0."""
     if rank != 0:
         return
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    for line in what_runs(processes, plan, asked_for(), os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")):
+    for line in launch_summary(
+        processes, plan, requested_processes(), os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    ):
         console.print(line)
