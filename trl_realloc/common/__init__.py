@@ -1,1 +1,1 @@
-"""How a wrong value is refused, files are read within limits, and lines on the terminal."""
+"""Errors with suggestions, files read within limits, ranges of settings, and progress messages on the terminal."""

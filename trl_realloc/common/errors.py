@@ -1,6 +1,7 @@
-"""How a wrong plan is refused: `PlanError`, and the nearest right word for a misspelt one.
+"""`PlanError`, and helpers for its messages: shortened values and suggestions for misspelt names.
 
-Owns no checks: each vocabulary file checks its own values. Imports nothing of ours, so that every floor may use it.
+The checks themselves are where the values are defined. This file imports nothing of this package, so that every other
+package can use it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from contextlib import contextmanager
 from difflib import SequenceMatcher
 
 
-MOST_LISTED = 10  # problems of one kind that a refusal lists
-MOST_SHOWN = 30  # right words that a message lists
-LONGEST_WORD = 100  # characters; a longer one is no misspelt word, and comparing it takes seconds
+MOST_LISTED = 10  # problems of one kind that a message lists
+MOST_SHOWN = 30  # valid names that a message lists
+LONGEST_WORD = 100  # characters; a longer text is not a misspelt name, and comparing it takes seconds
 
 
 class PlanError(ValueError):
-    """Something a person wrote (a plan, a mesh, a graph, a preset's name) cannot be run.
+    """Something that a user wrote (a plan, a mesh, a graph, a preset's name) cannot be run.
 
     Args:
-        problems: one sentence each: what is wrong, which value, what to do. `str()` gives them a line each.
+        problems: sentences that each say what is wrong, which value, and what to do. `str()` gives each a line.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -32,18 +33,19 @@ class PlanError(ValueError):
 
 
 class Problems(list[str]):
-    """Sentences gathered while a value is read, so that all of them are refused at once."""
+    """Problems collected while a value is read, so that one error reports all of them."""
 
     @contextmanager
     def of(self, where: str = "") -> Iterator[None]:
-        """Gather the problems of a `PlanError` raised in the block, each after `where`, and go on behind it."""
+        """Collect the problems of a `PlanError` raised in the block, each with the prefix `where`. The error is not
+        raised further."""
         try:
             yield
         except PlanError as error:
             self += [f"{where}: {problem}" if where else problem for problem in error.problems]
 
     def refuse(self) -> None:
-        """Raises `PlanError` if there are any."""
+        """Raise `PlanError` if there are any problems."""
         if self:
             raise PlanError(*self)
 
@@ -54,47 +56,47 @@ _shortened.maxlist = _shortened.maxtuple = _shortened.maxset = 6
 
 
 def shown(value: object) -> str:
-    """`repr(value)`, cut to some hundred characters, for a message about what a person wrote."""
+    """`repr(value)` shortened to some hundred characters, for a message about what a user wrote."""
     try:
         return _shortened.repr(value)
-    except ValueError:  # Python refuses to write a whole number of more than 4,300 digits
+    except ValueError:  # Python does not format integers of more than 4,300 digits
         return f"a {type(value).__name__} that is too long to show"
 
 
-def unknown_keys(given: Iterable[object], known: Collection[str], what: str) -> list[str]:
-    """A sentence for each key of `given` that is not `known`, with the nearest that is; of many, the first ones.
+def unknown_keys(keys: Iterable[object], known: Collection[str], what: str) -> list[str]:
+    """A sentence for each key that is not `known`, with a suggestion; at most `MOST_LISTED` of them.
 
     Args:
         what: the beginning of each sentence, like `a plan has no key`.
     """
-    unknown = [key for key in given if key not in known]
+    unknown = [key for key in keys if key not in known]
     sentences = [f"{what} {shown(key)}; {suggest(key, known)}" for key in unknown[:MOST_LISTED]]
     if len(unknown) > MOST_LISTED:
         sentences.append(f"{len(unknown) - MOST_LISTED:,} more keys are unknown.")
     return sentences
 
 
-def nearest(word: object, right: Iterable[str], at_least: float = 0.5) -> str | None:
-    """The word of `right` most like `word`, whatever its case; the first of equals; `None` where difflib's ratio is
-    below `at_least` for all of them.
+def nearest(name: object, valid: Iterable[str], at_least: float = 0.5) -> str | None:
+    """The valid name that is most similar to `name`, whatever its case; the first of equally similar ones. `None` if
+    difflib's ratio is below `at_least` for all of them.
 
-    `difflib.get_close_matches` takes the alphabetically last of equals: for `dpp` it gives `pp`, not `dp`.
+    `difflib.get_close_matches` returns the alphabetically last of equally similar names: `pp` for `dpp`, not `dp`.
     """
-    if not isinstance(word, str) or len(word) > LONGEST_WORD:
+    if not isinstance(name, str) or len(name) > LONGEST_WORD:
         return None
 
-    def likeness(candidate: str) -> float:
-        return SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
+    def similarity(candidate: str) -> float:
+        return SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
 
-    best = max(right, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= at_least else None
+    best = max(valid, key=similarity, default=None)
+    return best if best is not None and similarity(best) >= at_least else None
 
 
-def suggest(word: object, right: Iterable[str]) -> str:
-    """The end of a refusal of `word`: the nearest of the right words, or where none is near all of them, if they are
-    few."""
-    right = list(right)
-    near = nearest(word, right)
-    if near is None and len(right) > MOST_SHOWN:
-        return f"none of the {len(right)} that there are is like it."
-    return f"did you mean {near!r}?" if near else f"choose from {', '.join(right) or 'none'}."
+def suggest(name: object, valid: Iterable[str]) -> str:
+    """The end of a message about an invalid name: the nearest valid name. Without a near one all valid names, if they
+    are at most `MOST_SHOWN`."""
+    names = list(valid)
+    near = nearest(name, names)
+    if near is None and len(names) > MOST_SHOWN:
+        return f"none of the {len(names)} that there are is like it."
+    return f"did you mean {near!r}?" if near else f"choose from {', '.join(names) or 'none'}."

@@ -1,6 +1,7 @@
-"""Files that a person gives or a run left, as plain values: text, YAML and JSON, read within limits of size and depth.
+"""Reads text, YAML and JSON files of users and of earlier runs, within limits of size and depth.
 
-Every error is a `PlanError` that names the file. What the values mean is checked by `schema` and by who reads them.
+Every error is a `PlanError` that names the file. The values' types are checked by `schema`, their meaning by the
+caller.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from .errors import PlanError, shown
 MOST_BYTES = 1 << 20  # of a plan, a recipe or a model's config; PyYAML reads some 100 kB/s
 MOST_RECORD_BYTES = 1 << 30  # of metrics, timelines and profiles, which grow with the length of a run
 DEPTH = 50  # of nested lists and mappings in YAML
-MOST_VALUES = 20_000  # of a YAML file, each alias counted as all that it stands for
-MOST_CHARACTERS = 1 << 21  # of them together
-MOST_DIGITS = 18  # of a whole number
+MOST_VALUES = 20_000  # of a YAML file, where an alias counts as all values that it stands for
+MOST_CHARACTERS = 1 << 21  # of these values together
+MOST_DIGITS = 18  # of an integer
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is a file or folder; a name that no file can have names none."""
+    """Whether there is a file or folder at the path. False for names that no file can have."""
     try:
         os.stat(path)
     except (OSError, ValueError):
@@ -37,20 +38,20 @@ def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
     """The text of a regular file.
 
     Args:
-        what: that it is, for messages, like `the plan`.
+        what: the file's content, for messages, like `the plan`.
 
     Raises:
-        PlanError: no such file, no regular file (a pipe or a device would never end), one larger than `most_bytes`, or
-            one that is not UTF-8.
+        PlanError: the file does not exist, is not regular (a pipe or a device would never end), is larger than
+            `most_bytes` or is not UTF-8.
     """
     try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
             raise PlanError(f"{path}: {what} cannot be read (it is {kind}); give a file's path.")
-        if found.st_size > most_bytes:
+        if status.st_size > most_bytes:
             raise PlanError(
-                f"{path}: {what} cannot be read ({found.st_size:,} bytes, and {most_bytes:,} are the most); is this "
+                f"{path}: {what} cannot be read ({status.st_size:,} bytes, and {most_bytes:,} are the most); is this "
                 f"the right file?"
             )
         data = Path(path).read_bytes()
@@ -74,25 +75,25 @@ def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
 
 
 def shortened(path: str | Path) -> str:
-    """A path for a message, of which a very long one shows the beginning."""
+    """A path for a message, cut after 400 characters."""
     text = str(path)
     return text if len(text) <= 400 else f"{text[:400]}…"
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """The value of a YAML text, of a size that its aliases cannot blow up.
+    """The value of a YAML text.
 
     Raises:
-        PlanError: no YAML, a key that is written twice, or a value beyond the limits above.
+        PlanError: the text is not YAML, has a key twice, or is beyond the limits above.
     """
     try:
         return yaml.load(text, Loader=_Loader)
     except PlanError:
         raise
     except yaml.YAMLError as error:
-        said = " ".join(str(error).split())
-        raise PlanError(f"{what} is not YAML: {said[:400]}.") from None
-    # A number or date that Python has no value for, such as 2020-13-45; or what a tag makes of a wrong value.
+        message = " ".join(str(error).split())
+        raise PlanError(f"{what} is not YAML: {message[:400]}.") from None
+    # a number or date that Python cannot represent, such as 2020-13-45, or a tag on a wrong value
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
         raise PlanError(f"{what} is not YAML: {str(error)[:400]}.") from None
 
@@ -104,7 +105,7 @@ def read_yaml_mapping(path: str | Path, what: str, like: str) -> dict[Any, Any]:
         like: an example line of such a file.
 
     Raises:
-        PlanError: see `read_text` and `parse_yaml`; or something else than a mapping.
+        PlanError: as `read_text` and `parse_yaml` do, or the value is not a mapping.
     """
     text = read_text(path, what)
     try:
@@ -117,12 +118,12 @@ def read_yaml_mapping(path: str | Path, what: str, like: str) -> dict[Any, Any]:
 
 
 def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> Any:
-    """The value of a JSON file. Raises `PlanError`: see `read_text`; or no JSON."""
+    """The value of a JSON file. Raises `PlanError` as `read_text` does, or if it is not JSON."""
     return parse_json(read_text(path, what, most_bytes), f"{path}: {what}")
 
 
 def read_json_mapping(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in a JSON file. Raises `PlanError`: see `read_json`; or something else than an object."""
+    """The object in a JSON file. Raises `PlanError` as `read_json` does, or if the value is not an object."""
     value = read_json(path, what, most_bytes)
     if not isinstance(value, dict):
         raise PlanError(f"{path}: {what} is a JSON object, not {shown(value)}.")
@@ -130,7 +131,7 @@ def read_json_mapping(path: str | Path, what: str, most_bytes: int = MOST_BYTES)
 
 
 def parse_json(text: str, what: str) -> Any:
-    """The value of a JSON text. Raises `PlanError` where it is none; `what` begins the message."""
+    """The value of a JSON text. Raises `PlanError`, whose message begins with `what`, if it is not JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -141,8 +142,8 @@ def parse_json(text: str, what: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML within limits. It refuses a key written twice, of which plain YAML keeps the last without a word; and it
-    counts every alias as all that it stands for, for some kilobytes of aliases of aliases make gigabytes of text."""
+    """Loads YAML within limits. It refuses duplicate keys, of which plain YAML silently keeps the last. It counts an
+    alias as all values that it stands for, because some kilobytes of nested aliases can stand for gigabytes of text."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -173,16 +174,17 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        written: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in written:
+                if key.value in keys:
                     raise PlanError(f"{shown(key.value)} is written twice (line {key.start_mark.line + 1}); keep one.")
-                written.add(key.value)
+                keys.add(key.value)
         return node
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Without numbers that Python refuses to print, and that no setting has."""
+        """An integer. Raises `PlanError` for more than `MOST_DIGITS` digits, which no setting has and Python may refuse
+        to print."""
         value: int = super().construct_yaml_int(node)
         if abs(value) >= 10**MOST_DIGITS:
             raise PlanError(f"a whole number of more than {MOST_DIGITS} digits (line {node.start_mark.line + 1}).")

@@ -1,6 +1,6 @@
-"""Values from files held against types, by pydantic: its errors as sentences with the path to the key and the value.
+"""Checks values from files against types by pydantic. Its errors become sentences with the key's path and the value.
 
-The types are the dataclasses and annotations of whoever reads the file. Reading it is the business of `files`.
+The types are dataclasses and annotations of the caller. Reading files is in `files`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from .errors import LONGEST_WORD, MOST_LISTED, PlanError, shown
 
 
 def checked(kind: Any, value: object, where: str, *, key: str = "") -> Any:
-    """The value as that type, with all of it checked: a mapping becomes the dataclass.
+    """The value converted to a type, after checking all of it. A mapping becomes a dataclass.
 
     Args:
-        kind: a type that pydantic knows, annotated ranges included.
+        kind: a type that pydantic knows; annotated ranges are checked too.
         where: the file, for messages.
-        key: the path of the value in it.
+        key: the path of the value in the file, for messages.
 
     Raises:
-        PlanError: a sentence for each wrong value, of many the first ones.
+        PlanError: with a sentence for each wrong value, at most `MOST_LISTED`.
     """
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        sentences = [f"{where}: {_sentence(one['loc'], one, key)}" for one in found[:MOST_LISTED]]
-        if len(found) > MOST_LISTED:
-            sentences.append(f"{where}: {len(found) - MOST_LISTED:,} more values are wrong.")
+        details = error.errors(include_url=False, include_context=False)
+        sentences = [f"{where}: {_sentence(detail['loc'], detail, key)}" for detail in details[:MOST_LISTED]]
+        if len(details) > MOST_LISTED:
+            sentences.append(f"{where}: {len(details) - MOST_LISTED:,} more values are wrong.")
         raise PlanError(*sentences) from None
 
 
@@ -39,19 +39,20 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _sentence(place: tuple[int | str, ...], error: Any, key: str) -> str:
+def _sentence(location: tuple[int | str, ...], error: Any, key: str) -> str:
+    """The message of one pydantic error."""
     path = key
-    for part in place:
+    for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
             continue
-        # a key may hold a line's end or be long
+        # a key may be long or contain line breaks
         name = part if part.isprintable() and len(part) <= LONGEST_WORD else shown(part)
         path += f".{name}" if path else name
     if error["type"] == "missing":
         return f"{path} is missing."
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"there is no key {path}; leave it out."
-    said = str(error["msg"])
-    said = said[:1].lower() + said[1:]
-    return f"{path or 'it'} is {shown(error['input'])}; {said.replace('input should', 'it should')}."
+    reason = str(error["msg"])
+    reason = reason[:1].lower() + reason[1:]
+    return f"{path or 'it'} is {shown(error['input'])}; {reason.replace('input should', 'it should')}."

@@ -1,7 +1,7 @@
-"""The ranges of a run's settings, for `PPOConfig` and for recipes alike: one row for each setting that is a number or
-one of a few words.
+"""The ranges of a run's settings, for `PPOConfig` and recipes: a row for each setting that is a number or one of a few
+strings.
 
-Pure. What depends on data, models or the number of processes is checked where that is known.
+Pure. Checks that depend on data, models or the number of processes are in `trainer`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .errors import shown
 
 @dataclass(frozen=True)
 class Setting:
-    """What one setting may be.
+    """The values that one setting may have.
 
     Args:
-        kind: as a type that pydantic checks.
-        wanted: in words, for messages.
+        kind: a type that pydantic checks.
+        wanted: a description for messages.
     """
 
     kind: Any
@@ -35,7 +35,7 @@ class Setting:
         return TypeAdapter(self.kind)
 
     def read(self, value: object) -> Any:
-        """The value, a number as Python's own. Raises `ValueError` where the setting cannot have it."""
+        """The value, with NumPy's numbers as Python's. Raises `ValueError` if the setting cannot have it."""
         return self._adapter.validate_python(value)
 
 
@@ -131,7 +131,8 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def read_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Those of the values that have a row above, whole numbers as `int`; and a sentence for each that cannot be."""
+    """(read, problems): the values that have a row above, integers as `int`, and a sentence for each value that its
+    setting cannot have."""
     read: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in values.items():
@@ -146,8 +147,8 @@ def read_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def number_of_text(value: Any) -> Any:
-    """The number in a text such as `3e-6`, which YAML reads as text and a parser of command lines as a number; any
-    other value as it is."""
+    """The number in a text such as `3e-6`, which YAML reads as text and command-line parsers as a number. Any other
+    value is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,7 +1,7 @@
-"""Which processes of a job share a host, and the cluster that they make.
+"""Which processes of a job share a host, and the cluster that they form.
 
-Processes tell each other through the job's key-value store, because collectives between hosts are what may not work
-yet. Which interface gloo uses is in `interfaces`.
+Processes exchange their hosts through the job's key-value store, because collectives between hosts may not work yet.
+Which network interface gloo uses is in `network_interfaces`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from ...plan.execution_plan import ExecutionPlan
 from .network_interfaces import VARIABLE, NetworkError, gloo_address, is_loopback
 
 
-REACH_S = 15.0  # for one connection between two hosts
+REACH_S = 15.0  # time limit of a connection between two hosts
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_met: list[tuple[tuple[Process, ...], Any]] = []  # what was found, and its store, whose server ends with it
+# the processes that the first call of `meet` found, and the store, whose server ends when the object is deleted
+_met: list[tuple[tuple[Process, ...], Any]] = []
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Process:
 
     Args:
         host: hostname.
-        machine: identifies the machine, whatever its hostname: its boot id.
+        machine: the boot id, which identifies the machine whatever its hostname.
         local_rank: its number on its host, as the launcher counts; negative where the launcher does not say.
         gpu: index of its GPU among those that it sees; `None` on a CPU.
         gpus: how many GPUs it sees.
-        address, port: where it listens while hosts are tried.
+        address, port: where it listens while connections between hosts are tested.
     """
 
     host: str
@@ -56,10 +57,10 @@ class Process:
 
 
 def meet() -> tuple[Process, ...]:
-    """Every process of the job, by rank. All ranks call this together; what the first call finds is kept.
+    """Every process of the job, by rank. All ranks call this together. Later calls return what the first has found.
 
-    Works before a process group is made, so that hosts which cannot reach each other end in a sentence and not in the
-    time limit of a group.
+    It needs no process group, so that hosts which cannot reach each other end with a message and not with the time
+    limit of a group.
 
     Raises:
         NetworkError: a host cannot reach another. The same error on all ranks.
@@ -86,53 +87,54 @@ def meet() -> tuple[Process, ...]:
 
 
 def machine_id() -> str:
-    """Tells machines apart whose hostnames are the same: the boot id, empty where the system has none."""
+    """The boot id, which differs between machines with the same hostname; empty where the system has none."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
 
 
 def has_rendezvous() -> bool:
-    """Whether the launcher's variables say how this process finds the others."""
+    """Whether the launcher's environment variables say how this process finds the others."""
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(os.environ.get(name) for name in variables) and os.environ["WORLD_SIZE"] != "1"
 
 
 def _meet(store: Any, rank: int, size: int, place: dict[str, Any]) -> tuple[Process, ...]:
-    with contextlib.ExitStack() as open_doors:
+    with contextlib.ExitStack() as servers:
         problem = ""
         try:
             address = gloo_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            door = open_doors.enter_context(socket.create_server((address, 0), family=family))
-            place |= {"address": address, "port": door.getsockname()[1]}
+            server = servers.enter_context(socket.create_server((address, 0), family=family))
+            place |= {"address": address, "port": server.getsockname()[1]}
         except (NetworkError, OSError) as error:
             problem = str(error)
-        # a rank that cannot go on says so first: the others wait for it
-        problems, places = zip(*_all(store, "place", rank, range(size), (problem, place)), strict=True)
+        # a rank with a problem reports it before it fails, because the others wait for it
+        problems, places = zip(*_exchange(store, "place", rank, range(size), (problem, place)), strict=True)
         _refuse(store, rank, size, problems)
-        processes = tuple(Process(**each) for each in places)
+        processes = tuple(Process(**fields) for fields in places)
         firsts = [ranks[0] for ranks in ranks_by_host(processes)]
         if len(firsts) > 1:
             _refuse(store, rank, size, [on_loopback(processes[first]) for first in firsts])
-            # in a ring: each host's first process tries the next host's
+            # in a ring: each host's first process connects to the next host's
             if rank in firsts:
-                problem = _try(processes[rank], processes[firsts[(firsts.index(rank) + 1) % len(firsts)]])
-            _refuse(store, rank, size, _all(store, "problem", rank, firsts, problem))
+                problem = _test_connection(processes[rank], processes[firsts[(firsts.index(rank) + 1) % len(firsts)]])
+            _refuse(store, rank, size, _exchange(store, "problem", rank, firsts, problem))
     return processes
 
 
 def _refuse(store: Any, rank: int, size: int, problems: Iterable[str]) -> None:
-    found = list(dict.fromkeys(filter(None, problems)))
-    if not found:
+    """Raise `NetworkError` with the problems on every rank, if there are any."""
+    unique = list(dict.fromkeys(filter(None, problems)))
+    if not unique:
         return
     read, deadline = store.add("read", 1), time.monotonic() + REACH_S
-    while rank == 0 and read < size and time.monotonic() < deadline:  # its process may be the store's server
+    while rank == 0 and read < size and time.monotonic() < deadline:  # the store's server may be in this process
         time.sleep(0.05)
         read = store.add("read", 0)
-    raise NetworkError("\n".join(found))
+    raise NetworkError("\n".join(unique))
 
 
 def on_loopback(process: Process) -> str:
-    """What is wrong with a process's address in a job of several hosts."""
+    """A sentence if the process listens on loopback, which no other host can reach; else an empty string."""
     if not is_loopback(process.address):
         return ""
     return (
@@ -141,18 +143,18 @@ def on_loopback(process: Process) -> str:
     )
 
 
-def _all(store: Any, key: str, rank: int, givers: Sequence[int], value: Any) -> list[Any]:
-    """The givers' values on every rank. Rank 0 collects them, so a rank reads one message."""
-    if rank in givers:
+def _exchange(store: Any, key: str, rank: int, senders: Sequence[int], value: Any) -> list[Any]:
+    """The senders' values, on every rank. Rank 0 collects them, so that each rank reads one message."""
+    if rank in senders:
         store.set(f"{key}/{rank}", json.dumps(value))
     if rank == 0:
-        store.set(key, json.dumps([json.loads(store.get(f"{key}/{giver}")) for giver in givers]))
+        store.set(key, json.dumps([json.loads(store.get(f"{key}/{sender}")) for sender in senders]))
     collected: list[Any] = json.loads(store.get(key))
     return collected
 
 
-def _try(here: Process, there: Process) -> str:
-    """Connect as gloo would. Returns what is wrong."""
+def _test_connection(here: Process, there: Process) -> str:
+    """Connect to another process as gloo would. Returns a sentence if that fails, else an empty string."""
     try:
         with socket.create_connection((there.address, there.port), REACH_S, source_address=(here.address, 0)):
             return ""
@@ -165,15 +167,15 @@ def _try(here: Process, there: Process) -> str:
 
 
 def without_gpus(processes: Iterable[Process]) -> tuple[Process, ...]:
-    """The processes of a job that runs on CPUs, whatever GPUs they see."""
+    """The same processes without their GPUs, for a job that runs on CPUs."""
     return tuple(replace(process, gpu=None, gpus=0) for process in processes)
 
 
 def ranks_by_host(processes: Sequence[Process]) -> list[list[int]]:
     """The ranks of every host, in the order of their first ranks.
 
-    A host is a machine under one hostname. Where a local rank comes twice on it, the launcher counts several hosts
-    there (containers with the machine's hostname), and they are several here too.
+    A host is a machine under one hostname. If a local rank occurs twice on it, the launcher counts several hosts there
+    (containers with the machine's hostname), and so does this function.
     """
     hosts: dict[tuple[str, str, int], list[int]] = {}
     seen: Counter[tuple[str, str, int]] = Counter()
@@ -185,7 +187,7 @@ def ranks_by_host(processes: Sequence[Process]) -> list[list[int]]:
 
 
 def cluster_of(processes: Sequence[Process]) -> Cluster:
-    """The job's hosts as nodes.
+    """The cluster whose nodes are the job's hosts.
 
     Raises:
         PlanError: hosts with different numbers of processes, or ranks that are not numbered host by host.
@@ -209,10 +211,10 @@ def cluster_of(processes: Sequence[Process]) -> Cluster:
 
 
 def check_gpus(processes: Sequence[Process], plan: ExecutionPlan) -> None:
-    """Refuse vLLM engines over GPUs that the process which starts them does not see.
+    """Check that each process that starts a vLLM engine sees all of the engine's GPUs.
 
     Raises:
-        PlanError: the first such process.
+        PlanError: for the first process that does not.
     """
     for call in plan.graph.calls_of(CallKind.GENERATE):
         _check_gpus(processes, call, plan[call])

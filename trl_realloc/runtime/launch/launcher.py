@@ -1,6 +1,7 @@
-"""What a launcher was asked for: refused where the trainer cannot do it, and compared with what runs.
+"""Checks of what a launcher was asked for: requests that no engine can fulfil are refused, and the number of processes
+is compared with the number that runs.
 
-Which processes are on which host is in `hosts`; what a launcher says about placement, in `plugin`.
+Which processes are on which host is in `hosts`. The Accelerate plugin for plans is in `trainer/accelerate_plugin`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .hosts import Process, ranks_by_host
 
 
 class LaunchError(ValueError):
-    """The launcher's configuration asks for what this trainer cannot do. The message says what to use in its place."""
+    """The launcher's configuration asks for something that this trainer cannot do. The message says what to use
+    instead."""
 
 
 _SHARDS = (
@@ -31,18 +33,18 @@ _SHARDS = (
 
 
 def check_launch(args: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse, before a process group is made, what Accelerate's launcher and `TrainingArguments` can ask for and no
-    engine here does.
+    """Refuse requests of Accelerate's launcher and of `TrainingArguments` that no engine fulfils. Called before a
+    process group is made.
 
     Raises:
-        LaunchError: all of it.
+        LaunchError: with a sentence for each such request.
     """
-    problems = list(_unable(args, environment))
+    problems = list(_problems(args, environment))
     if problems:
         raise LaunchError("\n".join(problems))
 
 
-def _unable(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
+def _problems(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
     def is_on(name: str) -> bool:
         return environment.get(name, "").lower() in ("1", "true", "yes", "on")
 
@@ -57,16 +59,16 @@ def _unable(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
-    """Give a job that `torchrun --max-restarts` has started again a part of its key-value store of its own; before a
+    """Give a job that `torchrun --max-restarts` has restarted its own part of the key-value store. Called before a
     process group is made.
 
-    The store belongs to torchrun and keeps what the ended processes wrote. Torch 2.13 takes that for the new processes'
-    own words: gloo then connects to addresses at which nobody listens any more.
+    The store belongs to torchrun and keeps the entries of the processes that have ended. Torch 2.13 takes these for
+    entries of the new processes: gloo then connects to addresses at which no process listens any more.
     """
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
         return
-    # the module; under this name `torch.distributed` has a function
+    # imported by name, because `torch.distributed.rendezvous` is a function
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     connect = rendezvous._create_c10d_store
     if getattr(connect, "attempt", None) is not None:
@@ -80,9 +82,7 @@ def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """Raises:
-    LaunchError: the job's device is neither a CUDA GPU (or ROCm's, which torch calls the same) nor the CPU.
-    """
+    """Raise `LaunchError` if the job's device is neither the CPU nor a CUDA GPU (which includes ROCm's)."""
     if device.type not in ("cpu", "cuda"):
         raise LaunchError(
             f"the job's device is {device}, and the engines run on CUDA GPUs and on the CPU; for the CPU set "
@@ -93,28 +93,29 @@ def check_device(device: torch.device) -> None:
 def requested_processes(
     environment: Mapping[str, str] = os.environ, launcher: Sequence[str] | None = None
 ) -> tuple[int, str]:
-    """The most processes that a launcher was asked for, and which of its words says so.
+    """The largest number of processes that a launcher was asked for, and the variable or argument that says so.
 
     Args:
         launcher: the command line of the process that started this one; by default read from the system.
     """
-    found = [(1, "")]
+    requests = [(1, "")]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        found += (
-            [(int(environment[name]), f"{name}={environment[name]}")] if environment.get(name, "").isdigit() else []
-        )
-    words = list(_parent() if launcher is None else launcher)
-    if any("accelerate" in word for word in words[:4]):
-        for at, word in enumerate(words):
-            name, _, value = word.partition("=")
+        if environment.get(name, "").isdigit():
+            requests.append((int(environment[name]), f"{name}={environment[name]}"))
+    arguments = list(_parent_command() if launcher is None else launcher)
+    if any("accelerate" in argument for argument in arguments[:4]):
+        for at, argument in enumerate(arguments):
+            name, _, value = argument.partition("=")
             if name.replace("-", "_") == "__num_processes":
-                value = value or (words[at + 1] if at + 1 < len(words) else "")
-                found += [(int(value), f"accelerate launch --num_processes {value}")] if value.isdigit() else []
-                break  # what follows may be the script's own
-    return max(found, key=lambda each: each[0])
+                value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
+                if value.isdigit():
+                    requests.append((int(value), f"accelerate launch --num_processes {value}"))
+                break  # later arguments may be the script's
+    return max(requests, key=lambda request: request[0])
 
 
-def _parent() -> list[str]:
+def _parent_command() -> list[str]:
+    """The command line of the parent process; empty where it cannot be read."""
     try:
         return Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
@@ -122,12 +123,13 @@ def _parent() -> list[str]:
 
 
 def launch_summary(
-    processes: Sequence[Process], plan: ExecutionPlan, asked: tuple[int, str], compiler: str = "no"
+    processes: Sequence[Process], plan: ExecutionPlan, requested: tuple[int, str], compiler: str = "no"
 ) -> Iterator[str]:
-    """Sentences for a person who has just started a job: how many processes on how many hosts, under which plan, and
-    what differs from what the launcher was asked for.
+    """Sentences about a job that has just been started: its processes, hosts and plan, and how it differs from what the
+    launcher was asked for.
 
     Args:
+        requested: the result of `requested_processes`.
         compiler: the backend of torch.compile that the launcher or `torch_compile` asks for.
     """
     hosts = ranks_by_host(processes)
@@ -140,13 +142,13 @@ def launch_summary(
         f"trl_realloc: {count} on {where}; plan {plan.name or 'without a name'}; generation by "
         f"{' and '.join(engines) or 'none'}."
     )
-    number, words = asked
+    number, source = requested
     if number > len(processes):
-        way = "give accelerate launch --multi_gpu as well, or a config file with distributed_type: MULTI_GPU"
-        if "accelerate" not in words:
-            way = "start the processes with torchrun or accelerate launch"
+        remedy = "give accelerate launch --multi_gpu as well, or a config file with distributed_type: MULTI_GPU"
+        if "accelerate" not in source:
+            remedy = "start the processes with torchrun or accelerate launch"
         runs = "1 process runs" if len(processes) == 1 else f"{len(processes)} processes run"
-        yield f"trl_realloc: {number} processes were asked for ({words}), but {runs} in this job; {way}."
+        yield f"trl_realloc: {number} processes were asked for ({source}), but {runs} in this job; {remedy}."
     elif len(hosts) == 1 and (gpus := processes[0].gpus) > len(processes):
         yield (
             f"trl_realloc: this process sees {gpus} GPUs and the job uses {len(processes)}; for all of them start "
@@ -157,7 +159,7 @@ def launch_summary(
 
 
 def announce(processes: Sequence[Process], plan: ExecutionPlan, rank: int) -> None:
-    """Print `launch_summary` once, on rank 0."""
+    """Print `launch_summary` on rank 0."""
     if rank != 0:
         return
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
