@@ -12,7 +12,7 @@ from graphs import GRAPHS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_realloc.plan.assignment import ABILITIES
+from trl_realloc.plan.assignment import ENGINE_ABILITIES
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, is_legal, legal_meshes
 from trl_realloc.plan.dataflow import CallKind, DataflowGraph, ppo_graph
 from trl_realloc.plan.execution_plan import (
@@ -42,16 +42,16 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
     assignments = {}
     for call in map(graph.call, graph.order):
         mesh = draw(meshes)
-        engine = draw(st.sampled_from([n for n, ability in ABILITIES.items() if call.kind in ability.kinds]))
+        engine = draw(st.sampled_from([n for n, ability in ENGINE_ABILITIES.items() if call.kind in ability.kinds]))
         tp = pp = 1
-        if "tp" in ABILITIES[engine].degrees:
+        if "tp" in ENGINE_ABILITIES[engine].degrees:
             # a vLLM engine lies within a node
             most = min(mesh.size, cluster.devices_per_node) if engine == "vllm" else mesh.size
             tp = draw(st.sampled_from([tp for tp in range(1, most + 1) if most % tp == 0]))
-        if "pp" in ABILITIES[engine].degrees:
+        if "pp" in ENGINE_ABILITIES[engine].degrees:
             pp = draw(st.sampled_from([pp for pp in range(1, mesh.size // tp + 1) if mesh.size // tp % pp == 0]))
         trained = graph.train_call(call.role) is not None
-        stage = draw(st.sampled_from([s for s in ABILITIES[engine].zero_stages if call.trains or s in (0, 3)]))
+        stage = draw(st.sampled_from([s for s in ENGINE_ABILITIES[engine].zero_stages if call.trains or s in (0, 3)]))
         most = None if call.kind is CallKind.GENERATE else draw(tokens)
         strategy = ParallelStrategy(mesh.size // tp // pp, tp, pp, stage, most)
         away = not trained and stage < 3 and draw(st.booleans())
@@ -341,7 +341,7 @@ def test_a_plan_with_one_wrong_value_is_refused_and_the_call_is_named(plan: Exec
                     right, strategy=replace(right.strategy, **{degree: factor * getattr(right.strategy, degree)})
                 )
             ),
-            st.sampled_from([e for e in ENGINES if plan.graph.call(name).kind not in ABILITIES[e].kinds]).map(
+            st.sampled_from([e for e in ENGINES if plan.graph.call(name).kind not in ENGINE_ABILITIES[e].kinds]).map(
                 lambda engine: replace(right, engine=engine)
             ),
         )

@@ -1,4 +1,4 @@
-"""What is decided, as values: cluster, meshes, dataflow graph, assignments, the execution plan. No torch."""
+"""The execution plan and its parts as immutable values: cluster, meshes, dataflow graph, assignments. No torch."""
 
 from .execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 

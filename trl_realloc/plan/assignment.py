@@ -1,7 +1,6 @@
-"""What one call is assigned: device mesh, parallel strategy, engine, what rests where between its turns; and what each
-engine can be assigned.
+"""`Assignment`: the device mesh, parallel strategy and engine of one call, and which calls each engine can run.
 
-Knows one call at a time. How the assignments of several calls go together is the plan's business.
+Checks one call at a time. Whether the assignments of several calls fit together is checked in `execution_plan`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from .dataflow import Call, CallKind
 
 
 @dataclass(frozen=True)
-class Ability:
-    """What an engine can do: the kinds of call, which degrees may exceed 1, the ZeRO stages."""
+class EngineAbility:
+    """What an engine supports: the kinds of call, the parallel degrees that may exceed 1, and the ZeRO stages."""
 
     kinds: frozenset[CallKind]
     degrees: tuple[str, ...]
@@ -27,35 +26,35 @@ class Ability:
 _LEARNS = frozenset({CallKind.FORWARD, CallKind.TRAIN})
 _GENERATES = frozenset({CallKind.GENERATE})
 
-# The one place that says what an engine can do: to open an engine or a degree, change its row.
-ABILITIES: Mapping[str, Ability] = {
-    "zero": Ability(_LEARNS, ("dp",), (0, 1, 2, 3)),
-    "megatron": Ability(_LEARNS, ("dp", "tp", "pp"), (0, 1)),
-    "vllm": Ability(_GENERATES, ("dp", "tp")),
-    "transformers": Ability(_GENERATES, ("dp",)),
+# To allow an engine another kind of call, degree or stage, change its row here; there is no other place.
+ENGINE_ABILITIES: Mapping[str, EngineAbility] = {
+    "zero": EngineAbility(_LEARNS, ("dp",), (0, 1, 2, 3)),
+    "megatron": EngineAbility(_LEARNS, ("dp", "tp", "pp"), (0, 1)),
+    "vllm": EngineAbility(_GENERATES, ("dp", "tp")),
+    "transformers": EngineAbility(_GENERATES, ("dp",)),
 }
-ENGINES = tuple(ABILITIES)
+ENGINES = tuple(ENGINE_ABILITIES)
 
 
-def able(kind: CallKind) -> str:
-    """The engines that can do calls of that kind, as a person would list them."""
-    return " or ".join(name for name, ability in ABILITIES.items() if kind in ability.kinds)
+def engines_for(kind: CallKind) -> str:
+    """The engines that can run calls of that kind, as text: `zero or megatron`."""
+    return " or ".join(name for name, ability in ENGINE_ABILITIES.items() if kind in ability.kinds)
 
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """How a call is spread over its mesh, of exactly `size` devices.
+    """How a call is distributed over its mesh, which must have exactly `size` devices.
 
     Args:
-        dp: data-parallel degree; the samples are dealt out to so many groups.
+        dp: data-parallel degree: the number of groups that the samples are divided among.
         tp: tensor-parallel degree.
         pp: pipeline-parallel degree.
-        zero_stage: what the data-parallel group shards: 0 nothing, 1 the optimizer's state, 2 gradients too,
-            3 parameters too.
-        micro_batch_tokens: most tokens of one forward, prompts included; `None` leaves it to the trainer.
+        zero_stage: what the data-parallel group shards: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also
+            parameters.
+        micro_batch_tokens: most tokens of one forward, prompts included; `None` for the trainer's default.
 
     Raises:
-        PlanError: a number that is none, or out of its range.
+        PlanError: a value is not an integer or out of its range.
     """
 
     dp: int = 1
@@ -81,16 +80,19 @@ class ParallelStrategy:
 
     @property
     def size(self) -> int:
+        """The number of devices."""
         return self.dp * self.tp * self.pp
 
     @property
     def parameter_layout(self) -> tuple[int, int, int, bool]:
-        """(dp, tp, pp, sharded): which device holds which part of a parameter. Stages 0 to 2 all keep it whole."""
+        """(dp, tp, pp, sharded): determines which device holds which part of a parameter. ZeRO stages 0 to 2 do not
+        shard parameters."""
         return self.dp, self.tp, self.pp, self.zero_stage == 3
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """(dp, tp, pp, zero_stage): what decides which device holds which part of a parameter and of what trains it."""
+        """(dp, tp, pp, zero_stage): determines which device holds which part of a parameter, its gradient and its
+        optimizer state."""
         return self.dp, self.tp, self.pp, self.zero_stage
 
     def __str__(self) -> str:
@@ -102,12 +104,15 @@ class ParallelStrategy:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where and how one call runs. `offload` keeps what it scores with in host memory between its turns: a frozen
-    role's parameters, or a trained role's copy in a layout of its own. `drop` frees such a copy between its turns, and
-    a reallocation makes it again for the next.
+    """Where and how one call runs.
+
+    Args:
+        offload: keep the parameters that the call scores with in host memory between its uses: a frozen role's
+            parameters, or a copy of a trained role's in another layout.
+        drop: free such a copy between the call's uses. A reallocation fills it again before the next use.
 
     Raises:
-        PlanError: an engine that does not exist, or a value of the wrong kind.
+        PlanError: the engine does not exist, or a value has the wrong type.
     """
 
     mesh: DeviceMesh
@@ -130,14 +135,14 @@ class Assignment:
         problems.refuse()
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat: mesh, engine, dp, and the rest where it is not the default."""
+        """A flat dictionary: mesh, engine, dp, and other fields that are not the default."""
         mesh = self.mesh.first if self.mesh.size == 1 else str(self.mesh)
         flat: dict[str, Any] = {"mesh": mesh, "engine": self.engine, "dp": self.strategy.dp}
         for part in fields(ParallelStrategy):
             value = getattr(self.strategy, part.name)
             if value != part.default:
                 flat[part.name] = value
-        return {**flat, **{name: True for name in RESTS if getattr(self, name)}}
+        return {**flat, **{name: True for name in RELEASE_FLAGS if getattr(self, name)}}
 
     @staticmethod
     def from_dict(value: object) -> Assignment:
@@ -145,27 +150,28 @@ class Assignment:
         if not isinstance(value, Mapping):
             raise PlanError(f"an assignment reads like {{mesh: 0-1, engine: zero, dp: 2}}, not {shown(value)}.")
         strategy_keys = [part.name for part in fields(ParallelStrategy)]
-        keys = ["mesh", "engine", *strategy_keys, *RESTS]
+        keys = ["mesh", "engine", *strategy_keys, *RELEASE_FLAGS]
         problems = Problems(unknown_keys(value, keys, "there is no key"))
         problems += [f"{key} is missing." for key in ("mesh", "engine") if key not in value]
-        # Where a part cannot be read, another stands in for it, so that the rest is looked at all the same.
+        # a part that cannot be read is replaced by a default, so that the other parts are checked too
         mesh, strategy = DeviceMesh(0, 1), ParallelStrategy()
         with problems.of():
             mesh = DeviceMesh.parse(value.get("mesh", 0))
         with problems.of():
             strategy = ParallelStrategy(**{key: value[key] for key in strategy_keys if key in value})
         with problems.of():
-            rests = {name: value[name] for name in RESTS if name in value}
-            assignment = Assignment(mesh, strategy, value.get("engine", ENGINES[0]), **rests)
+            flags = {name: value[name] for name in RELEASE_FLAGS if name in value}
+            assignment = Assignment(mesh, strategy, value.get("engine", ENGINES[0]), **flags)
         problems.refuse()
         return assignment
 
 
-# On a CPU a larger forward is no faster, for its activations leave the caches, and takes more memory: training on 5,800
-# tokens took 0.90 s in forwards of 512 to 1,024 tokens, 1.15 s in two of 4,096 (3.5-million-parameter Llama, 2 cores).
+# On a CPU a larger forward is not faster, because its activations do not fit into the caches, and needs more memory.
+# Training on 5,800 tokens took 0.90 s in forwards of 512 to 1,024 tokens, 1.15 s in two of 4,096 (3.5-million-parameter
+# Llama, 2 cores).
 CACHED_TOKENS = 1024
 
-RESTS = ("offload", "drop")  # what may become of a call's parameters between its turns
+RELEASE_FLAGS = ("offload", "drop")  # what can be done with a call's parameters between its uses
 
 
 def whole_everywhere(assignment: Assignment) -> bool:
@@ -174,35 +180,43 @@ def whole_everywhere(assignment: Assignment) -> bool:
 
 
 def in_place(home: Assignment, other: Assignment) -> bool:
-    """Whether `other`'s call finds a trained role's parameters where and as its training, `home`, leaves them, so that
-    nothing is reallocated: the same layout, or a call that each device of it can serve from a whole copy of its own.
+    """Whether a call can use a trained role's parameters where the training has them, so that nothing is reallocated.
 
-    Generation in the very mesh that ZeRO-3 shards over is in place too: there every device needs every parameter, and
-    gathering them along the mesh moves the fewest bytes.
+    This is so if both have the same layout, or if each device of the call holds all parameters. Generation on the mesh
+    that ZeRO stage 3 shards over is in place too: every device there needs every parameter, and gathering them over the
+    mesh moves the fewest bytes.
+
+    Args:
+        home: the assignment of the role's training.
+        other: the assignment of the call.
     """
-    alike = home.engine == other.engine and home.mesh == other.mesh
-    if alike and home.strategy.parameter_layout == other.strategy.parameter_layout:
+    is_same_place = home.engine == other.engine and home.mesh == other.mesh
+    if is_same_place and home.strategy.parameter_layout == other.strategy.parameter_layout:
         return True
     if whole_everywhere(home) and other.mesh.inside(home.mesh):
         return other.engine == "vllm" or whole_everywhere(other)
-    sharded = home.engine == "zero" and home.strategy.zero_stage == 3
+    is_sharded = home.engine == "zero" and home.strategy.zero_stage == 3
     generates = other.engine in ("vllm", "transformers")
-    return sharded and generates and other.mesh == home.mesh and other.strategy.tp == 1
+    return is_sharded and generates and other.mesh == home.mesh and other.strategy.tp == 1
 
 
 def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, trained: bool) -> Iterator[str]:
-    """What is wrong with giving `call` that assignment. `trained`: its role is trained by some call of the graph."""
+    """Sentences about what is wrong with an assignment of `call`.
+
+    Args:
+        trained: whether a call of the graph trains the call's role.
+    """
     mesh, strategy, engine = assignment.mesh, assignment.strategy, assignment.engine
     problems = Problems()
     with problems.of():
         check_mesh(mesh, cluster)
     yield from problems
-    ability = ABILITIES[engine]
+    ability = ENGINE_ABILITIES[engine]
     if call.kind not in ability.kinds:
-        yield f"engine {engine} cannot {call.kind}; use {able(call.kind)}."
+        yield f"engine {engine} cannot {call.kind}; use {engines_for(call.kind)}."
         return
-    unable = [name for name in ("dp", "tp", "pp") if getattr(strategy, name) > 1 and name not in ability.degrees]
-    for name in unable:
+    unsupported = [name for name in ("dp", "tp", "pp") if getattr(strategy, name) > 1 and name not in ability.degrees]
+    for name in unsupported:
         yield f"engine {engine} cannot split by {name} ({name}: {getattr(strategy, name)}); set {name}: 1."
     if strategy.zero_stage not in ability.zero_stages:
         yield f"engine {engine} has no zero_stage {strategy.zero_stage}; leave it out."
@@ -212,7 +226,7 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
             f"has none of; use 0, or 3 to shard its parameters."
         )
     if engine == "vllm" and mesh.size > cluster.devices_per_node and cluster.devices_per_node % strategy.tp:
-        # an engine is one process with its workers, on one host
+        # an engine is one process with its workers on one host
         most = max(tp for tp in range(1, strategy.tp) if cluster.devices_per_node % tp == 0)
         yield (
             f"a vLLM engine lies within a node, and with tp {strategy.tp} some of mesh {mesh} would cross nodes of "
@@ -227,7 +241,7 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
     if assignment.drop:
         yield from _drop_problems(call, assignment, trained)
     if strategy.size != mesh.size:
-        inner = 1 if unable else strategy.tp * strategy.pp
+        inner = 1 if unsupported else strategy.tp * strategy.pp
         fits = f"dp: {mesh.size // inner}" if mesh.size % inner == 0 else f"dp: {mesh.size}, tp: 1, pp: 1"
         yield (
             f"dp {strategy.dp} x tp {strategy.tp} x pp {strategy.pp} = {strategy.size} devices, but mesh {mesh} has "

@@ -1,6 +1,6 @@
-"""The machine a job runs on: nodes of equally many devices, and the device meshes that a call may be given.
+"""`Cluster`: the nodes and devices of a job, and `DeviceMesh`: the devices of one call.
 
-A device is one rank of the job, numbered node by node. This file knows nothing of calls, engines or processes.
+A device is one rank of the job; devices are numbered node by node. What runs on a mesh is in `assignment`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MOST_DEVICES = 1 << 20
 
 @dataclass(frozen=True, order=True)
 class DeviceMesh:
-    """The consecutive devices `first`, …, `first + size - 1`. Whether they are legal is `check_mesh`'s business.
+    """The consecutive devices `first`, …, `first + size - 1`. `check_mesh` checks whether a cluster allows them.
 
     Raises:
-        PlanError: `first` is negative or `size` less than 1, or either is not a whole number.
+        PlanError: `first` is negative or `size` less than 1, or either is not an integer.
     """
 
     first: int
@@ -41,7 +41,7 @@ class DeviceMesh:
 
     @property
     def leader(self) -> int:
-        """The device that speaks for the mesh: its first."""
+        """The first device, which acts for the mesh where one device is enough."""
         return self.first
 
     @property
@@ -52,7 +52,7 @@ class DeviceMesh:
         return device in self.devices
 
     def index(self, device: int) -> int:
-        """The place of `device` in the mesh, 0 for the leader. Raises `PlanError` where it is not in it."""
+        """The position of `device` in the mesh, 0 for the first. Raises `PlanError` if it is not in the mesh."""
         if device not in self:
             raise PlanError(f"device {device} is not in the mesh {self}.")
         return device - self.first
@@ -68,10 +68,10 @@ class DeviceMesh:
 
     @staticmethod
     def parse(value: str | int | Sequence[int]) -> DeviceMesh:
-        """The mesh that a person wrote as `"0-3"`, `2`, `"2"` or `[0, 1, 2, 3]`; the inverse of `str`.
+        """The mesh that is written as `"0-3"`, `2`, `"2"` or `[0, 1, 2, 3]`. The inverse of `str`.
 
         Raises:
-            PlanError: it is none of these, or a list that is not consecutive and ascending.
+            PlanError: the value is none of these, or a list that is not consecutive and ascending.
         """
         if isinstance(value, (list, tuple)):
             devices = list(value)
@@ -91,10 +91,10 @@ class Cluster:
     """`nodes` nodes of `devices_per_node` devices each; device d is number `d % devices_per_node` of its node.
 
     Args:
-        memory_gb: of a device, 10^9 bytes; `None` where it is not stated, and nothing is held against it.
+        memory_gb: of a device, in 10^9 bytes; `None` if unknown, then no plan is checked against it.
 
     Raises:
-        PlanError: a number is less than 1, or not a whole number; a memory that is none.
+        PlanError: a count is not an integer from 1, or the memory is not a number above 0.
     """
 
     nodes: int
@@ -127,7 +127,7 @@ class Cluster:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All devices: a legal mesh whatever their number."""
+        """The mesh of all devices, which is always legal."""
         return DeviceMesh(0, self.size)
 
     def node_of(self, device: int) -> int:
@@ -140,7 +140,8 @@ class Cluster:
 
 
 def is_legal(mesh: DeviceMesh, cluster: Cluster) -> bool:
-    """Whole consecutive nodes, or a power-of-two-sized part of one node that starts at a multiple of its size."""
+    """Whether a mesh is whole consecutive nodes, or a power-of-two part of one node that starts at a multiple of its
+    size."""
     if mesh.last >= cluster.size:
         return False
     start = mesh.first % cluster.devices_per_node
@@ -151,10 +152,10 @@ def is_legal(mesh: DeviceMesh, cluster: Cluster) -> bool:
 
 
 def check_mesh(mesh: DeviceMesh, cluster: Cluster) -> None:
-    """Refuse a mesh that `is_legal` does not hold for, naming the nearest one that it does hold for.
+    """Check that a mesh is legal.
 
     Raises:
-        PlanError: the mesh leaves the cluster, or is neither whole nodes nor an aligned part of one.
+        PlanError: it is not. The message names the nearest legal mesh.
     """
     if is_legal(mesh, cluster):
         return
@@ -166,9 +167,9 @@ def check_mesh(mesh: DeviceMesh, cluster: Cluster) -> None:
 
 
 def legal_meshes(cluster: Cluster) -> tuple[DeviceMesh, ...]:
-    """Every legal mesh, by first device and size; `nodes * (nodes + 1) / 2` of them are whole nodes."""
+    """Every legal mesh, sorted by first device and size. `nodes * (nodes + 1) / 2` of them are whole nodes."""
     per_node = cluster.devices_per_node
-    found = {
+    meshes = {
         DeviceMesh(node * per_node, count * per_node)
         for node in range(cluster.nodes)
         for count in range(1, cluster.nodes - node + 1)
@@ -176,41 +177,41 @@ def legal_meshes(cluster: Cluster) -> tuple[DeviceMesh, ...]:
     size = 1
     while size <= per_node:
         for node in range(cluster.nodes):
-            found.update(DeviceMesh(node * per_node + start, size) for start in range(0, per_node - size + 1, size))
+            meshes.update(DeviceMesh(node * per_node + start, size) for start in range(0, per_node - size + 1, size))
         size *= 2
-    return tuple(sorted(found))
+    return tuple(sorted(meshes))
 
 
 def nearest_mesh(mesh: DeviceMesh, cluster: Cluster) -> DeviceMesh:
-    """The legal mesh nearest in size, then in first device; of two, the larger, then the earlier.
+    """The legal mesh that is nearest in size, then in first device; of two, the larger, then the earlier.
 
-    Looks only at the meshes around `mesh`: all of them are half a million in a cluster of a thousand nodes.
+    Looks only at meshes near `mesh`, because a cluster of a thousand nodes has half a million meshes.
     """
     per_node = cluster.devices_per_node
     node = min(mesh.first // per_node, cluster.nodes - 1)
-    around = [n for n in (node, node + 1) if n < cluster.nodes]
-    found = []
-    for count in {min(max(mesh.size // per_node + more, 1), cluster.nodes) for more in (0, 1)}:
-        found += [DeviceMesh(min(n, cluster.nodes - count) * per_node, count * per_node) for n in around]
+    nodes = [n for n in (node, node + 1) if n < cluster.nodes]
+    candidates = []
+    for count in {min(max(mesh.size // per_node + extra, 1), cluster.nodes) for extra in (0, 1)}:
+        candidates += [DeviceMesh(min(n, cluster.nodes - count) * per_node, count * per_node) for n in nodes]
     for exponent in range(per_node.bit_length()):
         size = 1 << exponent
         last_part = per_node // size - 1
-        for n in around:
+        for n in nodes:
             part = min(max(mesh.first - n * per_node, 0) // size, last_part)
-            found += [DeviceMesh(n * per_node + p * size, size) for p in {part, min(part + 1, last_part)}]
+            candidates += [DeviceMesh(n * per_node + p * size, size) for p in {part, min(part + 1, last_part)}]
 
     def distance(legal: DeviceMesh) -> tuple[int, int, int, int]:
         return abs(legal.size - mesh.size), abs(legal.first - mesh.first), -legal.size, legal.first
 
-    return min(found, key=distance)
+    return min(candidates, key=distance)
 
 
 def halves(cluster: Cluster) -> tuple[DeviceMesh, DeviceMesh]:
-    """Two disjoint legal meshes, for two calls that run at once: the smaller is as large as it can be, for it decides
-    when both are done; then the larger is as large as it can be.
+    """Two disjoint legal meshes for two calls that run at once. The smaller one is as large as possible, because its
+    call usually ends last; then the larger one is as large as possible.
 
-    Several nodes are halved between nodes (3 nodes: 2 and 1). One node is halved within: 8 devices give 4 and 4,
-    6 give 0-3 and 4-5, 3 give 0-1 and 2; 5 give 0-1 and 2-3, and device 4 rests.
+    Several nodes are divided between nodes (3 nodes: 2 and 1). One node is divided within the node: 8 devices give 4
+    and 4, 6 give 0-3 and 4-5, 3 give 0-1 and 2; 5 give 0-1 and 2-3, and device 4 is not used.
 
     Raises:
         PlanError: the cluster has one device.
@@ -230,7 +231,7 @@ def _whole(value: object) -> bool:
 
 
 def _digits(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 12  # Python refuses to read 4,300 digits and more
+    return text.isascii() and text.isdigit() and len(text) < 12  # Python does not parse 4,300 digits and more
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,7 +1,7 @@
-"""What one iteration of an algorithm consists of: its model function calls and the edges between them.
+"""`DataflowGraph`: the model function calls of one iteration of an algorithm, and the edges between them.
 
-Knows the columns that a call reads and writes, and that a role's training feeds its other calls in the next
-iteration. Knows nothing of where or how a call runs: that is the plan's.
+Data edges are the sample columns that calls read and write. Parameter edges lead from a role's training to its other
+calls in the next iteration. Where and how a call runs is in `assignment`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
 
 
 _LABEL = re.compile(r"[a-z0-9_]{1,40}")
-MOST_COLUMNS = 100  # of a call, in a graph that is read from a file
+MOST_COLUMNS = 100  # of a call in a graph that is read from a file
 
 
 class Role(StrEnum):
+    """The models of an algorithm."""
+
     ACTOR = "actor"
     CRITIC = "critic"
     REFERENCE = "reference"
@@ -28,6 +30,8 @@ class Role(StrEnum):
 
 
 class CallKind(StrEnum):
+    """What a call does with its role's model."""
+
     GENERATE = "generate"
     FORWARD = "forward"
     TRAIN = "train"
@@ -38,12 +42,13 @@ class Call:
     """One use of one role in one iteration.
 
     Args:
-        inputs, outputs: names of columns of the samples.
-        passes: how many responses of each sample it works through, such as the sampled and the greedy one in ReMax.
-        label: tells calls of one role and kind apart, where an iteration has several: `actor.generate.greedy`.
+        inputs, outputs: names of the samples' columns that it reads and writes.
+        passes: how many responses of each sample it processes, such as 2 for the sampled and the greedy one in ReMax.
+        label: distinguishes several calls of one role and kind in an iteration: `actor.generate.greedy`.
 
     Raises:
-        PlanError: `passes` below 1, or a label that is no word of lower-case letters, digits and underscores.
+        PlanError: `passes` is below 1, or the label has other characters than lower-case letters, digits and
+            underscores.
     """
 
     role: Role
@@ -72,7 +77,7 @@ class Call:
 
 
 class DataEdge(NamedTuple):
-    """`columns` go from one call's mesh to another's, within an iteration."""
+    """Columns that one call writes and another reads in the same iteration."""
 
     producer: str
     consumer: str
@@ -80,7 +85,7 @@ class DataEdge(NamedTuple):
 
 
 class ParameterEdge(NamedTuple):
-    """The parameters that `source` trains in iteration t are those that `target` uses in iteration t + 1."""
+    """The call `source` trains in iteration t the parameters that the call `target` uses in iteration t + 1."""
 
     source: str
     target: str
@@ -88,11 +93,14 @@ class ParameterEdge(NamedTuple):
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """The calls of one iteration. `sources` are the columns that come from the data set.
+    """The calls of one iteration.
+
+    Args:
+        sources: the columns that come from the data set.
 
     Raises:
-        PlanError: all that is wrong, a sentence each: a call or a column that is made twice, a role that two calls
-            train, an input that nothing makes, calls that wait for each other in a circle.
+        PlanError: with a sentence for each problem: a call or an output column that occurs twice, a role that two calls
+            train, an input that no call makes, a cycle of calls.
     """
 
     calls: tuple[Call, ...]
@@ -138,11 +146,11 @@ class DataflowGraph:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """Call names, every call after those it reads from; otherwise as they were given."""
-        made, order, waiting = set(self.sources), [], list(self.calls)
-        while ready := next((call for call in waiting if made.issuperset(call.inputs)), None):
+        """Call names in topological order; calls without dependencies between them in the order of `calls`."""
+        available, order, waiting = set(self.sources), [], list(self.calls)
+        while ready := next((call for call in waiting if available.issuperset(call.inputs)), None):
             order.append(ready.name)
-            made.update(ready.outputs)
+            available.update(ready.outputs)
             waiting.remove(ready)
         return tuple(order)
 
@@ -151,23 +159,25 @@ class DataflowGraph:
         return {call.name: call for call in self.calls}
 
     def call(self, name: str) -> Call:
-        """The call of that name. Raises `PlanError` with the nearest right one."""
+        """The call of that name. Raises `PlanError`, which suggests the nearest name."""
         if name not in self._by_name:
             raise PlanError(f"there is no call {shown(name)}; {suggest(name, self.order)}")
         return self._by_name[name]
 
     def producer(self, column: str) -> str | None:
-        """The name of the call that makes `column`, `None` for a column of the data set. Raises `PlanError`."""
+        """The name of the call that writes `column`; `None` for a column of the data set. Raises `PlanError` if there
+        is no such column."""
         if column in self.sources:
             return None
-        makers = {made: call.name for call in self.calls for made in call.outputs}
+        makers = {output: call.name for call in self.calls for output in call.outputs}
         if column not in makers:
             raise PlanError(f"no call makes the column {shown(column)}; {suggest(column, [*self.sources, *makers])}")
         return makers[column]
 
     @cached_property
     def data_edges(self) -> tuple[DataEdge, ...]:
-        """One edge for each pair of calls that hands columns on, by consumer and then producer in order."""
+        """An edge for each pair of calls of which one reads the other's columns, ordered by consumer and then
+        producer."""
         edges = []
         for consumer in map(self.call, self.order):
             for producer in map(self.call, self.order):
@@ -178,7 +188,7 @@ class DataflowGraph:
 
     @cached_property
     def parameter_edges(self) -> tuple[ParameterEdge, ...]:
-        """From each training call to every other call of its role, across iterations."""
+        """An edge from each training call to every other call of its role."""
         return tuple(
             ParameterEdge(source.name, target.name)
             for source in map(self.call, self.order)
@@ -198,7 +208,7 @@ class DataflowGraph:
         return tuple(role for role in self.roles if self.train_call(role) is not None)
 
     def calls_of(self, kind: CallKind, role: Role | None = None) -> tuple[str, ...]:
-        """The names of the calls of a kind, and of a role where one is given, in order."""
+        """The names of the calls of a kind in order; only those of `role` if it is given."""
         calls = map(self.call, self.order)
         return tuple(call.name for call in calls if call.kind is kind and role in (None, call.role))
 
@@ -221,7 +231,7 @@ class DataflowGraph:
 
     @staticmethod
     def from_dict(value: object) -> DataflowGraph:
-        """The inverse of `to_dict`. Raises `PlanError` for a call or key that does not exist, or what is no list."""
+        """The inverse of `to_dict`. Raises `PlanError` for unknown calls and keys, and for values of the wrong type."""
         names = {f"{role}.{kind}": (role, kind) for role in Role for kind in CallKind}
         graph = _table("graph", value, ("sources", "calls"))
         calls_value = graph.get("calls", {})
@@ -256,19 +266,19 @@ def _columns(where: str, value: object) -> tuple[str, ...]:
 
 
 _SAMPLE = ("prompts", "responses")
-_LEARNING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")
+_TRAINING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")
 
 
 def ppo_graph() -> DataflowGraph:
-    """PPO's six calls. Equal graphs come from every call of this function."""
+    """PPO's six calls."""
     return DataflowGraph(
         (
             Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
             Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
             Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
             Call(Role.CRITIC, CallKind.FORWARD, _SAMPLE, ("values",)),
-            Call(Role.ACTOR, CallKind.TRAIN, _LEARNING),
-            Call(Role.CRITIC, CallKind.TRAIN, _LEARNING),
+            Call(Role.ACTOR, CallKind.TRAIN, _TRAINING),
+            Call(Role.CRITIC, CallKind.TRAIN, _TRAINING),
         )
     )
 
@@ -286,8 +296,8 @@ def grpo_graph() -> DataflowGraph:
 
 
 def remax_graph() -> DataflowGraph:
-    """ReMax (Li et al. 2023): the greedy response's reward is the baseline. Both responses come of one call, for one
-    batch of both decodes in fewer steps than two."""
+    """ReMax (Li et al. 2023): the greedy response's reward is the baseline. One call generates both responses, because
+    decoding them in one batch takes fewer steps than in two."""
     greedy = "greedy_responses"
     return DataflowGraph(
         (
@@ -302,11 +312,11 @@ def remax_graph() -> DataflowGraph:
 def dpo_graph() -> DataflowGraph:
     """DPO (Rafailov et al. 2023): two given responses of each prompt, scored by the reference and trained on."""
     pair = ("prompts", "chosen", "rejected")
-    made = ("ref_chosen_logprobs", "ref_rejected_logprobs")
+    ref_logprobs = ("ref_chosen_logprobs", "ref_rejected_logprobs")
     return DataflowGraph(
         (
-            Call(Role.REFERENCE, CallKind.FORWARD, pair, made, passes=2),
-            Call(Role.ACTOR, CallKind.TRAIN, (*pair, *made), passes=2),
+            Call(Role.REFERENCE, CallKind.FORWARD, pair, ref_logprobs, passes=2),
+            Call(Role.ACTOR, CallKind.TRAIN, (*pair, *ref_logprobs), passes=2),
         ),
         sources=pair,
     )

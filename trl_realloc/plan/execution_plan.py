@@ -1,8 +1,8 @@
-"""The execution plan: for every model function call its device mesh, parallel strategy, engine, and
-what rests where between its turns.
+"""`ExecutionPlan`: the device mesh, parallel strategy and engine of every model function call, as an object and as
+YAML.
 
-A plan is one YAML file and one frozen object, and each makes the other without loss. It is refused where it is made,
-with everything that is wrong with it at once. How plans are chosen is the planner's business.
+Object and YAML file convert to each other without loss. The constructor refuses an invalid plan with all of its
+problems at once. How plans are chosen is in `planner`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 
 from ..common.errors import PlanError, Problems, nearest, shown, suggest, unknown_keys
 from ..common.files import parse_yaml, read_text
-from .assignment import ENGINES, RESTS, Assignment, ParallelStrategy, able, assignment_problems, in_place
+from .assignment import ENGINES, RELEASE_FLAGS, Assignment, ParallelStrategy, assignment_problems, engines_for, in_place
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge, ppo_graph
 
@@ -24,12 +24,13 @@ from .dataflow import CallKind, DataflowGraph, ParameterEdge, ppo_graph
 __all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]
 
 
-MOST_CALLS = 100  # of an iteration; the longest known has seven
+MOST_CALLS = 100  # of an iteration; the known algorithms have at most seven
 LONGEST_NAME = 200  # characters
 
 
 class Assignments(Mapping[str, Assignment]):
-    """Call name -> assignment. Immutable, hashable, picklable; equal to a dictionary of the same items."""
+    """Call name -> assignment. Immutengines_for, hashengines_for, picklable; equal to a dictionary of the same
+    items."""
 
     __slots__ = ("_items",)
 
@@ -54,10 +55,14 @@ class Assignments(Mapping[str, Assignment]):
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """Every call's assignment: what runs is what this says. `name` is for people.
+    """The assignment of every call of a graph.
+
+    Args:
+        assignments: by call name.
+        name: for messages and reports.
 
     Raises:
-        PlanError: all that is wrong with the plan, a sentence each.
+        PlanError: with a sentence for each problem of the plan.
     """
 
     cluster: Cluster
@@ -75,7 +80,7 @@ class ExecutionPlan:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Call names in the order in which every device runs those of them that it is in."""
+        """Call names in the order in which every device runs its calls."""
         return self.graph.order
 
     def mesh(self, name: str) -> DeviceMesh:
@@ -83,15 +88,15 @@ class ExecutionPlan:
 
     @property
     def reallocations(self) -> tuple[ParameterEdge, ...]:
-        """The parameter edges whose two ends hold the parameters differently, so that each new version is moved."""
+        """The parameter edges whose two calls have different layouts, so that each new version must be moved."""
         return tuple(edge for edge in self.graph.parameter_edges if not in_place(self[edge.source], self[edge.target]))
 
     def calls_on(self, device: int) -> tuple[str, ...]:
-        """The calls that `device` takes part in, in order."""
+        """The calls whose mesh contains `device`, in order."""
         return tuple(name for name, assignment in self.assignments.items() if device in assignment.mesh)
 
     def check_world(self, world_size: int) -> None:
-        """Raises `PlanError` where the job has another number of processes than the plan has devices."""
+        """Raise `PlanError` if the job's number of processes is not the plan's number of devices."""
         if world_size != self.cluster.size:
             name = f" {self.name!r}" if self.name else ""
             raise PlanError(
@@ -101,7 +106,7 @@ class ExecutionPlan:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` makes an equal plan of them. The graph is left out where it is PPO's."""
+        """The plan as plain values, from which `from_dict` makes an equal plan. PPO's graph is left out."""
         cluster = {name: value for name, value in vars(self.cluster).items() if value is not None}
         calls = {name: assignment.to_dict() for name, assignment in self.assignments.items()}
         graph = {} if self.graph == ppo_graph() else {"graph": self.graph.to_dict()}
@@ -109,7 +114,7 @@ class ExecutionPlan:
 
     @staticmethod
     def from_dict(value: object) -> ExecutionPlan:
-        """The inverse of `to_dict`. Raises `PlanError` with all that is wrong at once, unknown keys included."""
+        """The inverse of `to_dict`. Raises `PlanError` with all problems at once, including unknown keys."""
         if not isinstance(value, Mapping):
             raise PlanError(f"a plan has the keys cluster and calls; this is {shown(value)}.")
         problems = Problems(unknown_keys(value, ("name", "cluster", "graph", "calls"), "a plan has no key"))
@@ -145,7 +150,7 @@ class ExecutionPlan:
         return ExecutionPlan(cluster, assignments, graph, name)
 
     def to_yaml(self) -> str:
-        """The plan as a file: a line for each call, under a comment that says what may stand there."""
+        """The plan as YAML: a line for each call, after a comment that explains the fields."""
         plain = self.to_dict()
         lines = [_HEADER, _named(self.name), f"cluster: {_flow(plain['cluster'])}\n"]
         if "graph" in plain:
@@ -156,7 +161,7 @@ class ExecutionPlan:
 
     @staticmethod
     def from_yaml(text: str) -> ExecutionPlan:
-        """The plan that a file's text describes. Raises `PlanError`, for text that is no YAML too."""
+        """The plan in a YAML text. Raises `PlanError`, also for text that is not YAML."""
         return ExecutionPlan.from_dict(parse_yaml(text, "the plan"))
 
     def save(self, path: str | Path) -> None:
@@ -164,7 +169,8 @@ class ExecutionPlan:
 
     @staticmethod
     def load(path: str | Path) -> ExecutionPlan:
-        """Raises `PlanError`, each of its sentences with the file's name, where the file is absent or wrong."""
+        """The plan in a YAML file. Raises `PlanError`, with the file's name in each sentence, if the file is missing or
+        wrong."""
         text = read_text(path, "the plan")
         try:
             return ExecutionPlan.from_yaml(text)
@@ -175,25 +181,29 @@ class ExecutionPlan:
 def _problems(
     cluster: Cluster, assignments: Mapping[str, Assignment], graph: DataflowGraph, unread: Sequence[str] = ()
 ) -> list[str]:
-    """A sentence for each thing that is wrong. `unread` calls are there, but could not be read: not missing."""
+    """A sentence for each problem.
+
+    Args:
+        unread: calls that the plan has, but whose assignments could not be read. They are not reported as missing.
+    """
     unknown = [name for name in [*assignments, *unread] if name not in graph.order]
     problems = [f"there is no call {shown(name)}; {suggest(name, graph.order)}" for name in unknown]
     present = {*assignments, *unread, *(nearest(name, graph.order) for name in unknown)}
     problems += [
         f"{name} is missing; say which mesh and engine it runs on." for name in graph.order if name not in present
     ]
-    here = {name: assignments[name] for name in graph.order if name in assignments}
-    for name, assignment in here.items():
+    known = {name: assignments[name] for name in graph.order if name in assignments}
+    for name, assignment in known.items():
         call = graph.call(name)
         trained = graph.train_call(call.role) is not None
         problems += [f"{name}: {problem}" for problem in assignment_problems(call, assignment, cluster, trained)]
     for source, target in graph.parameter_edges:
-        if source in here and target in here and in_place(here[source], here[target]):
+        if source in known and target in known and in_place(known[source], known[target]):
             problems += [
                 f"{target}: it works with the very parameters that {source} trains, which stay where they are; leave "
-                f"{rest} out, or give it a layout of its own."
-                for rest in RESTS
-                if getattr(here[target], rest)
+                f"{flag} out, or give it a layout of its own."
+                for flag in RELEASE_FLAGS
+                if getattr(known[target], flag)
             ]
     return problems
 
@@ -211,7 +221,7 @@ def _read_cluster(value: object) -> Cluster:
 _HEADER = f"""\
 # An execution plan: which devices run each call of an iteration, and how. Edit it; it is checked when it is read.
 #   mesh: the devices, like 0-3 or 2: whole nodes, or an aligned power-of-two part of one node
-#   engine: {able(CallKind.GENERATE)} to generate, {able(CallKind.TRAIN)} to score and train
+#   engine: {engines_for(CallKind.GENERATE)} to generate, {engines_for(CallKind.TRAIN)} to score and train
 #   dp, tp, pp: data, tensor and pipeline parallel degrees (1 where left out); dp x tp x pp is the mesh's size
 #   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward
 #   offload: true keeps what a call scores with in host memory between its turns
@@ -224,5 +234,5 @@ def _flow(value: object) -> str:
 
 
 def _named(name: str) -> str:
-    # Unprintable characters are written as escapes: PyYAML 6.0.3 folds a bare U+0085 into a space.
+    # unprintable characters are written as escapes, because PyYAML 6.0.3 folds a bare U+0085 into a space.
     return str(yaml.safe_dump({"name": name}, allow_unicode=name.isprintable())) if name else ""

@@ -1,7 +1,8 @@
-"""A model's parameters, from its Transformers config alone: names, shapes, where each may be cut, bytes, FLOPs.
+"""`ModelSpec`: a model's parameters computed from its Transformers config: names, shapes, cuts, bytes and FLOPs.
 
-Pure: reads the config's numbers and loads neither Transformers nor torch. The families of `FAMILIES` can be split by
-tensor and pipeline; any other model can be described by its shapes and held whole or in flat partitions.
+Pure: imports neither Transformers nor torch. The families of `FAMILIES` can be split by tensor and pipeline. Any other
+model can be described by its parameters' shapes, and held whole or in flat partitions. Which device holds which part is
+in `realloc/layout`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from ..common.errors import PlanError, Problems, shown
 
 
 Head = Literal["lm", "score"]
-FIRST = -1  # the layer of what goes with the first stage
+FIRST = -1  # the layer number of parameters before the first layer
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Tensor parallelism cuts dimension `dim` in units of `unit` indices: a key/value head stays whole."""
+    """Tensor parallelism cuts dimension `dim` at multiples of `unit` indices, so that a key/value head stays whole."""
 
     dim: int
     unit: int = 1
@@ -32,10 +33,10 @@ class ParameterSpec:
     """One parameter.
 
     Args:
-        name: the module's own, as `named_parameters` has it.
-        shape: its whole shape.
-        layer: the decoder layer's number; `FIRST` for the embedding, the number of layers for what follows them.
-        cut: how a tensor-parallel group shares it; `None`: every rank of the group has all of it.
+        name: as in `named_parameters`.
+        shape: of the whole parameter.
+        layer: the decoder layer's number; `FIRST` for the embedding, the number of layers for parameters after them.
+        cut: how a tensor-parallel group divides it; `None` if every rank of the group has all of it.
     """
 
     name: str
@@ -50,16 +51,16 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One role's model.
+    """One model's parameters and sizes.
 
     Args:
-        family: the config's `model_type`; empty for a model known by its shapes alone.
-        parameters: in the order of `named_parameters`; a tied one once.
-        layers, heads, kv_heads, head_dim, hidden, vocabulary: 0 where not known.
-        tied: the embedding is the language head too.
+        family: the config's `model_type`; empty for a model that is described by its shapes.
+        parameters: in the order of `named_parameters`; a tied parameter once.
         bytes_per_element: of every parameter.
-        activation_bytes: of an element of what layers make of tokens, and of keys and values: of the dtype that is
-            computed in. 0: the parameters'.
+        layers, heads, kv_heads, head_dim, hidden, vocabulary: 0 if unknown.
+        tied: the embedding is also the language model head.
+        activation_bytes: per element of activations, keys and values, whose dtype is the one that is computed in; 0 for
+            `bytes_per_element`.
     """
 
     family: str
@@ -80,13 +81,13 @@ class ModelSpec:
 
     @staticmethod
     def from_config(config: Any, head: Head = "lm", *, bytes_per_element: int) -> ModelSpec:
-        """From a Transformers config or its dictionary.
+        """The spec of a model with a Transformers config, or with the config's dictionary.
 
         Args:
             head: `lm` for a causal language model, `score` for a sequence classifier with one output.
 
         Raises:
-            PlanError: a family that no table describes, or a number of the config that no model can have.
+            PlanError: the family is not in `FAMILIES`, or the config has a number that no model can have.
         """
         values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         family = str(values.get("model_type", ""))
@@ -115,7 +116,7 @@ class ModelSpec:
 
     @staticmethod
     def of_shapes(shapes: Sequence[tuple[str, tuple[int, ...]]], *, bytes_per_element: int) -> ModelSpec:
-        """Of any model: nothing of it is cut, and it has no layers to deal to stages."""
+        """The spec of any model, from its parameters' names and shapes. It cannot be split by tensor or pipeline."""
         parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
         return ModelSpec("", parameters, bytes_per_element)
 
@@ -129,14 +130,14 @@ class ModelSpec:
 
     @cached_property
     def layer_elements(self) -> float:
-        """Of a decoder layer on average; of the whole model where its layers are not known."""
+        """Elements of a decoder layer on average; of the whole model if its layers are unknown."""
         if not self.layers:
             return self.elements
         return sum(p.elements for p in self.parameters if 0 <= p.layer < self.layers) / self.layers
 
     @cached_property
     def head_elements(self) -> int:
-        """Of the matrix after the last layer: a tied embedding counts."""
+        """Elements of the matrix after the last layer, which may be the tied embedding; 0 if the layers are unknown."""
         if not self.layers:
             return 0
         last = [p for p in self.parameters if len(p.shape) == 2 and p.layer >= self.layers]
@@ -144,7 +145,7 @@ class ModelSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of keys and values, all layers together."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.activation_bytes
 
     @property
@@ -152,7 +153,7 @@ class ModelSpec:
         return self.elements * self.bytes_per_element
 
     def stages_of(self, parameter: ParameterSpec, pp: int) -> tuple[int, ...]:
-        """The pipeline stages that hold it: one, but for a tied embedding the first and the last."""
+        """The pipeline stages that hold a parameter: one, or the first and the last for a tied embedding."""
         if pp == 1:
             return (0,)
         if parameter.layer == FIRST:
@@ -162,9 +163,7 @@ class ModelSpec:
         return (next(s for s, layers in enumerate(stage_layers(self.layers, pp)) if parameter.layer in layers),)
 
     def check_strategy(self, tp: int, pp: int) -> None:
-        """Raises:
-        PlanError: the model cannot be split so.
-        """
+        """Raise `PlanError` if the model cannot be split by this tp and pp."""
         problems = Problems()
         if (tp > 1 or pp > 1) and not self.layers:
             problems.append("a model known by its shapes alone cannot be split by tensor or pipeline; use engine zero.")
@@ -180,16 +179,17 @@ class ModelSpec:
         problems.refuse()
 
     def generates_under(self, tp: int) -> bool:
-        """Whether vLLM splits the attention so: fewer key/value heads than devices are held by several."""
+        """Whether vLLM can split the attention over tp devices. It repeats key/value heads if there are fewer than
+        tp."""
         return self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
     def forward_flops(self, tokens: int, squared_lengths: int = 0) -> int:
-        """FLOPs of one forward: 2 per weight of a matrix and token (the embedding is a lookup), and 4 per layer, query
-        channel and pair of positions for attention (the terms 8sh² + 4s²h + 6shi and 2svh of ReaL, section 8.1, in
-        terms of the parameters themselves).
+        """FLOPs of one forward: 2 per matrix element and token (the embedding is a lookup), and for attention 4 per
+        layer, query channel and pair of positions. These are the terms 8sh² + 4s²h + 6shi and 2svh of ReaL, section
+        8.1, expressed in the parameters' sizes.
 
         Args:
-            tokens: of all samples.
+            tokens: of all samples together.
             squared_lengths: the sum of the samples' lengths squared.
         """
         matrices = [p for p in self.parameters if len(p.shape) == 2 and (p.layer != FIRST or self.tied)]
@@ -198,15 +198,15 @@ class ModelSpec:
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Raises `PlanError` with a sentence for each size that is missing, no whole number, or out of its range."""
+    """Raise `PlanError` with a sentence for each size that is missing, not an integer, or out of its range."""
     problems = Problems()
     for name, most in _SIZES.items():
         value = values.get(name)
         if value is None and name in _OPTIONAL:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            given = "it is missing" if name not in values else f"it is {shown(value)}"
-            problems.append(f"the config's {name} must be a whole number from 1 to {most:,}; {given}.")
+            actual = "it is missing" if name not in values else f"it is {shown(value)}"
+            problems.append(f"the config's {name} must be a whole number from 1 to {most:,}; {actual}.")
     problems.refuse()
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     shared = values.get("num_key_value_heads") or heads
@@ -217,7 +217,7 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
     problems.refuse()
 
 
-# The sizes that a config must have, each with a bound far above the largest known model's.
+# The sizes that a config must have, each with an upper bound far above the largest known model's.
 _SIZES: Mapping[str, int] = {
     "num_hidden_layers": 10_000,
     "num_attention_heads": 100_000,
@@ -231,14 +231,15 @@ _OPTIONAL = frozenset({"num_key_value_heads", "head_dim"})
 
 
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
-    """Consecutive layers for each pipeline stage; their numbers differ by at most one, the first stages have more."""
-    base, more = divmod(layers, pp)
-    starts = [stage * base + min(stage, more) for stage in range(pp + 1)]
+    """The consecutive layers of each pipeline stage. The counts differ by at most one; the first stages have more."""
+    base, remainder = divmod(layers, pp)
+    starts = [stage * base + min(stage, remainder) for stage in range(pp + 1)]
     return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
 
 
 def _weights(name: str, rows: int, columns: int, layer: int, cut: Cut | None, bias: bool) -> Iterator[ParameterSpec]:
-    """A linear layer. Cut by rows its bias is cut too; cut by columns the bias is whole, added once after the sum."""
+    """The parameters of a linear layer. If it is cut by rows, its bias is cut too. If it is cut by columns, the bias is
+    whole and is added once after the sum."""
     yield ParameterSpec(f"{name}.weight", (rows, columns), layer, cut)
     if bias:
         yield ParameterSpec(f"{name}.bias", (rows,), layer, cut if cut is not None and cut.dim == 0 else None)
@@ -280,7 +281,7 @@ def _gpt_neox(spec: ModelSpec, values: Mapping[str, Any], head: Head) -> Iterato
         for name in ("input_layernorm", "post_attention_layernorm"):
             for kind in ("weight", "bias"):
                 yield ParameterSpec(f"{at}.{name}.{kind}", (hidden,), layer)
-        heads = Cut(0, 3 * spec.head_dim)  # query, key and value of a head lie together
+        heads = Cut(0, 3 * spec.head_dim)  # query, key and value of a head are adjacent
         yield from _weights(f"{at}.attention.query_key_value", 3 * hidden, hidden, layer, heads, bias)
         yield from _weights(f"{at}.attention.dense", hidden, hidden, layer, Cut(1, spec.head_dim), bias)
         yield from _weights(f"{at}.mlp.dense_h_to_4h", inner, hidden, layer, Cut(0), True)

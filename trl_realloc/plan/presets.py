@@ -1,5 +1,6 @@
-"""Plans that a name stands for, for any number of devices; and `resolve_plan`, which takes a plan in whatever form a
-person gave it. Measures and searches nothing.
+"""The preset plans for any number of devices, and `resolve_plan`, which reads a plan in any form that a user gives.
+
+Plans that are searched for are in `planner`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from .execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 
 
 class Preset(Protocol):
+    """Makes a plan for a cluster."""
+
     def __call__(self, cluster: Cluster, *, generation_engine: str = ..., zero_stage: int = ...) -> ExecutionPlan: ...
 
 
@@ -25,8 +28,8 @@ def flatten(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: in
 
 
 def interleave(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
-    """The reference scores on one half of the devices while the reward model scores on the other; every other call is
-    on all of them. On one device it is `flatten`."""
+    """The reference scores on one half of the devices while the reward model scores on the other half. Every other call
+    is on all devices. On one device this is `flatten`."""
     if cluster.size == 1:
         return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage)
     first, second = halves(cluster)
@@ -36,15 +39,15 @@ def interleave(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage:
 
 
 def separate(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
-    """Actor and critic train on one half of the devices; generation and scoring are on the other, with copies of both
-    that are refreshed as they change. On one device it is `flatten`."""
+    """Actor and critic train on one half of the devices. Generation and scoring are on the other half, with copies of
+    both that are updated when they change. On one device this is `flatten`."""
     if cluster.size == 1:
         return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage)
     training, inference = halves(cluster)
     return _data_parallel("separate", cluster, {}, generation_engine, zero_stage, training=training, other=inference)
 
 
-AUTO = "auto"  # the planner's choice, which needs more than a cluster's size
+AUTO = "auto"  # the planner's choice, for which the cluster's size is not enough
 
 PRESETS: Mapping[str, Preset] = {"flatten": flatten, "interleave": interleave, "separate": separate}
 
@@ -56,15 +59,15 @@ def resolve_plan(
     generation_engine: str = "vllm",
     zero_stage: int = 0,
 ) -> ExecutionPlan:
-    """The plan for a job on `cluster`, whatever form it was given in.
+    """The plan for a job on `cluster`.
 
     Args:
         plan: a preset's name, the path of a YAML file, a plan as a dictionary, or a plan.
-        generation_engine: `vllm` or `transformers`, for a preset. A written plan says it itself.
-        zero_stage: the trained roles' ZeRO stage, for a preset. A written plan says it itself.
+        generation_engine: `vllm` or `transformers`; only for a preset.
+        zero_stage: of the trained roles; only for a preset.
 
     Raises:
-        PlanError: no such preset or file, a plan that cannot be, or one for another number of devices.
+        PlanError: the preset or file does not exist, the plan is invalid, or it is for another number of devices.
     """
     if isinstance(plan, str) and plan in PRESETS:
         return PRESETS[plan](cluster, generation_engine=generation_engine, zero_stage=zero_stage)
@@ -82,7 +85,7 @@ def resolve_plan(
 
 
 def load_plan(path: str | Path) -> ExecutionPlan:
-    """The plan in a YAML file. Raises `PlanError`; where there is no such file, with the presets it may have meant."""
+    """The plan in a YAML file. Raises `PlanError`, which suggests a preset if there is no such file."""
     file = Path(path)
     if exists(file):
         return ExecutionPlan.load(file)
@@ -104,9 +107,14 @@ def _data_parallel(
     training: DeviceMesh | None = None,
     other: DeviceMesh | None = None,
 ) -> ExecutionPlan:
-    """Every call data-parallel on its role's mesh; where `meshes` does not say on `training` or `other`, by default all
-    devices. Calls that do not train have no optimizer state or gradients to shard: theirs is stage 3 with the trained
-    roles', and else 0."""
+    """A plan with every call data-parallel. A call that does not train has ZeRO stage 3 if `zero_stage` is 3, and
+    otherwise 0, because it has no optimizer state or gradients to shard.
+
+    Args:
+        meshes: by role.
+        training, other: the mesh of calls that train, and of other calls, for roles that are not in `meshes`; by
+            default all devices.
+    """
     graph: DataflowGraph = ppo_graph()
     assignments = {}
     for call in graph.calls:

@@ -1,6 +1,7 @@
-"""When each device ran which call: measured by the executor or predicted by the planner, in the same form.
+"""`Timeline`: when each device ran which call, measured by the executor or estimated by the planner.
 
-Owns the comparison of the two, the trace for a browser and the picture. Measures nothing itself.
+It compares both, and writes a browser trace and a picture. The measuring is in `runtime/executor`, the estimate in
+`planner/simulate`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from ..common.schema import checked
 from .cluster import MOST_DEVICES
 
 
-MOST_CALLS = 1000  # different ones of a run; a plan has some ten, parameters on their way included
-TALLEST = 100.0  # inches of a picture
+MOST_CALLS = 1000  # different calls of a run; a plan has some ten, including reallocations
+MOST_INCHES = 100.0  # height of a picture
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """One device at work on one call.
+    """A time in which one device ran one call.
 
     Args:
-        call: the call's name, like `actor.generate`.
+        call: the call's name, like `actor.generate`, or a reallocation's.
         device: the rank.
-        start, end: seconds, on one clock for the whole timeline.
+        start, end: seconds, of one clock for the whole timeline.
         step: the iteration, from 0.
-        tokens: tokens that this device worked on; 0 where they do not count.
-        bytes: what went over the wire, all devices together; of reallocations.
+        tokens: tokens that this device processed; 0 where they are not counted.
+        bytes: of a reallocation, bytes that all devices sent together.
 
     Raises:
         ValueError: the span ends before it starts.
@@ -64,7 +65,8 @@ class Span:
 
 
 class Comparison(NamedTuple):
-    """Mean seconds per step of one call, estimated and measured; `error` is their ratio less 1. `None`: not there."""
+    """Mean seconds per step of one call, estimated and measured; `None` where there are none. `error` is their ratio
+    minus 1."""
 
     call: str
     estimated: float | None
@@ -83,7 +85,7 @@ class Timeline:
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
-        """Call names, by the time of their first start."""
+        """Call names, ordered by their first start."""
         return tuple(dict.fromkeys(span.call for span in sorted(self.spans, key=lambda span: span.start)))
 
     @cached_property
@@ -95,15 +97,15 @@ class Timeline:
         return tuple(sorted({span.step for span in self.spans}))
 
     def __add__(self, other: Timeline) -> Timeline:
-        """Both's spans, as for the devices of one job."""
+        """The spans of both timelines, such as those of two devices of a job."""
         return Timeline(self.spans + other.spans)
 
     def of_step(self, step: int) -> Timeline:
         return Timeline(span for span in self.spans if span.step == step)
 
     def by_call(self) -> dict[str, float]:
-        """Mean seconds per step of each call: of a step's devices the one that was busy with it longest, averaged over
-        the steps that have the call. Several spans of a device within a step add up."""
+        """Mean seconds per step of each call, over the steps that have the call. A step counts the device that spent
+        most time in the call; several spans of a device in a step are added."""
         busy: dict[tuple[str, int, int], float] = defaultdict(float)
         for span in self.spans:
             busy[span.call, span.step, span.device] += span.seconds
@@ -114,23 +116,25 @@ class Timeline:
 
     @property
     def seconds_per_step(self) -> float:
-        """From the first span's start to the last one's end, by the number of steps; 0 without spans."""
+        """Seconds from the first span's start to the last span's end, divided by the number of steps; 0 without
+        spans."""
         if not self.spans:
             return 0.0
         return (max(span.end for span in self.spans) - min(span.start for span in self.spans)) / len(self.steps)
 
     def compare(self, measured: Timeline) -> tuple[Comparison, ...]:
-        """This timeline's estimates against what was measured, call by call, in this timeline's order."""
-        estimates, measures = self.by_call(), measured.by_call()
+        """Compare this timeline's estimates with a measured timeline, call by call in this timeline's order."""
+        estimates, measurements = self.by_call(), measured.by_call()
         rows = []
-        for call in dict.fromkeys([*estimates, *measures]):
-            estimate, measure = estimates.get(call), measures.get(call)
+        for call in dict.fromkeys([*estimates, *measurements]):
+            estimate, measure = estimates.get(call), measurements.get(call)
             error = estimate / measure - 1 if estimate is not None and measure else None
             rows.append(Comparison(call, estimate, measure, error))
         return tuple(rows)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The Trace Event Format, for chrome://tracing and Perfetto: a row per device, µs from the first start."""
+        """The timeline in the Trace Event Format, for chrome://tracing and Perfetto: a row per device, microseconds
+        from the first start."""
         zero = min((span.start for span in self.spans), default=0.0)
         rows: list[dict[str, Any]] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": device, "args": {"name": f"device {device}"}}
@@ -143,13 +147,13 @@ class Timeline:
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
-        """As JSON, a line for each span; times keep every digit."""
+        """Write JSON with a line for each span and all digits of the times."""
         lines = ",\n".join(json.dumps(astuple(span)) for span in self.spans)
         Path(path).write_text(f'{{"columns": {json.dumps(_COLUMNS)},\n"spans": [\n{lines}\n]}}\n', encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> Timeline:
-        """The inverse of `save`. Raises `PlanError` with the file's name where it holds no timeline."""
+        """The inverse of `save`. Raises `PlanError` with the file's name if the file is not a saved timeline."""
         try:
             saved = read_json_mapping(path, "the timeline", MOST_RECORD_BYTES)
             columns = checked(list[str], saved.get("columns"), str(path), key="columns")
@@ -166,21 +170,21 @@ class Timeline:
         return timeline
 
     def draw(self, path: str | Path) -> None:
-        """A picture, in the format of the file's suffix: devices down, seconds across, a colour for each call.
+        """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix.
 
         Raises:
-            ValueError: there is no span to draw.
+            ValueError: there are no spans.
             ImportError: matplotlib is not installed.
         """
         if not self.spans:
             raise ValueError("a timeline without spans cannot be drawn; run at least one step.")
         try:
-            from matplotlib.figure import Figure  # takes half a second, and only pictures need it
+            from matplotlib.figure import Figure  # importing it takes half a second, and only pictures need it
         except ImportError:
             raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
         zero = min(span.start for span in self.spans)
         row = {device: number for number, device in enumerate(self.devices)}
-        figure = Figure(figsize=(10, min(1.2 + 0.35 * len(self.devices), TALLEST)), layout="constrained")
+        figure = Figure(figsize=(10, min(1.2 + 0.35 * len(self.devices), MOST_INCHES)), layout="constrained")
         axes = figure.add_subplot()
         for number, call in enumerate(self.calls):
             spans = [span for span in self.spans if span.call == call]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..common.errors import PlanError
-from ..plan.assignment import ABILITIES, Assignment, ParallelStrategy
+from ..plan.assignment import ENGINE_ABILITIES, Assignment, ParallelStrategy
 from ..plan.cluster import Cluster, DeviceMesh, legal_meshes
 from ..plan.dataflow import Call, CallKind, DataflowGraph
 from ..plan.model_spec import ModelSpec
@@ -100,7 +100,7 @@ class Space:
 
     def _assignments(self, call: Call, mesh: DeviceMesh) -> Iterator[Assignment]:
         for engine in self.engines:
-            ability = ABILITIES[engine]
+            ability = ENGINE_ABILITIES[engine]
             if call.kind not in ability.kinds:
                 continue
             deep = self.deep_generation and call.kind is CallKind.GENERATE
