@@ -29,8 +29,7 @@ LONGEST_NAME = 200  # characters
 
 
 class Assignments(Mapping[str, Assignment]):
-    """Call name -> assignment. Immutengines_for, hashengines_for, picklable; equal to a dictionary of the same
-    items."""
+    """Call name -> assignment. Immutable, hashable, picklable; equal to a dictionary of the same items."""
 
     __slots__ = ("_items",)
 
