@@ -1,7 +1,7 @@
 """Time and memory of one call under one assignment, and time of one reallocation.
 
-Every second has a cause (`PARTS`), so that what bounds a call can be said. docs/planner.md has the formulas with their
-sources. Prices only; which assignment is taken is the search's business.
+Every second has a cause (`PARTS`). docs/planner.md has the formulas with their sources. `search` chooses between
+assignments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .hardware import Link, Rates
 from .workload import Workload
 
 
-# What a call's seconds are spent on, in words.
+# The causes of a call's seconds, for messages.
 PARTS = {
     "compute": "arithmetic",
     "memory": "reading weights and caches (memory bandwidth)",
@@ -33,18 +33,18 @@ PARTS = {
     "load": "parameters into the engine or back from host memory",
 }
 
-ALLOCATE = 1e-3  # seconds for the memory of a copy that was dropped; an allocator's, not measured
+ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
 PREFILL_TOKENS = 8192  # of one forward over prompts, in an engine that generates
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """One call's price.
+    """Seconds and memory of one call.
 
     Args:
         parts: seconds by cause, of the device that works longest.
-        static: bytes that each device of the mesh holds throughout the iteration.
-        transient: bytes on top while the call runs.
+        static: bytes that each device of the mesh holds during the whole iteration.
+        transient: further bytes while the call runs.
     """
 
     parts: Mapping[str, float]
@@ -64,13 +64,13 @@ class CallCost:
 
 @dataclass(frozen=True)
 class Pricing:
-    """What prices depend on beside call and assignment.
+    """The cost model of a job: cluster, workload, unit costs and memory.
 
     Args:
-        memory: bytes of a device; `None` where it is not known and nothing is held against it.
-        vllm_share: of a device's memory that a vLLM engine takes.
-        moments: bytes of optimizer state for each trained element, beside its float32 master.
-        default_cap: most tokens of one forward where the plan says nothing.
+        memory: bytes of a device; `None` where unknown, and then no plan is too large.
+        vllm_share: share of a device's memory that a vLLM engine takes.
+        moments: bytes of optimizer state for each trained element, without its float32 master.
+        default_cap: most tokens of one forward where the plan has no `micro_batch_tokens`.
     """
 
     cluster: Cluster
@@ -82,7 +82,7 @@ class Pricing:
     default_cap: int | None = None
 
     def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
-        """Of a call that runs these models, one after the other, on a mesh of its own."""
+        """The cost of a call that runs these models one after the other."""
         if call.passes > 1:
             work = replace(self.workload, episodes=call.passes * self.workload.episodes)
             return replace(self, workload=work).price(replace(call, passes=1), specs, assignment)
@@ -99,8 +99,8 @@ class Pricing:
 
     def budget(self, kind: CallKind, strategy: ParallelStrategy) -> int:
         """Most tokens of one forward."""
-        own = self.workload.train_tokens if kind is CallKind.TRAIN else self.workload.forward_tokens
-        return strategy.micro_batch_tokens or (own if self.default_cap is None else min(own, self.default_cap))
+        tokens = self.workload.train_tokens if kind is CallKind.TRAIN else self.workload.forward_tokens
+        return strategy.micro_batch_tokens or (tokens if self.default_cap is None else min(tokens, self.default_cap))
 
     # --- links of the groups of a mesh -------------------------------------------------------------------------------
 
@@ -192,12 +192,12 @@ class Pricing:
         dp, under = strategy.dp, self.rates.overlap * compute * 2 / 3
         match strategy.zero_stage:
             case 0 | 1:
-                own = link.all_reduce(size, dp)
+                reduction = link.all_reduce(size, dp)
                 gathered = link.gather(size, dp) if strategy.zero_stage else 0.0
-                return own - self.rates.overlap * min(own, under) + gathered
+                return reduction - self.rates.overlap * min(reduction, under) + gathered
             case 2:
-                own = link.gather(size, dp)
-                return micro * (own - self.rates.overlap * min(own, under)) + own
+                scatter = link.gather(size, dp)
+                return micro * (scatter - self.rates.overlap * min(scatter, under)) + scatter
         scatter = link.gather(size, dp)
         passes = 2 * self._exposed_gather(spec, strategy, link, compute / 3)
         return micro * (passes + scatter - self.rates.overlap * min(scatter, under))
@@ -244,20 +244,21 @@ class Pricing:
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
 
     def _slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float]:
-        """(samples under way at once, bytes held, cache on top) of an engine that generates `share` samples."""
+        """(samples decoded at once, bytes held, bytes of cache added while generating) of an engine that generates
+        `share` samples."""
         strategy = assignment.strategy
         weights = spec.bytes / (strategy.tp * strategy.pp)
-        each = self.workload.longest * spec.kv_bytes_per_token / strategy.pp
-        each /= min(strategy.tp, max(spec.kv_heads, 1))
+        cache = self.workload.longest * spec.kv_bytes_per_token / strategy.pp  # bytes of one sample
+        cache /= min(strategy.tp, max(spec.kv_heads, 1))
         if assignment.engine == "transformers":
             slots = min(share, max(1, int(self.workload.forward_tokens / self.workload.longest)))
-            return slots, weights, slots * each
+            return slots, weights, slots * cache
         if self.memory is None:
-            return share, weights, share * each
-        taken = self.memory * self.vllm_share
-        slots = int((taken - weights) / each) if each else share
-        # an engine too large for its share takes what it needs for one sample, which the memory check then sees
-        return (min(share, slots), taken, 0.0) if slots >= 1 else (1, weights + each, 0.0)
+            return share, weights, share * cache
+        reserved = self.memory * self.vllm_share
+        slots = int((reserved - weights) / cache) if cache else share
+        # an engine too large for its share is priced with room for one sample, and the memory check refuses it
+        return (min(share, slots), reserved, 0.0) if slots >= 1 else (1, weights + cache, 0.0)
 
     # --- memory and shared processors --------------------------------------------------------------------------------
 
@@ -279,42 +280,43 @@ class Pricing:
         return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
 
     def _shared(self, cost: CallCost, assignment: Assignment) -> CallCost:
-        """Where devices share processors, a call on more devices than processors takes turns."""
+        """The cost where devices share processors and slow each other down."""
         sharing = self.rates.sharing
-        more = sharing.slowdown(min(assignment.mesh.size, self.cluster.devices_per_node)) if sharing else 1.0
-        if more == 1.0:
+        slowdown = sharing.slowdown(min(assignment.mesh.size, self.cluster.devices_per_node)) if sharing else 1.0
+        if slowdown == 1.0:
             return cost
         parts = dict(cost.parts)
         waiting = parts.pop("bubble", 0.0)  # others compute while a stage waits
-        parts = {name: seconds * more for name, seconds in parts.items()}
-        parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / more))
+        parts = {name: seconds * slowdown for name, seconds in parts.items()}
+        parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
         return CallCost(parts, cost.static, cost.transient)
 
 
 def move_seconds(schedule: TransferSchedule, rates: Rates) -> float:
-    """Of one reallocation: of the device that sends or receives longest, its bytes by the links they take. A device
-    sends and receives at once."""
+    """Seconds of one reallocation: those of the device that sends or receives longest. A device sends and receives at
+    the same time."""
     inside, between = schedule.traffic()
     seconds = 0.0
     for sent_in, received_in, sent_out, received_out in zip(*inside, *between, strict=True):
-        own = max(sent_in, received_in) / rates.inside.bandwidth + max(sent_out, received_out) / rates.between.bandwidth
-        seconds = max(seconds, own)
+        inside_s = max(sent_in, received_in) / rates.inside.bandwidth
+        between_s = max(sent_out, received_out) / rates.between.bandwidth
+        seconds = max(seconds, inside_s + between_s)
     return seconds + schedule.waves * rates.between.latency if seconds else 0.0
 
 
 def quick_move_seconds(spec: ModelSpec, home: Assignment, other: Assignment, pricing: Pricing) -> float:
-    """A bound on `move_seconds` without a schedule, from the bytes that each receiver takes at most and each sender
-    gives at least; for a search that ranks thousands."""
+    """An estimate of `move_seconds` without a schedule, for a search that ranks thousands of plans: from the most bytes
+    that a receiver gets and the least that a sender gives."""
     rates = pricing.rates
     split = other.strategy.tp * other.strategy.pp if other.engine == "megatron" else 1
     receivers = other.mesh.size // (other.strategy.tp if other.engine == "vllm" else 1)
     held = home.strategy.tp * home.strategy.pp * (home.strategy.dp if home.strategy.zero_stage == 3 else 1)
-    each = spec.bytes / split * (1 - 1 / held if home.mesh.overlaps(other.mesh) else 1)
+    received = spec.bytes / split * (1 - 1 / held if home.mesh.overlaps(other.mesh) else 1)
     together = (
         home.mesh.first // pricing.cluster.devices_per_node == other.mesh.last // pricing.cluster.devices_per_node
     )
     link = rates.inside if together else rates.between
-    return max(each, each * receivers / home.mesh.size) / link.bandwidth
+    return max(received, received * receivers / home.mesh.size) / link.bandwidth
 
 
 def _layers(spec: ModelSpec) -> int:

@@ -1,6 +1,5 @@
-"""What a device and its links can do: public specifications of known ones, and the unit costs that follow from them.
-
-`Rates` is what the cost model asks; `AnalyticRates` answers from a specification, `profile.Measured` from measurements.
+"""Devices and links: public specifications, the protocol of unit costs (`Rates`), and `AnalyticRates`, which computes
+them from a specification. `measured_rates.MeasuredRates` has them from measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MOST_PLANNED = 8192  # devices; choosing for 4,096 takes a minute
 
 @dataclass(frozen=True)
 class Link:
-    """Between two devices.
+    """A link between two devices.
 
     Args:
         bandwidth: bytes/s of one device, one way.
@@ -94,8 +93,8 @@ class Device:
         launch: seconds at least of one layer's forward, for the host launches its kernels one by one.
         decode_launch: the same in decoding, where an engine replays a captured graph.
         step: seconds of a decode step outside the layers: scheduling and sampling.
-        call: seconds of a call beside its work: samples in, samples out.
-        overlap: share of ZeRO's traffic that runs under the arithmetic beside it.
+        call: seconds that a call takes to receive and send samples.
+        overlap: share of ZeRO's traffic that overlaps with arithmetic.
     """
 
     name: str
@@ -130,10 +129,10 @@ def parse_cluster(text: str) -> tuple[Cluster, Device]:
     Raises:
         PlanError: text of another form, or a device that no specification is here for.
     """
-    found = re.fullmatch(r"([a-z0-9-]+):(?:([0-9]{1,9})x)?([0-9]{1,9})", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"([a-z0-9-]+):(?:([0-9]{1,9})x)?([0-9]{1,9})", text.strip().lower())
+    if match is None:
         raise PlanError(f"a cluster is written as h100:16x8 (16 nodes of 8 H100s) or h100:8, not {shown(text)}.")
-    name, nodes, per_node = found.groups()
+    name, nodes, per_node = match.groups()
     if name not in DEVICES:
         near = nearest(name, DEVICES)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(DEVICES)}."
@@ -174,7 +173,7 @@ class Rates(Protocol):
 
     @property
     def hop(self) -> float:
-        """Seconds of a pipeline's stage for each micro-batch, beside its arithmetic and its message."""
+        """Seconds of a pipeline stage for each micro-batch, without its arithmetic and its message."""
 
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
         """Whether these rates know the model under those degrees."""

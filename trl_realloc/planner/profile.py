@@ -36,21 +36,21 @@ class Observation:
 
     Args:
         work: `forward`, `train`, `generate`, `all_reduce`, `send`, `copy` (from host memory to the device), `iteration`
-            (what an iteration of six calls took beside them), or `activations` (what a forward with gradients kept, in
-            no time).
-        model: whose, by `model_key`; empty for the links.
-        seconds: it took, on the device that took longest.
-        devices: that were at work at the same time.
-        tp, pp: the split it ran under.
+            (an iteration of six calls without the calls' own seconds), or `activations` (bytes that a forward saves for
+            its backward; no seconds).
+        model: the model's `model_key`; empty for links.
+        seconds: of the device that took longest.
+        devices: number of devices that worked at the same time.
+        tp, pp: degrees of the model's split.
         tokens, squared: of one device's samples (of its replica), and the sum of their squared lengths. In generation
             `tokens` are those of the prompts.
-        answered: of the tokens, those of responses.
-        steps: decoded; or optimizer steps.
-        grown: sum over decode steps of the samples under way.
+        answered: number of response tokens.
+        steps: decode steps, or optimizer steps.
+        grown: sum over decode steps of the samples that are decoded.
         cached: sum over decode steps of all tokens in the caches.
-        bytes: of a message, of a collective's tensor, or kept.
-        micro: micro-batches that a pipeline was given.
-        far: the message left its node.
+        bytes: of a message, of a collective's tensor, or of saved activations.
+        micro: number of micro-batches of a pipeline.
+        far: the message went to another node.
         layers, elements: of the model, which may be shallower than the job's.
     """
 
@@ -80,13 +80,13 @@ class Profile:
     """A table of observations of one machine.
 
     Args:
-        hardware: what a device is, in words; a profile is of use only where they agree.
-        about: versions and settings it was made under.
-        devices: of the job that made it.
+        hardware: name of the devices; a profile is used only on devices of this name.
+        about: versions and settings under which it was measured.
+        devices: number of devices of the job that measured it.
         sharing: how devices slowed each other down, where several share processors.
-        recompute: training computed its forwards again in its backwards.
+        recompute: training used activation checkpointing.
         thorough: generation was measured under tensor degrees too.
-        nodes: of the job that made it.
+        nodes: number of nodes of the job that measured it.
         links: messages and all-reduces on the network that is planned for; empty where that is the one on which the
             observations were made.
     """
@@ -108,15 +108,15 @@ class Profile:
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         head = {key: value for key, value in vars(self).items() if key not in ("observations", "links")}
-        head["links"] = [asdict(each) for each in self.links]
+        head["links"] = [asdict(row) for row in self.links]
         head["sharing"] = self.sharing and self.sharing.slower
-        lines = ",\n".join(json.dumps(asdict(each)) for each in self.observations)
-        beside = file.with_name(f".{file.name}.{os.getpid()}")
+        lines = ",\n".join(json.dumps(asdict(row)) for row in self.observations)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            beside.write_text(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n', encoding="utf-8")
-            beside.replace(file)
+            temporary.write_text(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n', encoding="utf-8")
+            temporary.replace(file)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | Path) -> Profile:
@@ -166,7 +166,7 @@ def _check_observations(rows: Sequence[Observation], path: str | Path, name: str
 
 
 def model_key(spec: ModelSpec) -> str:
-    """What a layer's costs depend on, in words: models of one width and different depth have one key."""
+    """The properties that a layer's costs depend on, as text. Models that differ in depth alone have the same key."""
     if not spec.layers:
         return f"model of {spec.elements}"
     return f"{spec.family} of {spec.layer_elements:.0f} a layer, {spec.hidden} wide, {spec.head_elements} after them"

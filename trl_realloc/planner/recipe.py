@@ -1,4 +1,4 @@
-"""What a recipe asks of the planner: models by their configs on disk, and the size of an iteration. Without torch."""
+"""A recipe as the planner reads it, without torch: the models' configs on disk and the size of an iteration."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ DEFAULTS: Mapping[str, Any] = {
     "fp16": False,
 }
 POLICY = ("sft_model_path", "model_name_or_path")
-LIKE = 0.8  # as alike is a misspelt key
-PROMPT_TOKENS = 64.0  # where nothing says how long prompts are
-MOST_TOKENS = 10_000_000  # of a prompt or a response, and samples of a batch, that are planned for
+LIKE = 0.8  # least similarity by which a key is taken for a misspelt setting
+PROMPT_TOKENS = 64.0  # mean length of a prompt where none is given
+MOST_TOKENS = 10_000_000  # of a prompt or a response, and most samples of a batch
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as the planner sees it.
+    """A recipe as the planner reads it.
 
     Args:
-        folders: where each role's config.json is.
-        settings: the recipe's, with defaults.
+        path: of its file.
+        folders: the folder with each role's config.json.
+        settings: the recipe's settings of `DEFAULTS`, with these defaults.
+        prompt_tokens: mean length of a prompt.
     """
 
     path: Path
@@ -56,14 +58,14 @@ class Recipe:
         return str(self.settings["generation_engine"] or "vllm")
 
     def specs(self) -> dict[str, Sequence[ModelSpec]]:
-        """By call, in the dtypes of a run: what is trained in float32, what is frozen as its checkpoint says, what vLLM
-        generates with in the dtype that is computed in.
+        """The parameter specs of each call's models, by the call's name, in the dtypes of a run: trained models in
+        float32, frozen ones in their checkpoint's dtype, vLLM's in the dtype of mixed precision.
 
         Raises:
             PlanError: a config that cannot be read, or a model that no table describes.
         """
         mixed = 2 if self.settings["bf16"] or self.settings["fp16"] else 0
-        found: dict[str, Sequence[ModelSpec]] = {}
+        specs: dict[str, Sequence[ModelSpec]] = {}
         for call in ppo_graph().calls:
             path = self.folders[call.role] / "config.json"
             config = read_json_mapping(path, "the model's config")
@@ -73,13 +75,13 @@ class Recipe:
                 size = mixed or size
             try:
                 spec = ModelSpec.from_config(config, head, bytes_per_element=size)
-                found[call.name] = (replace(spec, activation_bytes=mixed or size),)
+                specs[call.name] = (replace(spec, activation_bytes=mixed or size),)
             except PlanError as error:
                 raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
-        return found
+        return specs
 
     def workload(self, cluster: Cluster) -> Workload:
-        """One iteration on that many devices, every response as long as it may be."""
+        """One iteration on the cluster's devices, in which every response has `response_length` tokens."""
         settings = self.settings
         longest = round(self.prompt_tokens + settings["response_length"])
         share = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
@@ -96,7 +98,7 @@ class Recipe:
 
 
 def config_bytes(config: Mapping[str, Any]) -> int:
-    """Of a parameter in a checkpoint, by its config; float32 where that says nothing."""
+    """Bytes of one parameter element in a checkpoint, by its config; float32 where the config has no dtype."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     return {"bfloat16": 2, "float16": 2, "float64": 8}.get(name, 4)
 
@@ -104,7 +106,7 @@ def config_bytes(config: Mapping[str, Any]) -> int:
 def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recipe:
     """A recipe's models and settings.
 
-    A model whose folder is not there yet is looked for beside the recipe, by the last part of its name.
+    A model whose folder does not exist is looked for in the recipe's folder, by the last part of its name.
 
     Raises:
         PlanError: no such recipe, a misspelt key or a wrong number in it, one that names no models, or a model without
@@ -132,28 +134,28 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
 
 
 def read_recipe_settings(path: Path) -> dict[str, Any]:
-    """A recipe's settings, of which those that `settings` has a row for are checked and plain numbers.
+    """A recipe's settings. Those of `common.settings` are checked and converted to numbers.
 
-    A key that is no setting but nearly one is refused. A key unlike any may be a script's own, and is left to it; a run
-    reads every key.
+    A key that is similar to a setting's name is refused as misspelt. Any other unknown key is accepted here, because it
+    may belong to the user's script; a run checks all keys.
 
     Raises:
         PlanError: no such file, no mapping in it, or all that is wrong with its keys and values.
     """
-    given = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
+    contents = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
     known = files(__package__).joinpath("settings.txt").read_text(encoding="utf-8").split()
     problems = Problems()
-    for key in [key for key in given if key not in known][:MOST_LISTED]:
+    for key in [key for key in contents if key not in known][:MOST_LISTED]:
         near = nearest(key, known, at_least=LIKE)
         if near:
             problems.append(f"{path}: no setting {shown(key)}; did you mean {near!r}?")
-    read, wrong = read_settings({key: number_of_text(value) for key, value in given.items() if key in SETTINGS})
+    read, wrong = read_settings({key: number_of_text(value) for key, value in contents.items() if key in SETTINGS})
     problems += [f"{path}: {problem}" for problem in wrong]
     for key, default in DEFAULTS.items():
         if isinstance(default, int) and read.get(key, 1) > MOST_TOKENS:
             problems.append(f"{path}: {key} {read[key]:,} is more than the {MOST_TOKENS:,} that are planned for.")
     problems.refuse()
-    return {**given, **read}
+    return {**contents, **read}
 
 
 def is_plan(path: Path) -> bool:
@@ -165,7 +167,7 @@ def _folder(model: str, recipe: Path) -> Path:
     for folder in (Path(model), recipe.parent / model, recipe.parent / Path(model).name):
         if exists(folder / "config.json"):
             return folder
-    beside = shortened(recipe.parent / Path(model).name)
+    sibling = shortened(recipe.parent / Path(model).name)
     raise PlanError(
-        f"{recipe}: there is no config.json in {shown(model)}, nor in {beside}; give a model's folder on disk."
+        f"{recipe}: there is no config.json in {shown(model)}, nor in {sibling}; give a model's folder on disk."
     )

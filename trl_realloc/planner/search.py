@@ -1,7 +1,8 @@
 """The fastest execution plan of a space that fits in memory.
 
-Every combination where there are few; else improvement of one call, of calls put side by side, and Metropolis moves as
-ReaL's (section 6), from several beginnings. Seeded: a problem gives the same plan each time, if no time limit ends it.
+A small space is searched exhaustively. A large one is searched from several starting states by changing one call, by
+placing calls side by side, and by Metropolis moves as in ReaL (section 6). The search is seeded: a problem gives the
+same plan each time, unless the time limit ends it.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from .problem import Problem, State
 from .space import Candidate
 
 
-EXHAUSTIBLE = 20_000  # combinations that are all tried
-LOOKS = 80_000  # at states, known ones too, of a search
+EXHAUSTIBLE = 20_000  # most combinations that are all evaluated
+LOOKS = 80_000  # most states that a search looks at, known ones included
 RESTARTS = 6
-PATIENCE = 16_000  # looks without a better plan
+PATIENCE = 16_000  # looks without a better plan after which a search ends
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """The result of a search.
 
     Args:
-        states: the best found, the best first.
-        weights: theirs.
-        evaluations: candidates evaluated.
-        seconds: taken.
-        exhaustive: every combination was tried.
+        states: the best states, in order of weight.
+        weights: the states' weights (`Problem.weight`).
+        evaluations: number of states that were evaluated.
+        seconds: duration of the search.
+        exhaustive: all combinations were evaluated.
     """
 
     states: tuple[State, ...]
@@ -50,17 +51,17 @@ def search(
     """The best states of a problem.
 
     Args:
-        starts: to begin from too, such as presets.
-        keep: how many of the best are returned.
+        starts: further starting states, such as presets.
+        keep: how many states are returned at most.
 
     Raises:
         PlanError: no combination fits in memory.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     before = problem.evaluations
     lists = [problem.candidates[name] for name in problem.names]
-    combinations = math.prod(len(each) for each in lists)
-    climb = _Climb(problem, lists, random.Random(seed), begun + time_limit_s)
+    combinations = math.prod(len(candidates) for candidates in lists)
+    climb = _Climb(problem, lists, random.Random(seed), start + time_limit_s)
     if combinations <= EXHAUSTIBLE:
         for state in itertools.product(*lists):
             climb.weigh(state)
@@ -69,9 +70,9 @@ def search(
     best = sorted(climb.seen.items(), key=lambda item: item[1][0])[:keep]
     limit = problem.space.pricing.memory
     if limit is not None and best[0][1][0] >= 1e9:
-        wanted = best[0][1][0] / 1e9 * limit
+        needed = best[0][1][0] / 1e9 * limit
         raise PlanError(
-            f"the models fit on no plan of {problem.space.cluster}: the smallest found takes {wanted / 1e9:.1f} GB of "
+            f"the models fit on no plan of {problem.space.cluster}: the smallest found takes {needed / 1e9:.1f} GB of "
             f"a device, and a device has {limit / 1e9:.0f} GB."
         )
     fitting = [value for _, value in best if limit is None or value[0] < 1e9]
@@ -79,14 +80,15 @@ def search(
         tuple(state for _, state in fitting),
         tuple(weight for weight, _ in fitting),
         problem.evaluations - before,
-        time.perf_counter() - begun,
+        time.perf_counter() - start,
         combinations <= EXHAUSTIBLE,
     )
 
 
 def partitions(size: int, count: int, draw: random.Random, most: int = 24) -> list[tuple[DeviceMesh, ...]]:
-    """So many devices cut into parts side by side: halves, of which one is halved again until there are enough, and
-    where two parts are wanted quarters with the rest; in any order, of very many orders a draw."""
+    """Ways to divide `size` devices into `count` meshes side by side: halves, of which one is halved again until there
+    are enough, and for two meshes also a quarter and the rest. The parts come in any order; of more than `most` orders
+    a sample is drawn."""
     shares = [[size]]
     for _ in range(count - 1):
         shares = [
@@ -98,15 +100,15 @@ def partitions(size: int, count: int, draw: random.Random, most: int = 24) -> li
     if count == 2 and size % 4 == 0:
         shares.append([size // 4, size - size // 4])
     orders = sorted({order for parts in shares for order in itertools.permutations(parts)})
-    found = []
+    divisions = []
     for order in orders if len(orders) <= most else draw.sample(orders, most):
         starts = itertools.accumulate(order, initial=0)
-        found.append(tuple(DeviceMesh(first, part) for first, part in zip(starts, order, strict=False)))
-    return found
+        divisions.append(tuple(DeviceMesh(first, part) for first, part in zip(starts, order, strict=False)))
+    return divisions
 
 
 class _Climb:
-    """Improves one state after another, and remembers all it has weighed."""
+    """Improves states step by step, and remembers the weight of each state that it has seen."""
 
     def __init__(
         self, problem: Problem, lists: Sequence[Sequence[Candidate]], draw: random.Random, deadline: float
@@ -115,12 +117,12 @@ class _Climb:
         self.seen: dict[tuple[int, ...], tuple[float, State]] = {}
         self.best = math.inf
         self.looks = self.improved_at = 0
-        # the fastest choice of every call on every mesh, for moves that place two calls side by side
+        # the candidates of every call by mesh, the fastest first, for moves that place calls side by side
         self.on_mesh: list[dict[DeviceMesh, list[Candidate]]] = []
-        for each in lists:
+        for candidates in lists:
             table: dict[DeviceMesh, list[Candidate]] = {}
-            for choice in each:
-                table.setdefault(choice.assignment.mesh, []).append(choice)
+            for candidate in candidates:
+                table.setdefault(candidate.assignment.mesh, []).append(candidate)
             self.on_mesh.append(table)
         self.levels = [level for level in problem.levels if len(level) > 1]
         cluster = problem.space.cluster
@@ -144,17 +146,17 @@ class _Climb:
         return self.seen[key][0]
 
     def run(self, starts: Sequence[State]) -> None:
-        fastest = tuple(each[0] for each in self.lists)
-        smallest = tuple(min(each, key=lambda c: c.cost.static + c.cost.transient) for each in self.lists)
+        fastest = tuple(candidates[0] for candidates in self.lists)
+        smallest = tuple(min(candidates, key=lambda c: c.cost.static + c.cost.transient) for candidates in self.lists)
         beginnings = [*starts, fastest, smallest]
-        beginnings += [tuple(self.draw.choice(each) for each in self.lists) for _ in range(RESTARTS)]
+        beginnings += [tuple(map(self.draw.choice, self.lists)) for _ in range(RESTARTS)]
         ends = [self.descend(state) for state in beginnings if not self.over or not self.seen]
         state = min(ends, key=self.weigh)
         while not self.over:
             state = self.descend(self.wander(state))
 
     def descend(self, state: State) -> State:
-        """Better by one call, or by several put side by side, until nothing helps."""
+        """Applies moves that lower the weight until none does."""
         now = self.weigh(state)
         moved = True
         while moved and not self._late:
@@ -168,7 +170,8 @@ class _Climb:
         return state
 
     def wander(self, state: State, steps: int = 60) -> State:
-        """Metropolis moves: worse by a share x of the best is taken with probability exp(-x / 0.05)."""
+        """Metropolis moves: a state that is worse by a share x of the best weight is accepted with probability
+        exp(-x / 0.05)."""
         now = self.weigh(state)
         for _ in range(steps):
             if self._late:
@@ -184,18 +187,19 @@ class _Climb:
         return self.looks >= LOOKS or time.perf_counter() >= self.deadline
 
     def _one(self, state: State) -> Sequence[State]:
-        """One call changed: all of its choices, or of very many a draw."""
-        found = []
+        """States with another candidate for one call; of many candidates a sample."""
+        states = []
         for at in self.draw.sample(range(len(state)), len(state)):
-            each = self.lists[at]
-            drawn = each if len(each) <= 48 else [*each[:16], *self.draw.sample(list(each), 32)]
-            found += [(*state[:at], choice, *state[at + 1 :]) for choice in drawn if choice is not state[at]]
-        return found
+            candidates = self.lists[at]
+            if len(candidates) > 48:
+                candidates = [*candidates[:16], *self.draw.sample(list(candidates), 32)]
+            states += [(*state[:at], new, *state[at + 1 :]) for new in candidates if new is not state[at]]
+        return states
 
     def _level(self, state: State) -> Sequence[State]:
-        """All calls that wait for the same ones put side by side on parts that fill the cluster, or each on all of it:
-        with their fastest choices there, or with the fastest for which the others leave memory."""
-        found = []
+        """States in which the calls of one level of the graph run side by side on parts of the cluster, or each on all
+        of it: with their fastest candidates, or with the fastest that fit in memory together."""
+        states = []
         for level in self.levels:
             for meshes in self.parts[len(level)]:
                 tables = [self.on_mesh[at].get(mesh, []) for at, mesh in zip(level, meshes, strict=True)]
@@ -204,36 +208,36 @@ class _Climb:
                 placed = list(state)
                 for at, table in zip(level, tables, strict=True):
                     placed[at] = table[0]
-                found.append(tuple(placed))
+                states.append(tuple(placed))
                 for at, table in zip(level, tables, strict=True):
                     placed[at] = self._fastest_that_fits(placed, at, table)
-                found.append(tuple(placed))
-        return found
+                states.append(tuple(placed))
+        return states
 
-    def _fastest_that_fits(self, state: list[Candidate], at: int, choices: Sequence[Candidate]) -> Candidate:
-        """Of a call; the one that holds least where none does."""
+    def _fastest_that_fits(self, state: list[Candidate], at: int, candidates: Sequence[Candidate]) -> Candidate:
+        """The first candidate of a call that fits in memory; where none does, the one that holds least."""
         limit = self.problem.space.pricing.memory
-        for choice in choices:
-            tried = (*state[:at], choice, *state[at + 1 :])
-            if limit is None or self.problem.memory(tried, set())[0] <= limit:
-                return choice
-        return min(choices, key=lambda c: c.cost.static)
+        for candidate in candidates:
+            changed = (*state[:at], candidate, *state[at + 1 :])
+            if limit is None or self.problem.memory(changed, set())[0] <= limit:
+                return candidate
+        return min(candidates, key=lambda c: c.cost.static)
 
     def _pair(self, state: State) -> Sequence[State]:
-        """Two calls put on two disjoint meshes that fill what either had, or the cluster."""
-        found = []
+        """States in which two calls run on two disjoint meshes."""
+        states = []
         pairs = list(itertools.combinations(range(len(state)), 2))
         for one, other in self.draw.sample(pairs, min(6, len(pairs))):
             meshes = [mesh for mesh in self.on_mesh[one] if mesh.size < self.problem.space.cluster.size]
             for mesh in self.draw.sample(meshes, min(6, len(meshes))):
-                beside = [m for m in self.on_mesh[other] if not m.overlaps(mesh)]
-                if beside:
-                    fullest = max(beside, key=lambda m: m.size)
-                    for choice in self.on_mesh[other][fullest][:2]:
+                disjoint = [m for m in self.on_mesh[other] if not m.overlaps(mesh)]
+                if disjoint:
+                    largest = max(disjoint, key=lambda m: m.size)
+                    for candidate in self.on_mesh[other][largest][:2]:
                         changed = list(state)
-                        changed[one], changed[other] = self.on_mesh[one][mesh][0], choice
-                        found.append(tuple(changed))
-        return found
+                        changed[one], changed[other] = self.on_mesh[one][mesh][0], candidate
+                        states.append(tuple(changed))
+        return states
 
     def _random(self, state: State) -> State:
         if self.draw.random() < 0.3 and (pairs := self._pair(state)):

@@ -1,7 +1,7 @@
-"""When each device of a plan is at work on what, from how long every call takes by itself.
+"""Simulates the executor: when each device runs which call, from the seconds that each call takes alone.
 
-Pure, and the executor's twin: a device runs its calls in plan order, a call waits for its data, for its parameters and
-for its devices. How long a call takes is its caller's to say: measured, or estimated.
+A device runs its calls in plan order. A call waits for its data, for its parameters and for its devices. The seconds
+are the caller's, measured or estimated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .hardware import Sharing
 
 @dataclass(frozen=True)
 class Task:
-    """Something that keeps devices busy once per iteration: a call, or a reallocation.
+    """A call or a reallocation: it occupies devices once in each iteration.
 
     Args:
-        meshes: whose devices are all busy with it; a reallocation has two.
-        after: places of earlier tasks of the same iteration whose results it needs.
-        previous: the place of the task of the iteration before that it needs.
-        moves: parameters; in the first iteration they are where they are wanted.
+        meshes: meshes whose devices are occupied; a reallocation has two.
+        after: indices of earlier tasks of the same iteration whose results it needs.
+        previous: index of the task of the previous iteration whose result it needs.
+        moves: it is a reallocation; the first iteration needs none.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Task:
 
 
 def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float]) -> list[Task]:
-    """A plan's calls in its order, each after the reallocation that is for it, if that takes time.
+    """The tasks of a plan in its order; a reallocation that takes time stands before its call.
 
     Raises:
         KeyError: a call of the plan has no seconds.
@@ -48,7 +48,7 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
     edges = {edge.target: edge.source for edge in plan.reallocations}
     where: dict[str, int] = {}
     tasks: list[Task] = []
-    waiting: list[tuple[int, str]] = []  # places whose `previous` is the place of that call
+    waiting: list[tuple[int, str]] = []  # (index of a task, the call that is its `previous`)
     for name in plan.order:
         trained = plan.graph.train_call(plan.graph.call(name).role)
         after = [where[edge.producer] for edge in plan.graph.data_edges if edge.consumer == name]
@@ -56,7 +56,7 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
             meshes = (plan.mesh(edges[name]), plan.mesh(name))
             waiting.append((len(tasks), edges[name]))
             after.append(len(tasks))
-            # The executor moves parameters when it comes to the call, so its data are there first.
+            # The executor moves parameters when it reaches the call, after the call's data have arrived.
             data = tuple(after[:-1])
             tasks.append(Task(f"{edges[name]} -> {name}", meshes, moves[name], data, moves=True))
         where[name] = len(tasks)
@@ -75,18 +75,18 @@ def task_times(
     warm: bool = False,
     sharing: Sharing | None = None,
 ) -> list[list[tuple[float, float]]]:
-    """(start, end) of every task, by iteration. A task starts when what it needs and every earlier task that shares a
-    device with it are done.
+    """(start, end) of every task, for each iteration. A task starts when the tasks that it needs and all earlier tasks
+    that share a device with it have ended.
 
     Args:
-        barrier: an iteration begins when all of the one before is done, as the trainer's do.
+        barrier: an iteration starts when the previous one has ended, as the trainer's do.
         warm: the first iteration moves parameters too.
-        sharing: how devices slow each other down, where several share processors; a task's seconds are those that it
-            takes with no other task beside it.
+        sharing: how devices that share processors slow each other down; a task's seconds are those that it takes while
+            no other task runs.
     """
     n = len(tasks)
     shares = [[any(a.overlaps(b) for a in one.meshes for b in other.meshes) for other in tasks] for one in tasks]
-    needs: list[list[int]] = []  # by place in the unrolled list
+    needs: list[list[int]] = []  # of each task of all iterations in one list: the indices of those that it waits for
     skipped: set[int] = set()
     for step in range(iterations):
         for at, task in enumerate(tasks):
@@ -95,15 +95,15 @@ def task_times(
                 skipped.add(place)
                 needs.append([])
                 continue
-            own = [step * n + other for other in range(at) if shares[at][other] or other in task.after]
+            waits_for = [step * n + other for other in range(at) if shares[at][other] or other in task.after]
             if step:
                 before = (step - 1) * n
                 if barrier:
-                    own += range(before, before + n)
+                    waits_for += range(before, before + n)
                 else:
-                    own += [before + other for other in range(at, n) if shares[at][other]]
-                    own += [before + task.previous] if task.previous is not None else []
-            needs.append(own)
+                    waits_for += [before + other for other in range(at, n) if shares[at][other]]
+                    waits_for += [before + task.previous] if task.previous is not None else []
+            needs.append(waits_for)
     lasting = [0.0 if at in skipped else tasks[at % n].seconds for at in range(n * iterations)]
     sizes = [sum(mesh.size for mesh in task.meshes) for task in tasks]
     ends = _undisturbed_times(needs, lasting) if sharing is None else _shared_times(needs, lasting, sizes, sharing)
@@ -111,41 +111,41 @@ def task_times(
 
 
 def _undisturbed_times(needs: Sequence[Sequence[int]], lasting: Sequence[float]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for own, seconds in zip(needs, lasting, strict=True):
-        start = max([found[at][1] for at in own], default=0.0)
-        found.append((start, start + seconds))
-    return found
+    times: list[tuple[float, float]] = []
+    for waits_for, seconds in zip(needs, lasting, strict=True):
+        start = max([times[at][1] for at in waits_for], default=0.0)
+        times.append((start, start + seconds))
+    return times
 
 
 def _shared_times(
     needs: Sequence[Sequence[int]], lasting: Sequence[float], sizes: Sequence[int], sharing: Sharing
 ) -> list[tuple[float, float]]:
-    """Tasks that run at once slow each other down as their devices together do."""
+    """The times where tasks that run at the same time slow each other down."""
     n = len(sizes)
-    left, open_needs = list(lasting), [set(own) for own in needs]
-    begun: dict[int, float] = {}
-    found: list[tuple[float, float]] = [(0.0, 0.0)] * len(needs)
+    left, open_needs = list(lasting), [set(waits_for) for waits_for in needs]
+    running: dict[int, float] = {}  # index of a task -> its start
+    times: list[tuple[float, float]] = [(0.0, 0.0)] * len(needs)
     waiting, now = list(range(len(needs))), 0.0
     slowdown = cache(sharing.slowdown)
-    while waiting or begun:
+    while waiting or running:
         for at in [at for at in waiting if not open_needs[at]]:
             waiting.remove(at)
-            begun[at] = now
-        crowd = slowdown(sum(sizes[at % n] for at in begun))
-        rates = {at: min(1.0, slowdown(sizes[at % n]) / crowd) for at in begun}
+            running[at] = now
+        together = slowdown(sum(sizes[at % n] for at in running))
+        rates = {at: min(1.0, slowdown(sizes[at % n]) / together) for at in running}
         step = min(left[at] / rate for at, rate in rates.items())
         now += step
         done = []
-        for at in begun:
+        for at in running:
             left[at] -= step * rates[at]
             if left[at] <= 1e-12:
                 done.append(at)
         for at in done:
-            found[at] = (begun.pop(at), now)
+            times[at] = (running.pop(at), now)
         for at in waiting:
             open_needs[at].difference_update(done)
-    return found
+    return times
 
 
 def simulate(
@@ -157,15 +157,14 @@ def simulate(
     barrier: bool = False,
     sharing: Sharing | None = None,
 ) -> Timeline:
-    """The timeline of some iterations from a standing start.
+    """The timeline of the first iterations of a run.
 
-    A reallocation keeps the devices of both its ends busy, just before the call that it is for; parameters that have
-    not been trained yet are where they are wanted. A training waits for the last one of its role, a role's other calls
-    for the training of the iteration before.
+    A reallocation occupies the devices of both meshes, just before its call; the first iteration has none. The training
+    of a role waits for the role's previous training, and so do the role's other calls in the next iteration.
 
     Args:
         seconds: of each call on its mesh.
-        reallocations: seconds to move parameters, by the call that gets them; of those that `plan.reallocations` names.
+        reallocations: seconds of each reallocation of `plan.reallocations`, by the call that receives the parameters.
         iterations: how many.
         barrier, sharing: as `task_times`'.
 
@@ -191,14 +190,14 @@ def iteration_seconds(
     barrier: bool = False,
     sharing: Sharing | None = None,
 ) -> float:
-    """Of one iteration in the long run: of the last of eight."""
+    """Seconds of an iteration after the first ones: of the last of eight."""
     return steady_seconds(tasks_of(plan, seconds, reallocations), barrier=barrier, sharing=sharing)
 
 
 def steady_seconds(
     tasks: Sequence[Task], *, barrier: bool = False, sharing: Sharing | None = None, iterations: int = 8
 ) -> float:
-    """Seconds of an iteration in the long run."""
+    """Seconds of the last of `iterations` iterations; under a barrier, of one."""
     if barrier:
         return max(end for _, end in task_times(tasks, warm=True, sharing=sharing)[0])
     times = task_times(tasks, iterations=iterations, sharing=sharing)

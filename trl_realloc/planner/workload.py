@@ -143,10 +143,10 @@ def _merged(phases: Sequence[tuple[int, int, float]], most: int = 48) -> tuple[t
     """Neighbours joined until there are at most so many."""
     if len(phases) <= most:
         return tuple(phases)
-    each = -(-len(phases) // most)
+    width = -(-len(phases) // most)
     joined = []
-    for at in range(0, len(phases), each):
-        part = phases[at : at + each]
+    for at in range(0, len(phases), width):
+        part = phases[at : at + width]
         steps = sum(one[0] for one in part)
         batch = sum(one[0] * one[1] for one in part) / steps
         cached = sum(one[0] * one[1] * one[2] for one in part) / (steps * batch)

@@ -1,4 +1,4 @@
-"""A machine by itself: what a device is in words, how devices disturb each other, what messages between them take."""
+"""Measures a machine: the name of a device, how devices slow each other down, copies, messages and all-reduces."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..planner.profile import Observation
 
 
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 24)  # bytes of a message
-WORK_S = 0.1  # of arithmetic, to see whether others disturb it
+WORK_S = 0.1  # seconds of arithmetic in one measurement of shared processors
 REPEATS = 5
-LINK_S = 1.0  # a message that takes longer is sent twice and not REPEATS times
+LINK_S = 1.0  # a message that takes longer is sent twice instead of REPEATS times
 
 
 def hardware(device: torch.device) -> str:
-    """A device in words; two that read alike are taken for alike."""
+    """The name of a device's hardware. Devices with the same name are taken to be equally fast."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -41,63 +41,64 @@ def hardware(device: torch.device) -> str:
 def sharing(
     make: Callable[[], Callable[[], None]], cluster: Cluster, rank: int, device: torch.device
 ) -> Sharing | None:
-    """How the devices of a node slow each other down that compute at once: on CPUs, where they share cores and the way
-    to memory. `None` where each has its own. All ranks call this together.
+    """How the devices of a node slow each other down when they compute at the same time, as CPU ranks do that share
+    cores and memory bandwidth. `None` where each device has its own. All ranks call this together.
 
     Args:
-        make: makes some arithmetic like the job's.
+        make: makes a function that computes something like the job does.
     """
     per_node = cluster.devices_per_node
     if device.type == "cuda" or per_node == 1:
         return None
     work = make()
     counts = [1, *(n for n in (1 << at for at in range(1, per_node.bit_length())) if n < per_node), per_node]
-    times = _largest(max(1, round(WORK_S / max(1e-4, min(_taken(work) for _ in range(2))))))
+    repeats = int(_largest(max(1, round(WORK_S / max(1e-4, min(_timed(work) for _ in range(2)))))))
     best = dict.fromkeys(counts, math.inf)
     for _ in range(REPEATS):
         for count in counts:
             dist.barrier()
-            own = 0.0
+            seconds = 0.0
             if rank % per_node < count:
-                own = _taken(lambda: [work() for _ in range(int(times))])
-            best[count] = min(best[count], _largest(own))
+                seconds = _timed(lambda: [work() for _ in range(repeats)])
+            best[count] = min(best[count], _largest(seconds))
     slower = tuple((count, max(1.0, best[count] / best[1])) for count in counts[1:])
     return Sharing(slower)
 
 
 def copies(device: torch.device) -> list[Observation]:
-    """What parameters take from host memory to the device; on a CPU, from one place to another."""
-    found = []
+    """Times of copies from host memory to the device; on a CPU, within host memory."""
+    observations = []
     for size in SIZES:
         host = torch.zeros(size, dtype=torch.uint8)
         host = host.pin_memory() if device.type == "cuda" else host
-        place = torch.zeros(size, dtype=torch.uint8, device=device)
-        taken = [_taken(partial(place.copy_, host), device) for _ in range(REPEATS + 1)]
-        found.append(Observation("copy", "", statistics.median(taken[1:]), 1, bytes=float(size)))
-    return found
+        target = torch.zeros(size, dtype=torch.uint8, device=device)
+        times = [_timed(partial(target.copy_, host), device) for _ in range(REPEATS + 1)]
+        observations.append(Observation("copy", "", statistics.median(times[1:]), 1, bytes=float(size)))
+    return observations
 
 
 def links(cluster: Cluster, device: torch.device) -> list[Observation]:
-    """What messages and all-reduces of several sizes take: inside a node, and between nodes where there are several.
-    All ranks call this together."""
+    """Times of messages and all-reduces of several sizes: inside a node, and between nodes where there are several. All
+    ranks call this together."""
     rank, per_node = dist.get_rank() if dist.is_initialized() else 0, cluster.devices_per_node
-    found: list[Observation] = []
+    observations: list[Observation] = []
     if per_node > 1:
         node = rank // per_node
         groups = [dist.new_group(list(range(at * per_node, (at + 1) * per_node))) for at in range(cluster.nodes)]
         peer = rank - rank % per_node + (rank % per_node ^ 1)
-        found += _link(groups[node], per_node, rank, peer if peer < (node + 1) * per_node else None, device, far=False)
+        peer_in_node = peer if peer < (node + 1) * per_node else None
+        observations += _link(groups[node], per_node, rank, peer_in_node, device, far=False)
     if cluster.nodes > 1:
-        node = rank // per_node ^ 1  # nodes in pairs, each device with its like
+        node = rank // per_node ^ 1  # pairs of nodes; a device's peer has the same place in the other node
         peer = node * per_node + rank % per_node
-        found += _link(None, cluster.size, rank, peer if node < cluster.nodes else None, device, far=True)
-    return found
+        observations += _link(None, cluster.size, rank, peer if node < cluster.nodes else None, device, far=True)
+    return observations
 
 
 def _link(
     group: dist.ProcessGroup | None, devices: int, rank: int, peer: int | None, device: torch.device, *, far: bool
 ) -> list[Observation]:
-    found = []
+    observations = []
     for size in SIZES:
         payload = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -109,28 +110,29 @@ def _link(
                 (dist.send if rank < peer else dist.recv)(payload, peer)
 
         for work, act in (("all_reduce", reduce), ("send", send)):
-            taken: list[float] = []
-            while len(taken) <= REPEATS:
+            times: list[float] = []
+            while len(times) <= REPEATS:
                 dist.barrier()
-                # until the receiver has it, for the sender is done when the system has buffered it
-                taken.append(_largest(_taken(act, device), device))
-                if len(taken) > 1 and sum(taken) > LINK_S:
+                # the receiver's time counts: a sender is done as soon as the system has buffered the message
+                times.append(_largest(_timed(act, device), device))
+                if len(times) > 1 and sum(times) > LINK_S:
                     break
-            seconds = statistics.median(taken[1:])  # the first makes connections
-            found.append(Observation(work, "", seconds, devices, bytes=float(size), far=far))
-    return found
+            seconds = statistics.median(times[1:])  # the first makes connections
+            observations.append(Observation(work, "", seconds, devices, bytes=float(size), far=far))
+    return observations
 
 
-def _taken(act: Callable[[], object], device: torch.device | None = None) -> float:
-    begun = time.perf_counter()
+def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
+    """Seconds that `act` takes, on a GPU until the device has finished."""
+    start = time.perf_counter()
     act()
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def _largest(value: float, device: torch.device | None = None) -> float:
-    """Of all ranks."""
-    word = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(word, op=dist.ReduceOp.MAX)
-    return float(word)
+    """The largest value of all ranks."""
+    largest = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

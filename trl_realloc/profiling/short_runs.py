@@ -1,7 +1,7 @@
-"""Short, ordinary runs of the executor: which plans, with how many samples of which length, and what each took.
+"""Short runs of the executor, which measure what the calls of a job take.
 
-Random weights of the models' shapes, random prompts of the data's mean length; nothing of the job is touched. What is
-made of the observations is `planner.profile`'s business.
+The models have random weights, the prompts random tokens and the data's mean length; the job's own models and data are
+not used. `planner.measured_rates` fits unit costs to the observations.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .job import Job
 from .job_models import POLICIES
 
 
-EPISODES = 64  # of a device in the largest of the runs
-RESPONSE = 128  # tokens, likewise
+EPISODES = 64  # most samples of a device in a run
+RESPONSE = 128  # most tokens of a response in a run
 
 
 class Runs:
-    """The short runs: which plans, with how many samples of which length, and what is learned from their timelines."""
+    """The plans, sample counts and lengths of the short runs, and their observations."""
 
     def __init__(self, job: Job) -> None:
         self.models, self.cluster, self.rank, self.engine = job.models, job.cluster, job.rank, job.engine
@@ -62,15 +62,16 @@ class Runs:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(episodes, response tokens) of the runs, each twice after one that warms up: of equal ones the faster
-        counts."""
+        """(episodes, response tokens) of the runs. The first one warms up; the others run twice, and the faster run of
+        each size is used."""
         n, r = self.episodes, self.response
         half, short = max(self.cluster.size, n // 2), max(1, r // 4)
         return [(n, r), *2 * [(n, r), (half, r), (n, short), (n, max(1, r // 2)), (half, short)]]
 
     def plans(self, thorough: bool = False) -> Iterator[ExecutionPlan]:
-        """Every call on all devices; then scoring and training under each tensor degree that all models can take, and
-        in pipelines of two stages; where `thorough`, generation under each tensor degree."""
+        """Plans with every call on all devices: without splits; with scoring and training under each tensor degree that
+        all models support, and in pipelines of two stages; and, where `thorough`, with generation under each tensor
+        degree."""
         yield flatten(self.cluster, generation_engine=self.engine)
         per_node = self.cluster.devices_per_node
         tensor = [1 << at for at in range(1, per_node.bit_length()) if per_node % (1 << at) == 0]
@@ -109,41 +110,45 @@ class Runs:
         return ExecutionPlan(self.cluster, assignments, graph, f"tp {tp} pp {pp}")
 
     def observe(self, plan: ExecutionPlan, samples: Rollouts | None) -> tuple[list[Observation], Rollouts | None]:
-        """Run a plan a few times; with `samples`, its scoring and training alone, on those, or where generation is
-        split its generation."""
-        found: list[Observation] = []
+        """Runs a plan a few times. Returns its observations, and samples for later plans.
+
+        Args:
+            samples: of an earlier plan. Scoring and training run on them; generation runs only where the plan splits
+            it.
+        """
+        observations: list[Observation] = []
         splits_generation = plan["actor.generate"].strategy.tp > 1
-        known = samples is not None and not splits_generation
+        reuses_samples = samples is not None and not splits_generation
         options = self.options.for_plan(plan, self.slots)
         placement = Placement(plan, self.rank, self._roles(), options)
         try:
             placement.start()
             executor = make_executor(placement, self._algorithm(), self._rules())
             rates = dict.fromkeys(Role, 0.0)
-            some = max(self.cluster.size, self.episodes // 2)
-            sizes = [(n, 0) for n in (self.episodes, *2 * (self.episodes, some))] if known else self.sizes
+            half = max(self.cluster.size, self.episodes // 2)
+            sizes = [(n, 0) for n in (self.episodes, *2 * (self.episodes, half))] if reuses_samples else self.sizes
             for at, (episodes, response) in enumerate(sizes):
                 batch = self._prompts(episodes)
-                begun = time.perf_counter()
-                if known:
+                start = time.perf_counter()
+                if reuses_samples:
                     assert samples is not None, "the first plan generates them"
                     of_call = {"actor.generate": samples.select(list(range(episodes)))}
                     iteration = executor.run(batch, at, rates, known=of_call)
                 else:
                     iteration = executor.run(batch, at, rates, sampling=Sampling(response, 1.0))
                 if at:
-                    found += self._observations(plan, iteration, time.perf_counter() - begun)
-            made = iteration.samples if samples is None else samples
+                    observations += self._observations(plan, iteration, time.perf_counter() - start)
+            generated = iteration.samples if samples is None else samples
             executor.exchange.flush()
-            if dist.is_initialized():  # a group that one rank lets go is closed for those that still read from it
+            if dist.is_initialized():  # a rank that destroys its groups closes them for ranks that still read
                 dist.barrier()
         finally:
             placement.close()
-        if samples is None:  # the largest, for the runs that generate nothing
-            made = made.only(("index", "responses", "logprobs", "has_eos"))
-            made = Rollouts.cat([made, made.plus(index=made.tensor("index") + len(made))])
-            made = made.select(list(range(self.episodes)))
-        return found, made
+        if samples is None:  # as many as the largest run has, for the plans that do not generate
+            generated = generated.only(("index", "responses", "logprobs", "has_eos"))
+            twice = [generated, generated.plus(index=generated.tensor("index") + len(generated))]
+            generated = Rollouts.cat(twice).select(list(range(self.episodes)))
+        return observations, generated
 
     def _observations(self, plan: ExecutionPlan, iteration: Iteration, whole: float) -> Iterator[Observation]:
         samples = iteration.samples
@@ -155,9 +160,9 @@ class Runs:
                 continue
             strategy, kind = plan[name].strategy, plan.graph.call(name).kind
             if plan["actor.generate"].strategy.tp > 1 and kind is not CallKind.GENERATE:
-                continue  # seen before
+                continue  # observed under an earlier plan
             specs = self.models.specs.get(name, ())
-            every = sum(spec.elements for spec in specs)
+            all_elements = sum(spec.elements for spec in specs)
             for spec in specs:
                 counts: dict[str, float]
                 if kind is CallKind.GENERATE:
@@ -174,7 +179,7 @@ class Runs:
                     if strategy.pp > 1:
                         budget = self.options.budget(trains=kind is CallKind.TRAIN)
                         counts["micro"] = float(max(strategy.pp, math.ceil(counts["tokens"] / budget)))
-                share = seconds * spec.elements / every
+                share = seconds * spec.elements / all_elements
                 measured: dict[str, Any] = {"layers": spec.layers, "elements": float(spec.elements), **counts}
                 yield Observation(
                     str(kind), model_key(spec), share, plan.cluster.size, strategy.tp, strategy.pp, **measured
@@ -183,7 +188,7 @@ class Runs:
             yield Observation("iteration", "", max(1e-6, whole - sum(busy.values())), plan.cluster.size)
 
     def arithmetic(self) -> Callable[[], None]:
-        """A forward and a backward of the actor."""
+        """Makes a function that runs a forward and a backward of the actor."""
         model = self._model(self.models.configs[Role.ACTOR][0], is_policy=True)
         tokens = torch.zeros((4, min(256, self.options.context_length)), dtype=torch.long)
 
@@ -194,23 +199,24 @@ class Runs:
         return work
 
     def activations(self) -> list[Observation]:
-        """What forwards of two lengths keep for their backwards, by the trained roles; counted, so it takes no GPU."""
-        found = []
+        """Bytes that forwards of two lengths save for their backwards, for each trained role. They are counted from the
+        saved tensors, which needs no memory statistics of a GPU."""
+        observations = []
         for role in (Role.ACTOR, Role.CRITIC):
             spec = self.models.specs[f"{role}.train"][0]
             model = self._model(self.models.configs[role][0], is_policy=role in POLICIES).to(self.options.device)
             backbone = getattr(model, "base_model", model)
             for length in (max(2, self.prompt // 2), self.prompt + self.response):
-                kept = _kept(backbone, length, self.options)
+                kept = _saved_bytes(backbone, length, self.options)
                 counts: dict[str, Any] = {"tokens": float(length), "squared": float(length**2), "bytes": kept}
-                found.append(
+                observations.append(
                     Observation(
                         "activations", model_key(spec), 0.0, 1, layers=spec.layers, elements=spec.elements, **counts
                     )
                 )
-        return found
+        return observations
 
-    # --- what is run ------------------------------------------------------------------------------------------------
+    # --- models, prompts and settings of the runs -------------------------------------------------------------------
 
     def _roles(self) -> Roles:
         configs = self.models.configs
@@ -252,7 +258,7 @@ class Runs:
         return CallSettings(sampling, 0, None, self.models.processing_class, functions, weights)
 
     def _algorithm(self) -> Algorithm:
-        """One optimizer step of an iteration, whatever the job's number of mini-batches and epochs."""
+        """PPO with one optimizer step in an iteration, so that a training is measured once."""
         return PPO(PPOSettings(self.response, num_ppo_epochs=1, num_mini_batches=1))
 
     def _prompts(self, episodes: int) -> PromptBatch:
@@ -266,15 +272,16 @@ def _nothing(completions: Sequence[Any]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _kept(model: torch.nn.Module, length: int, options: EngineOptions) -> float:
-    """Bytes of the tensors that one sample's forward saves for its backward, parameters apart."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+def _saved_bytes(model: torch.nn.Module, length: int, options: EngineOptions) -> float:
+    """Bytes of the tensors that a forward of one sample of `length` tokens saves for its backward; without
+    parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     tokens = torch.zeros((1, length), dtype=torch.long, device=options.device)
@@ -282,6 +289,6 @@ def _kept(model: torch.nn.Module, length: int, options: EngineOptions) -> float:
     if options.compute_dtype is not None:
         mixed = torch.autocast(options.device.type, dtype=options.compute_dtype)
     with mixed, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = model(input_ids=tokens, use_cache=False)  # while it lives, no storage is used twice
-    del out
-    return float(sum(kept.values()))
+        output = model(input_ids=tokens, use_cache=False)  # as long as it is referenced, no storage is used again
+    del output
+    return float(sum(saved.values()))
