@@ -48,8 +48,8 @@ def _integral(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value  # such as 1e4
 
 
-def _among(words: tuple[str, ...], value: str) -> str:
-    if value not in words:
+def _among(choices: tuple[str, ...], value: str) -> str:
+    if value not in choices:
         raise ValueError("none of them")
     return value
 
@@ -80,8 +80,10 @@ def _number(
     return _setting(float, [Strict(), AllowInfNan(False), *bounds, BeforeValidator(_plain)], wanted, optional)
 
 
-def _one_of(*words: str, optional: bool = False) -> Setting:
-    return _setting(str, [Strict(), AfterValidator(partial(_among, words))], " or ".join(map(repr, words)), optional)
+def _one_of(*choices: str, optional: bool = False) -> Setting:
+    return _setting(
+        str, [Strict(), AfterValidator(partial(_among, choices))], " or ".join(map(repr, choices)), optional
+    )
 
 
 SETTINGS: Mapping[str, Setting] = {
