@@ -14,7 +14,7 @@ from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels
-from trl_realloc.trainer.job import compute_dtype, deepspeed_config, make_job
+from trl_realloc.trainer.job import compute_dtype, launched_deepspeed_config, make_job
 
 
 def config(folder: Path, **values: Any) -> PPOConfig:
@@ -65,7 +65,7 @@ def test_a_deepspeed_config_says_what_is_computed_in_before_all_else(tmp_path: P
     args = config(tmp_path)
     args.deepspeed_plugin = type("Plugin", (), {"deepspeed_config": {"bf16": {"enabled": True}}})()
     assert compute_dtype(args) is torch.bfloat16
-    assert deepspeed_config(args) == {"bf16": {"enabled": True}} == job(args).options.deepspeed
+    assert launched_deepspeed_config(args) == {"bf16": {"enabled": True}} == job(args).options.deepspeed
 
 
 def test_short_runs_have_the_timeouts_and_buckets_of_the_run(tmp_path: Path) -> None:

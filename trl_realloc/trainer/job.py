@@ -78,7 +78,7 @@ def engine_options(
         max_grad_norm=args.max_grad_norm or 0.0,
         gradient_checkpointing=recomputes(args),
         gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        deepspeed=deepspeed_config(args),
+        deepspeed=launched_deepspeed_config(args),
         seed=args.seed,
         bucket_bytes=(plugin.bucket_mb or 0) << 20,
         transfer_timeout_s=plugin.transfer_timeout or float(args.ddp_timeout),
@@ -102,14 +102,14 @@ def compute_dtype(args: PPOConfig) -> torch.dtype | None:
     DeepSpeed config comes before both.
     """
     name = args.mixed_precision
-    config = deepspeed_config(args)
+    config = launched_deepspeed_config(args)
     if config is not None:
         enabled = (kind for kind in ("fp16", "bf16") if config.get(kind, {}).get("enabled", False))
         name = next(enabled, "no")
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
 
 
-def deepspeed_config(args: PPOConfig) -> Mapping[str, Any] | None:
+def launched_deepspeed_config(args: PPOConfig) -> Mapping[str, Any] | None:
     """The DeepSpeed config that the job was launched with, if any."""
     plugin = args.deepspeed_plugin
     return None if plugin is None else plugin.deepspeed_config
