@@ -22,7 +22,7 @@ from trl_realloc.cli.recipe import parse_recipe
 from trl_realloc.trainer.checkpoint import CheckpointError, SaveError
 from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in
 from trl_realloc.trainer.checkpoint.problems import Problems
-from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_wanted
+from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_resume_setting
 from trl_realloc.trainer.checkpoint.saving import save_checkpoint, surplus
 from trl_realloc.trainer.ppo_config import ConfigError
 
@@ -163,15 +163,15 @@ def test_without_a_whole_checkpoint_resuming_is_refused_and_auto_begins_only_whe
 
 
 def test_resume_from_checkpoint_is_read_from_recipes_and_command_lines(tmp_path: Path) -> None:
-    assert [read_wanted(word) for word in ("auto", "True", "true", "False", None, False, True)] == [
+    assert [read_resume_setting(word) for word in ("auto", "True", "true", "False", None, False, True)] == [
         "auto", True, True, None, None, None, True,
     ]  # fmt: skip
-    assert read_wanted("runs/checkpoint-3") == "runs/checkpoint-3"
+    assert read_resume_setting("runs/checkpoint-3") == "runs/checkpoint-3"
     for word in ("auto", "true", "runs/checkpoint-3"):
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(f"output_dir: {tmp_path}\nbf16: false\nuse_cpu: true\nresume_from_checkpoint: {word}\n")
         (args,) = parse_recipe([PPOConfig], ["--config", str(recipe)])
-        assert read_wanted(args.resume_from_checkpoint) == read_wanted(word)
+        assert read_resume_setting(args.resume_from_checkpoint) == read_resume_setting(word)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -20,6 +20,6 @@ def test_of_a_long_run_the_spans_of_the_latest_updates_are_kept() -> None:
         metrics = RunMetrics(spans=most)
         for step in range(20):
             spans = tuple(Span("actor.generate", rank, step, step + 1.0, step) for rank in range(3))
-            metrics.note(["actor.generate"], Iteration(samples, {}, spans), 1.0)
+            metrics.add(["actor.generate"], Iteration(samples, {}, spans), 1.0)
         assert sorted({span.step for span in metrics.timeline.spans}) == kept
         assert len(metrics.timeline.spans) == 3 * len(kept)

@@ -1,6 +1,6 @@
-"""Prompts: from a user's dataset (tokenised, text or conversations) to token ids with the columns beside them.
+"""Prompts: reads, tokenizes and checks a user's dataset (token ids, text or conversations), and makes batches of it.
 
-Everything that can be wrong with the data is found here, before a model is loaded.
+The data is checked before a model is loaded. Which datasets a run has is in `trainer.prompt_data`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from .rollout import Ragged, Rollouts
 
 
 class DataError(ValueError):
-    """A dataset that PPO cannot train on. The message names the rows and what to do."""
+    """A dataset that cannot be trained on. The message names the rows and what to do."""
 
 
 def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: int | None = None) -> Dataset:
-    """A dataset with `input_ids` (lists without padding) and all its other columns, `prompt` among them where it had
-    one.
+    """Add the column `input_ids` (lists of token ids without padding) to a dataset, unless it has one.
 
     Args:
         dataset: with `input_ids`, or with `prompt`: text, or a conversation (a list of messages), to which the
             tokenizer's chat template is applied with a generation prompt.
-        what: `train_dataset` or `eval_dataset`, for messages.
+        what: the name of the dataset in messages, `train_dataset` or `eval_dataset`.
 
     Raises:
-        DataError: no rows, or neither column.
+        DataError: the dataset has no rows, or neither column.
     """
     dataset = as_dataset(dataset, what)
     columns = dataset.column_names
@@ -60,7 +59,7 @@ def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: i
             ids = processing_class(text=list(prompts))["input_ids"]
         return {"input_ids": ids}
 
-    # one process of a host tokenizes, and the others read its cache; a dataset in memory has none
+    # one process of a host tokenizes and the others read its cache; a dataset in memory has no cache
     cached = bool(getattr(dataset, "cache_files", None))
     with PartialState().local_main_process_first() if cached else contextlib.nullcontext():
         return dataset.map(  # type: ignore[no-any-return]
@@ -68,82 +67,90 @@ def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: i
         )
 
 
-def as_dataset(given: Any, what: str) -> Dataset:
-    """A dataset of prompts as a `Dataset`: as it is, or of a list of rows, or of any sequence of rows.
+def as_dataset(dataset: Any, what: str) -> Dataset:
+    """A dataset of prompts as a `Dataset`.
+
+    Args:
+        dataset: a `Dataset`, which is returned unchanged, or any sequence of rows.
 
     Raises:
-        DataError: a stream, several splits, or what holds no rows.
+        DataError: a stream, a dataset with several splits, or an object without rows.
     """
-    if not isinstance(given, Dataset):
-        given = _converted(given, what)
-    if len(given) == 0:
+    if not isinstance(dataset, Dataset):
+        dataset = _converted(dataset, what)
+    if len(dataset) == 0:
         raise DataError(f"{what} is empty; PPO needs prompts to respond to.")
-    for column in ("input_ids",) if "input_ids" in given.column_names else ("prompt",):
-        if column in given.column_names:
-            _check_column(given, column, what)
-    return given
+    for column in ("input_ids",) if "input_ids" in dataset.column_names else ("prompt",):
+        if column in dataset.column_names:
+            _check_column(dataset, column, what)
+    return dataset
 
 
-def _converted(given: Any, what: str) -> Dataset:
-    if given is None:
+def _converted(dataset: Any, what: str) -> Dataset:
+    if dataset is None:
         raise DataError(f"`{what}` is required: the prompts to respond to.")
-    if isinstance(given, DatasetDict | IterableDatasetDict):
-        splits = ", ".join(map(repr, given))
-        raise DataError(f"{what} has the splits {splits}; pass one of them, like dataset[{next(iter(given), '')!r}].")
-    if isinstance(given, IterableDataset | torch.utils.data.IterableDataset):
+    if isinstance(dataset, DatasetDict | IterableDatasetDict):
+        splits = ", ".join(map(repr, dataset))
+        raise DataError(f"{what} has the splits {splits}; pass one of them, like dataset[{next(iter(dataset), '')!r}].")
+    if isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset):
         raise DataError(
-            f"{what} is a stream ({type(given).__name__}), whose number of rows is not known; take as many as the run "
-            f"needs, like Dataset.from_list(list(dataset.take(10_000)))."
+            f"{what} is a stream ({type(dataset).__name__}), whose number of rows is not known; take as many as the "
+            f"run needs, like Dataset.from_list(list(dataset.take(10_000)))."
         )
-    if isinstance(given, Mapping):
+    if isinstance(dataset, Mapping):
         raise DataError(f"{what} is a mapping; make a dataset of its columns with Dataset.from_dict(…).")
-    if isinstance(given, str | bytes | os.PathLike):
+    if isinstance(dataset, str | bytes | os.PathLike):
         raise DataError(
-            f"{what} must be a Dataset, not the name {shown(given)}; load it with datasets.load_dataset(…)."
+            f"{what} must be a Dataset, not the name {shown(dataset)}; load it with datasets.load_dataset(…)."
         )
     try:
-        rows = [given[at] for at in range(len(given))]
+        rows = [dataset[row] for row in range(len(dataset))]
     except (TypeError, KeyError, IndexError):
-        raise DataError(f"{what} must be a datasets.Dataset or a list of rows, not {shown(given)}.") from None
+        raise DataError(f"{what} must be a datasets.Dataset or a list of rows, not {shown(dataset)}.") from None
     if not all(isinstance(row, Mapping) for row in rows):
         raise DataError(f"{what}: its rows must be dicts like {{'prompt': …}}, not like {shown(rows[0])}.")
     try:
         return Dataset.from_list([dict(row) for row in rows])
-    except (TypeError, ValueError) as error:  # pyarrow's are of these kinds
+    except (TypeError, ValueError) as error:  # pyarrow's errors are of these types
         raise DataError(f"{what}: its rows are not all alike ({str(error).splitlines()[0]}).") from None
 
 
 def _check_column(dataset: Dataset, column: str, what: str) -> None:
-    """Raises `DataError` where the prompts are neither text nor conversations, or `input_ids` no token ids."""
+    """Raises `DataError` if prompts are neither text nor conversations, or `input_ids` are not token ids."""
     kind = dataset.features[column]
     item = getattr(kind, "feature", kind[0] if isinstance(kind, list) and kind else None)
     if column == "input_ids":
-        right, wanted = _is_value(item, "int"), "lists of token ids"
+        valid, expected = _is_value(item, "int"), "lists of token ids"
     else:
         conversation = isinstance(item, Mapping) and {"role", "content"} <= set(item)
-        right, wanted = _is_value(kind, "string") or conversation, "text, or conversations (lists of role and content)"
-    if not right:
-        raise DataError(f"{what}: the column {column!r} must hold {wanted}, and holds {_named(kind)}.")
+        valid, expected = (
+            _is_value(kind, "string") or conversation,
+            "text, or conversations (lists of role and content)",
+        )
+    if not valid:
+        raise DataError(f"{what}: the column {column!r} must hold {expected}, and holds {_type_name(kind)}.")
     cells = dataset.data.column(column)
     absent = cells.null_count or (column == "input_ids" and pc.list_flatten(cells).null_count)
     if absent or (item is not None and pc.min(pc.list_value_length(cells)).as_py() == 0 and column == "prompt"):
-        rows = [at for at, cell in enumerate(dataset.with_format(None)[column]) if _lacks(cell)]
+        rows = [row for row, cell in enumerate(dataset.with_format(None)[column]) if _is_empty(cell)]
         if rows:
             raise DataError(
                 f"{what}: {_rows(rows)} no {column!r}, an empty one, or one with None in it; filter {_them(rows)} out."
             )
 
 
-def _lacks(cell: Any) -> bool:
+def _is_empty(cell: Any) -> bool:
+    """Whether a prompt is missing, is an empty list, or has `None` in it. Empty text is allowed here."""
     return cell is None or (not isinstance(cell, str) and (len(cell) == 0 or any(part is None for part in cell)))
 
 
 def _is_value(kind: Any, of: str) -> bool:
+    """Whether a column's type is `string`, or an integer type where `of` is `int`."""
     name = str(getattr(kind, "dtype", ""))
     return name.removeprefix("u").startswith(of) or (of == "string" and name in ("large_string", "string_view"))
 
 
-def _named(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     return str(getattr(kind, "dtype", None) or kind)[:120]
 
 
@@ -157,30 +164,32 @@ def check_prompts(
     *,
     all_columns: bool = False,
 ) -> list[int]:
-    """Refuse prompts that leave no room for the response, that are empty, or whose ids the model does not know. Reads
+    """Refuse prompts that are empty, that leave no room for the response, or whose ids are not in the vocabulary. Reads
     the dataset once.
 
     Args:
-        collate: as in training (`collate_prompts`): what it makes of the rows is looked at.
-        all_columns: it reads others than `input_ids` and `attention_mask`.
+        response_length: maximum tokens of a response.
+        context_length: maximum tokens of a sample in the model, `None` for no limit.
+        collate: the same as in training (`collate_prompts`). Its output is checked.
+        all_columns: `collate` reads more columns than `input_ids` and `attention_mask`.
 
     Returns:
-        Each prompt's tokens, without padding.
+        The tokens of each prompt, without padding.
 
     Raises:
-        DataError: naming the first rows concerned.
+        DataError: names the first rows with the problem.
     """
     lengths: list[int] = []
     empty: list[int] = []
     unknown: list[int] = []
     for rows in _chunks(dataset, all_columns):
         for ids in collate(rows).prompts.ragged("prompts").rows():
-            at = len(lengths)
+            row = len(lengths)
             lengths.append(len(ids))
             if not len(ids):
-                empty.append(at)
+                empty.append(row)
             elif int(ids.max()) >= vocab_size or int(ids.min()) < 0:
-                unknown.append(at)
+                unknown.append(row)
     if empty:
         raise DataError(f"{what}: {_rows(empty)} no tokens; remove {_them(empty)} or give the tokenizer a bos token.")
     if unknown:
@@ -189,18 +198,19 @@ def check_prompts(
             f"model's own tokenizer."
         )
     room = (context_length or 1 << 60) - response_length
-    long = [at for at, length in enumerate(lengths) if length > room]
-    if long:
+    too_long = [row for row, length in enumerate(lengths) if length > room]
+    if too_long:
         raise DataError(
-            f"{what}: {_rows(long)} a prompt longer than the {max(room, 0)} tokens that the model's context of "
+            f"{what}: {_rows(too_long)} a prompt longer than the {max(room, 0)} tokens that the model's context of "
             f"{context_length} leaves beside response_length {response_length} (the longest has {max(lengths)}); "
-            f"filter {_them(long)} out or lower response_length."
+            f"filter {_them(too_long)} out or lower response_length."
         )
     return lengths
 
 
 def _chunks(dataset: Any, all_columns: bool, rows: int = 1000) -> Iterator[list[dict[str, Any]]]:
-    """The rows in turn, some at a time; other columns are not decoded unless they are asked for."""
+    """The rows in order, `rows` at a time. Without `all_columns`, other columns than those of the prompts are not
+    decoded."""
     if not hasattr(dataset, "select_columns"):
         yield from ([dataset[at] for at in range(i, min(i + rows, len(dataset)))] for i in range(0, len(dataset), rows))
         return
@@ -210,17 +220,19 @@ def _chunks(dataset: Any, all_columns: bool, rows: int = 1000) -> Iterator[list[
         yield [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
 
 
-def _rows(at: Sequence[int]) -> str:
-    shown = ", ".join(map(str, at[:5])) + (f" and {len(at) - 5} more" if len(at) > 5 else "")
-    return f"row {shown} has" if len(at) == 1 else f"rows {shown} have"
+def _rows(rows: Sequence[int]) -> str:
+    """The rows and a verb, for messages: `row 3 has`, `rows 1, 2 have`."""
+    numbers = ", ".join(map(str, rows[:5])) + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")
+    return f"row {numbers} has" if len(rows) == 1 else f"rows {numbers} have"
 
 
-def _them(at: Sequence[int]) -> str:
-    return "it" if len(at) == 1 else "them"
+def _them(rows: Sequence[int]) -> str:
+    return "it" if len(rows) == 1 else "them"
 
 
 class PromptBatch:
-    """One global batch: `prompts` as `Rollouts` (`index`, `prompts`) and each sample's other columns as a dict."""
+    """One global batch: `prompts` with the columns `index` and `prompts`, and `rows`, the other columns of each
+    sample."""
 
     def __init__(self, prompts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> None:
         self.prompts, self.rows = prompts, tuple(rows)
@@ -230,8 +242,11 @@ class PromptBatch:
 
 
 class SeededOrder(Sampler[int]):
-    """A new order of the rows for every pass, from (seed, pass): so a position in the data is a number, and a resumed
-    run reads on where the other stopped. Another seed gives other orders in every pass."""
+    """Permutes the rows in every pass over the data, from (seed, pass).
+
+    The number of an update therefore gives its position in the data, so a resumed run continues where the other
+    stopped.
+    """
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seed, self.epoch = size, seed, 0
@@ -248,16 +263,20 @@ class SeededOrder(Sampler[int]):
 def collate_prompts(
     pad_token_id: int | None, data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
 ) -> Callable[[list[Mapping[str, Any]]], PromptBatch]:
-    """Rows to a `PromptBatch`. A user's collator is asked for `input_ids` (and `attention_mask`), whose padding is
-    taken off again: padding is an engine's business."""
+    """Makes the function that turns rows into a `PromptBatch`.
+
+    Args:
+        data_collator: the user's. Its `input_ids` (and `attention_mask`) are used, and their padding is removed,
+            because engines pad on their own.
+    """
 
     def collate(rows: list[Mapping[str, Any]]) -> PromptBatch:
         ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
         masks = [row.get("attention_mask") for row in rows]
         if data_collator is not None:
-            made = data_collator([dict(row) for row in rows])
-            ids = list(torch.as_tensor(made["input_ids"]).long())
-            masks = list(made.get("attention_mask", [None] * len(ids)))
+            collated = data_collator([dict(row) for row in rows])
+            ids = list(torch.as_tensor(collated["input_ids"]).long())
+            masks = list(collated.get("attention_mask", [None] * len(ids)))
         prompts = [_unpadded(row, mask, pad_token_id) for row, mask in zip(ids, masks, strict=True)]
         index = torch.arange(len(rows))
         others = [{k: v for k, v in row.items() if k not in ("input_ids", "attention_mask")} for row in rows]
@@ -267,6 +286,7 @@ def collate_prompts(
 
 
 def _unpadded(ids: torch.Tensor, mask: Any, pad_token_id: int | None) -> torch.Tensor:
+    """The token ids that `mask` keeps; without a mask, the ids after the padding on the left."""
     if mask is not None:
         return ids[torch.as_tensor(mask).bool()]
     if not len(ids) or pad_token_id is None or int(ids[0]) != pad_token_id:
@@ -278,9 +298,10 @@ def _unpadded(ids: torch.Tensor, mask: Any, pad_token_id: int | None) -> torch.T
 def prompt_loader(
     dataset: Any, batch_size: int, collate: Callable[[list[Any]], PromptBatch], order: Sampler[int] | None
 ) -> DataLoader[PromptBatch]:
-    """Global batches, the same on every rank: a plan, not the launcher, deals samples to devices.
+    """Global batches, the same on every rank, because the plan assigns samples to devices.
 
-    In `order` whole batches only (a last partial one is left to the next pass); without one all rows in turn.
+    With `order` there are full batches only, and the rows of a last partial one are left out of the pass. Without it
+    all rows come in their own order.
     """
     return DataLoader(
         dataset,
@@ -293,20 +314,23 @@ def prompt_loader(
 
 
 def batches_of(loader: DataLoader[PromptBatch], start: int, stop: int) -> Iterator[tuple[PromptBatch, bool, bool]]:
-    """The batches of updates `start` to `stop`, pass after pass, each in an order of its own. With each batch: whether
-    it is the first that is read of its pass, and the last."""
+    """The batches of updates `start` to `stop`, in as many passes over the data as they need.
+
+    Yields:
+        A batch, whether it is the first one read in its pass, and whether it is the last.
+    """
     per_pass = len(loader)
     step = start
     while step < stop:
         if isinstance(loader.sampler, SeededOrder):
             loader.sampler.epoch = step // per_pass
-        begins, first = True, step % per_pass
-        for at, batch in enumerate(loader):
-            if at < first:
+        is_first, first_position = True, step % per_pass
+        for position, batch in enumerate(loader):
+            if position < first_position:
                 continue
             step += 1
-            ends = at + 1 == per_pass or step == stop
-            yield batch, begins, ends
-            begins = False
-            if ends:
+            is_last = position + 1 == per_pass or step == stop
+            yield batch, is_first, is_last
+            is_first = False
+            if is_last:
                 break

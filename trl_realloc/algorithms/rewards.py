@@ -1,6 +1,6 @@
-"""Rewards as GRPO's users know them: reward models and Python functions, sync or async, several with weights.
+"""Rewards as in TRL's GRPO: reward models and Python functions, sync or async, several of them with weights.
 
-What they return is checked here, before anything is trained on it.
+Scores are checked here, before anything is trained on them. The engines that run reward models are in `engines`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NonFiniteScore(RewardError):
     """A score that is NaN, infinite, or too large to be trained on.
 
     Args:
-        scores: (n,) float32, all that the scorer gave, infinite where that is so.
+        scores: (n,) float32, the scores of all samples, with infinity in place of those that cannot be used.
     """
 
     def __init__(self, message: str, scores: Tensor) -> None:
@@ -44,8 +44,8 @@ class NonFiniteScore(RewardError):
 
 @dataclass(frozen=True)
 class Texts:
-    """What a reward function is called with: prompts and completions as text or as conversations, and the dataset's
-    other columns, each a list with one entry per sample."""
+    """The arguments of a reward function: prompts and completions as text or as conversations, and the dataset's other
+    columns. Each is a list with one entry per sample."""
 
     prompts: list[Any]
     completions: list[Any]
@@ -54,7 +54,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class RewardModelSource:
-    """A reward model to be scored with: how to get it, and its own tokenizer if it has one."""
+    """A reward model by name, with the function that loads it, and its tokenizer if it differs from the policy's."""
 
     name: str
     load: Callable[[], Any]
@@ -62,8 +62,11 @@ class RewardModelSource:
 
 
 def decode(samples: Rollouts, rows: Sequence[Mapping[str, Any]], processing_class: Any) -> Texts:
-    """Samples as text: the dataset's own `prompt` where it has one, completions without special tokens; a completion
-    to a conversation is a conversation of one message, as in GRPO."""
+    """Decode samples to text without special tokens.
+
+    A prompt is the dataset's `prompt` if there is one. The completion to a conversation is a conversation of one
+    message, as in GRPO.
+    """
     prompt_ids = [row.tolist() for row in samples.ragged("prompts").rows()]
     decoded = processing_class.batch_decode(prompt_ids, skip_special_tokens=True)
     prompts = [row.get("prompt", text) for row, text in zip(rows, decoded, strict=True)]
@@ -79,15 +82,18 @@ def decode(samples: Rollouts, rows: Sequence[Mapping[str, Any]], processing_clas
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """`function(prompts=…, completions=…, completion_ids=…, **columns)` -> one number (or None: does not apply) per
-    sample; may be async. It is given those of its parameters' names, all of them if it takes `**kwargs`."""
+    """`function(prompts=…, completions=…, completion_ids=…, **columns)`, which may be async.
+
+    It returns a number per sample, or `None` for a sample to which it does not apply. It gets the arguments that its
+    parameters name, and all of them if it takes `**kwargs`.
+    """
 
     function: RewardFunction
     name: str
 
     def check_parameters(self, columns: Sequence[str]) -> None:
-        """Refuse a function that asks for what there is not. Raises `RewardError`."""
-        given = ["prompts", "completions", "completion_ids", *columns]
+        """Raises `RewardError` if a parameter of the function is none of the arguments and columns."""
+        available = ["prompts", "completions", "completion_ids", *columns]
         try:
             parameters = inspect.signature(self.function).parameters.values()
         except (TypeError, ValueError):  # a built-in function
@@ -104,20 +110,20 @@ class FunctionReward:
         needed = [
             p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         ]
-        missing = [name for name in needed if name not in given]
+        missing = [name for name in needed if name not in available]
         if missing:
             raise RewardError(
                 f"reward function {self.name!r} takes {', '.join(map(repr, missing))}, which is no column of the "
-                f"dataset; it can be given {', '.join(given)}."
+                f"dataset; it can be given {', '.join(available)}."
             )
 
-    def ask(self, samples: Rollouts, texts: Callable[[], Texts]) -> Any:
-        """What the function returns, which may be awaitable. Raises `RewardError` with its name where it raises."""
-        given = texts()
+    def call(self, samples: Rollouts, texts: Callable[[], Texts]) -> Any:
+        """What the function returns, which may be awaitable. Raises `RewardError` if the function raises."""
+        inputs = texts()
         arguments: dict[str, Any] = {
-            **given.columns,
-            "prompts": given.prompts,
-            "completions": given.completions,
+            **inputs.columns,
+            "prompts": inputs.prompts,
+            "completions": inputs.completions,
             "completion_ids": [row.tolist() for row in samples.ragged("responses").rows()],
         }
         parameters = inspect.signature(self.function).parameters
@@ -126,8 +132,8 @@ class FunctionReward:
         with self._named():
             return self.function(**arguments)
 
-    async def finish(self, answer: Any) -> Any:
-        """The answer itself, once it is there."""
+    async def result(self, answer: Any) -> Any:
+        """What `call` returned, awaited if it is awaitable."""
         with self._named():
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -139,10 +145,10 @@ class FunctionReward:
             raise RewardError(f"reward function {self.name!r} raised {type(error).__name__}: {error}") from error
 
     def checked(self, scores: Any, samples: Rollouts, texts: Texts) -> Tensor:
-        """The function's answer as scores (n,) float32, NaN for `None`.
+        """The function's result as a tensor, (n,) float32, with NaN for `None`.
 
         Raises:
-            RewardError: it is no list of numbers, or not one for each sample.
+            RewardError: the result is not a list of numbers, or has not one number for each sample.
             NonFiniteScore: a score cannot be trained on.
         """
         try:
@@ -158,55 +164,69 @@ class FunctionReward:
                 f"reward function {self.name!r} returned {len(scores)} scores for {len(samples)} completions; it must "
                 f"return one for each. Nothing was trained on this batch."
             )
-        given = torch.tensor([0.0 if score is None else score for score in scores], dtype=torch.float32)
-        _check_finite(f"reward function {self.name!r} returned", given, scores, samples, lambda: texts)
-        return given.masked_fill(torch.tensor([score is None for score in scores], dtype=torch.bool), math.nan)
+        tensor = torch.tensor([0.0 if score is None else score for score in scores], dtype=torch.float32)
+        _check_finite(f"reward function {self.name!r} returned", tensor, scores, samples, lambda: texts)
+        return tensor.masked_fill(torch.tensor([score is None for score in scores], dtype=torch.bool), math.nan)
 
 
 def _number(score: Any) -> float:
-    if isinstance(score, str | bytes):  # which float() reads
+    if isinstance(score, str | bytes):  # float() would read it
         raise TypeError(f"{score!r} is text")
     return float(score)
 
 
 def _check_finite(
-    what: str, given: Tensor, shown: Sequence[Any], samples: Rollouts, texts: Callable[[], Texts]
+    scorer: str, scores: Tensor, originals: Sequence[Any], samples: Rollouts, texts: Callable[[], Texts]
 ) -> None:
-    """Raises:
-    NonFiniteScore: one of `given` (n,) float32 cannot be trained on; `shown` is what the scorer itself gave.
+    """Check a scorer's scores.
+
+    Args:
+        scorer: the beginning of the message, such as `reward model 'x' gave`.
+        scores: (n,) float32.
+        originals: the scores as the scorer returned them, for the message.
+
+    Raises:
+        NonFiniteScore: one of the scores cannot be trained on.
     """
-    places = is_bad(given).nonzero()
-    if not len(places):
+    bad_positions = is_bad(scores).nonzero()
+    if not len(bad_positions):
         return
-    at, read = int(places[0]), texts()
-    sample = int(samples.tensor("index")[at])
+    first, decoded = int(bad_positions[0]), texts()
+    sample = int(samples.tensor("index")[first])
+    texts_of_sample = quoted(decoded.prompts[first], decoded.completions[first])
     raise NonFiniteScore(
-        f"{what} {float(shown[at]):g} for sample {sample} of the batch "
-        f"({quoted(read.prompts[at], read.completions[at])}); scores must be finite, and at most {LARGEST:g}, so that "
-        f"their squares can be summed in float32. Nothing was trained on this batch.",
-        given.masked_fill(is_bad(given), math.inf),
+        f"{scorer} {float(originals[first]):g} for sample {sample} of the batch ({texts_of_sample}); scores must be "
+        f"finite, and at most {LARGEST:g}, so that their squares can be summed in float32. Nothing was trained on this "
+        f"batch.",
+        scores.masked_fill(is_bad(scores), math.inf),
     )
 
 
 def answers_of(functions: Sequence[FunctionReward], samples: Rollouts, texts: Callable[[], Texts]) -> list[Any]:
-    """Each function's answer. Those that are async run at the same time."""
-    answers = [function.ask(samples, texts) for function in functions]
+    """The result of each function. Async functions run concurrently."""
+    answers = [function.call(samples, texts) for function in functions]
     if not any(inspect.isawaitable(answer) for answer in answers):
         return answers
 
     async def gathered() -> list[Any]:
-        return await asyncio.gather(*(f.finish(answer) for f, answer in zip(functions, answers, strict=True)))
+        return await asyncio.gather(*(f.result(answer) for f, answer in zip(functions, answers, strict=True)))
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(gathered())
-    with ThreadPoolExecutor(1) as pool:  # a notebook's loop runs in this thread
+    with ThreadPoolExecutor(1) as pool:  # this thread runs an event loop already, as in a notebook
         return pool.submit(asyncio.run, gathered()).result()
 
 
 class ModelReward:
-    """A reward model in an engine. With a tokenizer of its own (`processing_class`) it reads the text anew."""
+    """A reward model in an engine.
+
+    Args:
+        forward: from samples to the column `scores`, (n,).
+        processing_class: the model's own tokenizer, by which the decoded samples are tokenized again; `None` to use the
+            policy's token ids.
+    """
 
     def __init__(
         self, name: str, forward: Callable[[Rollouts], Mapping[str, Ragged]], processing_class: Any | None = None
@@ -214,26 +234,29 @@ class ModelReward:
         self.name, self.forward, self.processing_class = name, forward, processing_class
 
     def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor:
-        read = self._retokenized(samples, texts()) if self.processing_class is not None else samples
-        out = self.forward(read)
-        scores = out["scores"].values if out else torch.empty(0)
+        """Scores of the samples, (n,) float32. Raises `NonFiniteScore`."""
+        inputs = self._retokenized(samples, texts()) if self.processing_class is not None else samples
+        outputs = self.forward(inputs)
+        scores = outputs["scores"].values if outputs else torch.empty(0)
         _check_finite(f"reward model {self.name!r} gave", scores, scores.tolist(), samples, texts)
         return scores
 
     def _retokenized(self, samples: Rollouts, texts: Texts) -> Rollouts:
         tokenizer: Any = self.processing_class
-        whole = [
+        whole_texts = [
             prompt + completion
             if isinstance(prompt, str)
             else tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
             for prompt, completion in zip(texts.prompts, texts.completions, strict=True)
         ]
-        ids = tokenizer(text=whole, add_special_tokens=all(isinstance(p, str) for p in texts.prompts))["input_ids"]
+        ids = tokenizer(text=whole_texts, add_special_tokens=all(isinstance(p, str) for p in texts.prompts))[
+            "input_ids"
+        ]
         limit = getattr(tokenizer, "model_max_length", None) or 1 << 30
-        nothing = Ragged.of([[] for _ in ids], torch.long)
+        no_tokens = Ragged.of([[] for _ in ids], torch.long)
         return Rollouts(
             index=samples.tensor("index"),
-            prompts=nothing,
+            prompts=no_tokens,
             responses=Ragged.of([row[:limit] for row in ids], torch.long),
         )
 
@@ -247,49 +270,53 @@ def weighted_scores(
     *,
     refuse: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted sum (n,) float32 over the scorers that apply to a sample, and each scorer's own scores by name.
+    """Score samples with reward models and functions.
 
     Args:
-        models: run first, and with no sample too: a sharded model's forward is a collective of all the call's ranks.
-        weights: by name.
-        refuse: a score that is not finite; otherwise it is in the result, infinite.
+        models: run first, and also without samples, because the forward of a sharded model is a collective of all ranks
+            of the call.
+        weights: by the name of the scorer.
+        refuse: raise for a score that is not finite; otherwise it is infinite in the result.
+
+    Returns:
+        The weighted sum over the scorers that apply to a sample, (n,) float32; and the scores of each scorer by name.
 
     Raises:
-        RewardError: see `FunctionReward`, or no scorer applies to a sample.
+        RewardError: see `FunctionReward`; or no scorer applies to a sample.
     """
     texts = functools.cache(texts)
-    table: dict[str, Tensor] = {}  # names are made unique where they are given
+    table: dict[str, Tensor] = {}  # `read_rewards` makes the names unique
     failure: NonFiniteScore | None = None
 
-    def note(name: str, score: Callable[[], Tensor]) -> None:
+    def add(name: str, score: Callable[[], Tensor]) -> None:
         nonlocal failure
         try:
             table[name] = score()
-        except NonFiniteScore as error:  # raised after the last model has run
+        except NonFiniteScore as error:  # raised after the last model has run, whose forward is a collective
             failure, table[name] = failure or error, error.scores
 
     for model in models:
-        note(model.name, partial(model.score, samples, texts))
+        add(model.name, partial(model.score, samples, texts))
     if not len(samples) or not (models or functions):
         return torch.zeros(len(samples)), {}
     for function, answer in zip(functions, answers_of(functions, samples, texts), strict=True):
-        note(function.name, partial(function.checked, answer, samples, texts()))
+        add(function.name, partial(function.checked, answer, samples, texts()))
     if failure is not None and refuse:
         raise failure
     stacked = torch.stack(list(table.values()))
-    none = stacked.isnan().all(0).nonzero()
-    if len(none):
-        raise RewardError(
-            f"every reward function returned None for sample {int(samples.tensor('index')[int(none[0])])} of the batch."
-        )
+    unscored = stacked.isnan().all(0).nonzero()
+    if len(unscored):
+        sample = int(samples.tensor("index")[int(unscored[0])])
+        raise RewardError(f"every reward function returned None for sample {sample} of the batch.")
     factors = torch.tensor([weights[name] for name in table], dtype=torch.float32)
     total = torch.nansum(stacked * factors[:, None], 0)
-    return total.masked_fill(stacked.isinf().any(0), math.inf), table  # infinite too where its weight is 0
+    # infinite also where the weight of the infinite score is 0
+    return total.masked_fill(stacked.isinf().any(0), math.inf), table
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """What makes up the score: models, functions, and the weight of each by name."""
+    """The reward models and functions of a run, and the weight of each by name."""
 
     models: tuple[RewardModelSource, ...]
     functions: tuple[FunctionReward, ...]
@@ -297,18 +324,22 @@ class Rewards:
 
 
 def read_rewards(
-    given: Any, load: Callable[[Any], Any], processing_classes: Any = None, weights: Sequence[float] | None = None
+    reward_model: Any,
+    load: Callable[[Any], Any],
+    processing_classes: Any = None,
+    weights: Sequence[float] | None = None,
 ) -> Rewards:
-    """Rewards as a user gives them: a model, a model's name, a function, or a list of those.
+    """The models and functions in the trainer's argument `reward_model`. Loads no model.
 
     Args:
+        reward_model: a model, a model's name, a function, or a list of these.
         load: from a model or name to the loaded model.
-        processing_classes: the tokenizer of each, `None` for the policy's.
+        processing_classes: the tokenizer of each model; `None` for the policy's.
 
     Raises:
-        RewardError: nothing given, or lists of different lengths.
+        RewardError: there is no reward, or lists have different lengths.
     """
-    rewards = list(given) if isinstance(given, (list, tuple)) else [given]
+    rewards = list(reward_model) if isinstance(reward_model, (list, tuple)) else [reward_model]
     if not rewards or any(reward is None for reward in rewards):
         raise RewardError(
             "reward_model is missing; give a model, a model's name or path, a function, or a list of them."
@@ -321,19 +352,23 @@ def read_rewards(
             raise RewardError(f"{name} has {len(values)} entries for {len(rewards)} rewards; give one for each.")
     models: list[RewardModelSource] = []
     functions: list[FunctionReward] = []
-    by_name: dict[str, float] = {}
-    for reward, tokenizer, factor in zip(rewards, tokenizers, factors, strict=True):
+    weight_by_name: dict[str, float] = {}
+    for reward, tokenizer, weight in zip(rewards, tokenizers, factors, strict=True):
         is_model = isinstance(reward, str) or hasattr(reward, "config")
         base = _reward_name(reward)
-        name = base if base not in by_name else f"{base}_{sum(other.startswith(base) for other in by_name) + 1}"
-        by_name[name] = factor
+        name = (
+            base
+            if base not in weight_by_name
+            else f"{base}_{sum(other.startswith(base) for other in weight_by_name) + 1}"
+        )
+        weight_by_name[name] = weight
         if is_model:
             models.append(RewardModelSource(name, partial(load, reward), tokenizer))
         elif callable(reward):
             functions.append(FunctionReward(reward, name))
         else:
             raise RewardError(f"a reward is a model, a name or path, or a function, not {type(reward).__name__}.")
-    return Rewards(tuple(models), tuple(functions), by_name)
+    return Rewards(tuple(models), tuple(functions), weight_by_name)
 
 
 def _reward_name(reward: Any) -> str:

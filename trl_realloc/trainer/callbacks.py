@@ -1,4 +1,4 @@
-"""Callbacks of this package's own: the metrics of a run as a file for programs, and as one line for people."""
+"""Callbacks that users can add: metrics as a JSON-lines file, and metrics in the progress bar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 
 
 class MetricsWriter(TrainerCallback):
-    """Appends every log as one JSON line with its `step`. On resuming, lines beyond the resumed step are dropped first,
-    so that no step stands there twice.
+    """Appends every log to a file as one JSON line with its `step`. When a run is resumed, lines after the resumed step
+    are removed first, so that no step appears twice.
 
     Args:
-        path: the file; its folder is made.
+        path: the file. Its folder is created.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -27,8 +27,10 @@ class MetricsWriter(TrainerCallback):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         old = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        kept = [line for line in old if json.loads(line)["step"] <= state.global_step] if state.global_step else []
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        kept_lines = (
+            [line for line in old if json.loads(line)["step"] <= state.global_step] if state.global_step else []
+        )
+        self.path.write_text("".join(f"{line}\n" for line in kept_lines), encoding="utf-8")
 
     def on_log(
         self,
@@ -44,7 +46,7 @@ class MetricsWriter(TrainerCallback):
 
 
 class CompactProgress(ProgressCallback):
-    """The progress bar with the few numbers that one watches, in place of a line of all metrics at every log.
+    """Shows a few metrics in the progress bar, in place of a line with all metrics at every log.
 
     `trainer.remove_callback(ProgressCallback)`, then `trainer.add_callback(CompactProgress())`.
     """

@@ -1,4 +1,5 @@
-"""Completions as people read them: rows of prompt, response and score, and a table of a few."""
+"""Formats completions: rows of prompt, response and score, and a table for the terminal. They are generated in
+`evaluation`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from ..algorithms.rollout import Rollouts
 
 
 def completion_rows(samples: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
-    """`query`, `model response` and `score` of each sample, as TRL's table has them."""
+    """A dict with `query`, `model response` and `score` for each sample, the columns of TRL's table."""
     queries = processing_class.batch_decode(
         [row.tolist() for row in samples.ragged("prompts").rows()], skip_special_tokens=True
     )
@@ -22,14 +23,14 @@ def completion_rows(samples: Rollouts, processing_class: Any) -> list[dict[str, 
 
 
 def show_completions(rows: Sequence[dict[str, Any]], report_to: Sequence[str], step: int) -> None:
-    """Five of them on the terminal, all of them to Weights & Biases where the run reports there."""
+    """Print five rows to the terminal, and log all rows to Weights & Biases if the run reports there."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(*rows[0].keys(), show_lines=True, title=f"completions after update {step}") if rows else Table()
     for row in rows[:5]:
-        # as texts: in a plain string rich reads "[/INST]" as markup
+        # rich would read "[/INST]" in a plain string as markup
         table.add_row(Text(row["query"]), Text(row["model response"]), f"{row['score']:.3f}")
     Console().print(table)
     if "wandb" in report_to:

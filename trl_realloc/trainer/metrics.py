@@ -1,4 +1,6 @@
-"""What a run logs: each update's metrics until they are logged, its spans, and the lengths of its latest responses."""
+"""Collects the metrics of updates until they are logged, the spans of their calls, and the latest response lengths.
+
+The metrics of an algorithm itself are computed by `Algorithm.sample_metrics` and `update_metrics`."""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ from ..plan.timeline import Span, Timeline
 from ..runtime.executor import Iteration
 
 
-LENGTHS = 20_000  # latest responses whose lengths are kept
-SPANS = 100_000  # latest spans that are kept: 25 MB; of 8 ranks some 2,000 updates
+LENGTHS = 20_000  # number of latest responses whose lengths are kept
+SPANS = 100_000  # number of latest spans that are kept: 25 MB, some 2,000 updates of 8 ranks
 
 
 class RunMetrics:
-    """Gathers updates, and the metrics of those since the last log.
+    """Collects the metrics of the updates since the last log.
 
     Args:
-        spans: most spans that are kept, of whole updates; those of the latest update always are.
+        spans: maximum number of spans to keep. Whole updates are dropped, but never the latest one.
     """
 
     def __init__(self, spans: int = SPANS) -> None:
@@ -30,31 +32,31 @@ class RunMetrics:
         self.begin(0)
 
     def begin(self, episode: int) -> None:
-        """A training begins at this episode; what one before it left when it failed is dropped."""
+        """Start a training at this episode. Drops metrics of an earlier training that failed."""
         self._window.clear()
         self._losses.clear()
-        self._begun, self._first_episode = time.time(), episode
+        self._start_time, self._first_episode = time.time(), episode
 
     def episodes_per_second(self, episode: int) -> float:
-        """Of this training, up to this episode."""
-        return (episode - self._first_episode) / max(time.time() - self._begun, 1e-9)
+        """The speed of this training up to this episode."""
+        return (episode - self._first_episode) / max(time.time() - self._start_time, 1e-9)
 
     def mean_loss(self, vf_coef: float) -> float:
-        """The policy's loss plus the weighted value loss, mean over the updates of this training; 0.0 without any."""
+        """The policy loss plus the weighted value loss, mean over the updates of this training; 0.0 without updates."""
         losses = [policy + vf_coef * value for policy, value in self._losses]
         return sum(losses) / max(len(losses), 1)
 
     @property
     def timeline(self) -> Timeline:
-        """Of the latest updates."""
+        """The spans of the latest updates."""
         return Timeline(tuple(span for spans in self._spans for span in spans))
 
-    def note(self, order: Sequence[str], iteration: Iteration, seconds: float) -> None:
-        """Keep an update's metrics.
+    def add(self, order: Sequence[str], iteration: Iteration, seconds: float) -> None:
+        """Add the metrics of an update.
 
         Args:
-            order: the plan's calls.
-            seconds: that the update took.
+            order: the names of the plan's calls.
+            seconds: duration of the update.
         """
         self._spans.append(iteration.spans)
         self._kept_spans += len(iteration.spans)
@@ -82,8 +84,8 @@ class RunMetrics:
             self._window[name].append(value)
 
     def take(self) -> dict[str, float]:
-        """The mean of every metric over the updates since the last time (of `skipped_updates/*` the sum), nothing where
-        there was none."""
+        """The mean of every metric over the updates since the last call, and the sum of `skipped_updates/*`; empty
+        without updates."""
         means = {
             name: sum(values) / (1 if name.startswith("skipped_updates/") else len(values))
             for name, values in self._window.items()
@@ -93,7 +95,8 @@ class RunMetrics:
 
 
 def _moved(spans: Iterable[Span]) -> dict[str, float]:
-    """`realloc/bytes/<call>` and `realloc/seconds/<call>` of each reallocation, by the call that it was for."""
+    """`realloc/bytes/<call>` and `realloc/seconds/<call>` of every reallocation; the call is the one that received the
+    parameters."""
     metrics: dict[str, float] = {}
     for span in spans:
         if " -> " in span.call:

@@ -36,7 +36,7 @@ from ..runtime.placement import Placement
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint import CheckpointError
 from .checkpoint.mixin import CheckpointMixin
-from .checkpoint.resuming import STATE, Found
+from .checkpoint.resuming import STATE, Checkpoint
 from .checkpoint.saving import make_output_dir
 from .evaluation import EvaluationMixin
 from .input_checks import check_config
@@ -46,7 +46,7 @@ from .plan_change import PlanChangeMixin, make_replanner
 from .plan_request import read_plan_request
 from .policy_and_value import PolicyAndValueWrapper
 from .ppo_config import PPOConfig
-from .report import leave_record
+from .report import save_record
 from .setup import Setup, prepare
 from .trainer_inputs import TrainerInputs
 from .trl_attributes import OnlineTrainerState, TrlAttributes
@@ -246,7 +246,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         self.is_in_train = False
         return output
 
-    def _train(self, checkpoint: Found | None) -> TrainOutput:
+    def _train(self, checkpoint: Checkpoint | None) -> TrainOutput:
         args = self.args
         self._start_state(checkpoint)
         source = "they were given" if checkpoint is None else f"loaded from {checkpoint.folder}"
@@ -273,7 +273,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             self.state.episode += len(batch)
             self.state.global_step += 1
             self.state.epoch = self.state.episode / len(self.train_dataset)
-            self.metrics.note(self.plan.order, iteration, time.time() - update_start)
+            self.metrics.add(self.plan.order, iteration, time.time() - update_start)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
             self._show_completions()
@@ -291,7 +291,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         if self.accelerator.is_main_process:  # after on_train_end, so that the progress bar has ended its line
             expected = estimate_at_lengths(self.setup.job, self.setup.job_plan, list(self.metrics.lengths))
-            leave_record(self.plan, self.timeline, expected, Path(args.output_dir))
+            save_record(self.plan, self.timeline, expected, Path(args.output_dir))
         loss = self.metrics.mean_loss(args.vf_coef)
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 
@@ -306,7 +306,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             return working("the first update", "kernels are compiled and caches filled, later ones are faster")
         return working(f"update {self.state.global_step + 1}", after_s=60.0, every_s=60.0)
 
-    def _start_state(self, checkpoint: Found | None) -> None:
+    def _start_state(self, checkpoint: Checkpoint | None) -> None:
         args = self.args
         self.state = self._new_state()
         self._data_begins = 0
@@ -356,7 +356,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
                 yield
             except BaseException as error:
                 if self.is_in_train and isinstance(error, Exception) and not isinstance(error, CheckpointError):
-                    error.add_note(self._what_is_left())
+                    error.add_note(self._resume_hint())
                 self.is_in_train = False
                 raise
 

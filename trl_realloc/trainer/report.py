@@ -1,6 +1,6 @@
-"""What a run did, for a person: did the reward rise, where the time went, what the policy says before and after.
+"""The report of a run: the rise of the reward, the time by call, and completions before and after training.
 
-Reads metrics as `MetricsWriter` writes them. Imports no torch.
+Reads the metrics that `callbacks.MetricsWriter` writes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ..planner.simulate import iteration_seconds
 
 
 SCORES = "objective/scores"
-REPORTED = ("time/step", "tokens/s")  # what a report needs of every update, beside its score
+REPORTED = ("time/step", "tokens/s")  # the numbers of every update that a report needs, besides the score
 CLEARLY = 3.0  # standard errors of the difference
 
 
 def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rows of a metrics file that are of updates, by step.
+    """The rows of a metrics file that belong to updates, sorted by step.
 
     Args:
-        needed: names beside the step and the score that every update must have.
+        needed: metrics that every update must have, besides the step and the score.
 
     Raises:
-        PlanError: a line that is no JSON object, or an update without such a number.
+        PlanError: a line is not a JSON object, or an update lacks one of the metrics.
     """
     rows = []
-    for at, line in enumerate(read_text(path, "the metrics", MOST_RECORD_BYTES).splitlines()):
-        where = f"{path}, line {at + 1}"
+    for number, line in enumerate(read_text(path, "the metrics", MOST_RECORD_BYTES).splitlines(), start=1):
+        where = f"{path}, line {number}"
         row = parse_json(line, where)
         if not isinstance(row, dict):
             raise PlanError(f"{where}: a line of metrics is a JSON object, not {shown(row)}.")
@@ -54,7 +54,7 @@ def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str,
 
 
 def _check_update(row: Mapping[str, Any], needed: Sequence[str], where: str) -> None:
-    """Raises `PlanError` for the first number that is needed and missing, or that is no number."""
+    """Raises `PlanError` for the first metric that is missing, or that is not a finite number."""
     for name in needed:
         if name not in row:
             raise PlanError(f"{where}: there is no {name!r}; were these metrics written by MetricsWriter?")
@@ -69,7 +69,7 @@ _Completion = TypedDict("_Completion", {"query": str, "model response": str, "sc
 
 
 class _Completions(TypedDict):
-    """Of the same prompts, as `completions.json` has them."""
+    """The content of `completions.json`: completions of the same prompts before and after training."""
 
     before: list[_Completion]
     after: list[_Completion]
@@ -77,7 +77,7 @@ class _Completions(TypedDict):
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """Mean and standard error of the mean score over the first and over the last updates."""
+    """The mean score and its standard error over the first and over the last `window` updates."""
 
     updates: int
     window: int
@@ -112,7 +112,8 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Mean seconds per update of each call, and its share of the whole update (calls side by side overlap)."""
+    """The mean seconds per update of each call, and its share of the update. Shares add up to more than 1 where calls
+    overlap."""
     whole = fmean(row["time/step"] for row in rows)
     names = [key for key in rows[0] if key.startswith("time/") and key != "time/step"]
     means = {name.removeprefix("time/"): fmean(row.get(name, 0.0) for row in rows) for name in names}
@@ -120,12 +121,12 @@ def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, floa
 
 
 def reward_curve(rows: Sequence[Mapping[str, Any]], path: str | Path, window: int = 5) -> None:
-    """The score of every update and its running mean, as a picture in the format of the path's suffix."""
+    """Draw the score of every update and its running mean to `path`, in the image format of its suffix."""
     from matplotlib.figure import Figure
 
     steps = [row["step"] for row in rows]
     scores = [float(row[SCORES]) for row in rows]
-    running = [fmean(scores[max(0, at + 1 - window) : at + 1]) for at in range(len(scores))]
+    running = [fmean(scores[max(0, end - window) : end]) for end in range(1, len(scores) + 1)]
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, scores, "o", markersize=3, color="#9db4c8", label="mean score of the update")
@@ -157,7 +158,7 @@ def time_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def realloc_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """What each reallocation moved over the wire, all devices together; `None` where the plan has none."""
+    """The bytes that each reallocation sent between devices, summed over all devices; `None` if the plan has none."""
     calls = [key.removeprefix("realloc/bytes/") for key in rows[-1] if key.startswith("realloc/bytes/")]
     if not calls:
         return None
@@ -170,7 +171,7 @@ def realloc_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def print_summary(rows: Sequence[Mapping[str, Any]], window: int = 5) -> RewardSummary:
-    """All tables on the terminal."""
+    """Print all tables to the terminal."""
     summary = reward_summary(rows, window=window)
     console = Console()
     console.print(reward_table(summary))
@@ -191,13 +192,42 @@ def write_report(
     simulated: float | None = None,
     expected: Sequence[str] = (),
 ) -> Path:
-    """`report.md` with the reward and its curve (`reward.png`), the time by call (and a picture of it, if there is
-    one; `simulated` seconds per update beside the measured; `expected`, lines on the estimate), the plan, and
-    completions of the same prompts (`query`, `model response`, `score`) before and after. Returns its path."""
+    """Write `report.md` and the reward curve `reward.png` to a folder.
+
+    Args:
+        rows: from `load_metrics`, with the metrics `REPORTED`.
+        plan: the plan's YAML.
+        before, after: completions of the same prompts (`query`, `model response`, `score`).
+        timeline: file name of a picture of the calls in the same folder, or empty.
+        simulated: seconds per update that the plan's timeline takes; printed next to the measured seconds.
+        expected: lines on the estimate.
+
+    Returns:
+        The path of the report.
+    """
     folder = Path(folder)
-    summary = reward_summary(rows)
     reward_curve(rows, folder / "reward.png")
     lines = [
+        *_reward_lines(rows),
+        *_time_lines(rows, timeline, simulated),
+        *expected,
+        *([*_markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
+        "## Plan",
+        "",
+        "```yaml",
+        plan.strip(),
+        "```",
+        "",
+        *(_completion_lines(before, after) if before and after else []),
+    ]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _reward_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    summary = reward_summary(rows)
+    return [
         "# Report",
         "",
         f"{summary.updates} updates, {rows[-1].get('episode', 0):,.0f} episodes.",
@@ -208,41 +238,33 @@ def write_report(
         "",
         "![the mean score of every update](reward.png)",
         "",
+    ]
+
+
+def _time_lines(rows: Sequence[Mapping[str, Any]], timeline: str, simulated: float | None) -> list[str]:
+    return [
         "## Time by call",
         "",
         "The longest of the devices, mean over the updates. Calls on disjoint devices overlap.",
         "",
         *_markdown(time_table(rows)),
         "",
-        *(_beside_measured(simulated, rows) if simulated is not None else []),
+        *(_simulated_lines(simulated, rows) if simulated is not None else []),
         *([f"![two updates, devices down, time across]({timeline}); whole run: trace.json", ""] if timeline else []),
-        *expected,
-        *([*_markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
-        "## Plan",
-        "",
-        "```yaml",
-        plan.strip(),
-        "```",
-        "",
     ]
-    if before and after:
-        lines += [
-            "## Completions",
-            "",
-            "| prompt | before | score | after | score |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        for old, new in zip(before, after, strict=False):
-            cells = [old["query"], old["model response"], f"{old['score']:.2f}", new["model response"]]
-            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + f" | {new['score']:.2f} |")
-    path = folder / "report.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
 
 
-def leave_record(plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | None, folder: Path) -> None:
-    """What a run leaves for its report: `plan.yaml`, `timeline.json`, and where there is an estimate `estimate.json`,
-    which is set beside what was measured on the terminal too."""
+def _completion_lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["## Completions", "", "| prompt | before | score | after | score |", "| --- | --- | --- | --- | --- |"]
+    for old, new in zip(before, after, strict=False):
+        cells = [old["query"], old["model response"], f"{old['score']:.2f}", new["model response"]]
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + f" | {new['score']:.2f} |")
+    return lines
+
+
+def save_record(plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | None, folder: Path) -> None:
+    """Save what `report_run` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`. Also prints
+    the estimate next to the measured times. Does nothing if no call was run."""
     if not timeline.spans:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -254,29 +276,35 @@ def leave_record(plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan |
 
 
 def report_run(folder: str | Path) -> Path:
-    """The report of a finished run from what it left in its folder: `metrics.jsonl`, and `plan.yaml`, `timeline.json`,
-    `completions.json` where they are. With a timeline, a picture of two updates (`timeline.png`) and all of it as
-    `trace.json` for Perfetto. With an `estimate.json` what was expected stands beside
-    what was measured. Returns the report's path.
+    """Write the report of a finished run from the files in its folder.
+
+    Reads `metrics.jsonl`, and if they exist `plan.yaml`, `timeline.json`, `estimate.json` and `completions.json`. With
+    a timeline it also writes a picture of two updates (`timeline.png`) and the whole timeline for Perfetto
+    (`trace.json`). With an estimate the report compares it with the measured times.
+
+    Returns:
+        The path of the report.
 
     Raises:
-        ValueError: there are no metrics, or too few updates; or a file of the run that cannot be read.
+        ValueError: there are no metrics or too few updates, or a file of the run cannot be read.
     """
     folder = Path(folder)
     metrics = folder / "metrics.jsonl"
     if not exists(metrics):
         raise ValueError(f"{folder} holds no metrics.jsonl; train with callbacks=[MetricsWriter({str(metrics)!r})].")
-    plan, said = folder / "plan.yaml", folder / "completions.json"
+    plan, completions_file = folder / "plan.yaml", folder / "completions.json"
     completions = _Completions(before=[], after=[])
-    if exists(said):
-        completions = checked(_Completions, read_json(said, "the completions", MOST_RECORD_BYTES), str(said))
+    if exists(completions_file):
+        completions = checked(
+            _Completions, read_json(completions_file, "the completions", MOST_RECORD_BYTES), str(completions_file)
+        )
     text = read_text(plan, "the plan") if exists(plan) else ""
     spans = folder / "timeline.json"
     picture, simulated, expected = "", None, list[str]()
     if exists(spans):
         timeline = Timeline.load(spans)
         simulated = simulated_seconds(text, timeline)
-        expected = _beside_estimate(folder, timeline)
+        expected = _estimate_lines(folder, timeline)
         steps = timeline.steps[-2:]
         Timeline(span for span in timeline.spans if span.step in steps).draw(folder / "timeline.png")
         (folder / "trace.json").write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
@@ -294,17 +322,21 @@ def report_run(folder: str | Path) -> Path:
 
 
 def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
-    """Seconds per update that the plan makes of its calls' measured times: side by side where their devices differ, one
-    after the other where not. `None` where the text is no plan, or a call was never measured."""
+    """Seconds per update by the plan's schedule and the measured times of its calls: calls on different devices
+    overlap, calls on the same device do not. `None` if the text is not a plan, or a call was never measured.
+
+    Args:
+        plan: the plan's YAML.
+    """
     try:
-        read, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
-        moves = {call.partition(" -> ")[2]: taken for call, taken in busy.items() if " -> " in call}
-        return iteration_seconds(read, busy, moves, barrier=True)
+        parsed, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
+        moves = {call.partition(" -> ")[2]: seconds for call, seconds in busy.items() if " -> " in call}
+        return iteration_seconds(parsed, busy, moves, barrier=True)
     except (PlanError, KeyError):
         return None
 
 
-def _beside_measured(simulated: float, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _simulated_lines(simulated: float, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = fmean(row["time/step"] for row in rows)
     return [
         f"From these times the plan's timeline takes {simulated:.3f} s per update; measured were {measured:.3f} s. The "
@@ -315,25 +347,25 @@ def _beside_measured(simulated: float, rows: Sequence[Mapping[str, Any]]) -> lis
 
 
 def estimate_table(estimate: Timeline, measured: Timeline) -> Table:
-    """What was expected of every call and of the iteration, and what it was; the first update, in which all warms up,
-    is left out where there are more."""
+    """The estimated and the measured seconds of every call and of the iteration. The first update, which is slower
+    because kernels are compiled in it, is left out if there are more."""
     steps = measured.steps[1:] or measured.steps
     warm = Timeline(span for span in measured.spans if span.step in steps)
     table = Table("call", "estimated", "measured", "error", title="estimate against measurement", title_justify="left")
 
-    def row(name: str, expected: float | None, was: float | None) -> None:
-        cells = ["" if each is None else f"{each:.3f} s" for each in (expected, was)]
-        table.add_row(name, *cells, f"{expected / was - 1:+.0%}" if expected and was else "")
+    def add_row(name: str, estimated_s: float | None, measured_s: float | None) -> None:
+        cells = ["" if seconds is None else f"{seconds:.3f} s" for seconds in (estimated_s, measured_s)]
+        table.add_row(name, *cells, f"{estimated_s / measured_s - 1:+.0%}" if estimated_s and measured_s else "")
 
-    for call, expected, was, _ in estimate.compare(warm):
-        row(call, expected, was)
+    for call, estimated_s, measured_s, _ in estimate.compare(warm):
+        add_row(call, estimated_s, measured_s)
     whole = fmean(warm.of_step(step).seconds_per_step for step in steps) if steps else None
-    row("iteration", estimate.seconds_per_step, whole)
+    add_row("iteration", estimate.seconds_per_step, whole)
     return table
 
 
-def _beside_estimate(folder: Path, measured: Timeline) -> list[str]:
-    """The estimate that a run was begun with, if it left one: a table and a picture."""
+def _estimate_lines(folder: Path, measured: Timeline) -> list[str]:
+    """A table and a picture of the estimate in the run's folder; empty without one."""
     file = folder / "estimate.json"
     if not exists(file):
         return []
@@ -350,7 +382,7 @@ def _beside_estimate(folder: Path, measured: Timeline) -> list[str]:
 
 
 def _markdown(table: Table) -> list[str]:
-    """A rich table of plain cells in Markdown, so that terminal and file cannot disagree."""
+    """A rich table as Markdown, so that the terminal and the file show the same cells."""
     rows = zip(*(list(column.cells) for column in table.columns), strict=True)
     return [
         "| " + " | ".join(str(column.header) for column in table.columns) + " |",

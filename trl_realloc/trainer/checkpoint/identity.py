@@ -1,6 +1,6 @@
-"""What a run has to have in common with the checkpoint that it goes on from: models, adapters, optimizer, data, batch.
+"""Compares a run with a checkpoint that it is to resume from: models, adapters, optimizer, data and batch size.
 
-Pure: decides, and reads no checkpoint.
+Pure functions. Checkpoints are read in `resuming`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Identity:
-    """Args:
-    optimizer: the class of the optimizers.
-    batch_size: episodes of an update.
-    rows, data: how many prompts there are, and a checksum of up to 1,000 of them, spread evenly.
+    """The optimizer, batch size and data of a run.
+
+    Args:
+        optimizer: name of the optimizers' class.
+        batch_size: episodes of one update.
+        rows: number of prompts.
+        data: checksum of up to 1,000 prompts, spread evenly.
     """
 
     optimizer: str
@@ -46,7 +49,7 @@ def data_checksum(dataset: Any) -> int:
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The parameters that are trained, by the module's names; whole, where ZeRO-3 has partitioned them."""
+    """The shapes of the trained parameters by name. The shapes are those of whole parameters under ZeRO-3 too."""
     return {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in model.named_parameters()
@@ -54,42 +57,43 @@ def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def other_run(saved: Mapping[str, Any], here: Identity) -> list[str]:
-    """What a checkpoint's run has other than this one, a sentence each.
+def optimizer_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
+    """How the optimizer of a checkpoint's run differs from this run's, as phrases for a message.
 
     Args:
-        saved: an `Identity` as a dict, or what is known of it.
+        saved: an `Identity` as a dict. Keys that are not known may be missing.
     """
     problems = []
-    if saved.get("optimizer", here.optimizer) != here.optimizer:
-        problems.append(f"its optimizer is {saved['optimizer']}, this run's is {here.optimizer}")
+    if saved.get("optimizer", current.optimizer) != current.optimizer:
+        problems.append(f"its optimizer is {saved['optimizer']}, this run's is {current.optimizer}")
     return problems
 
 
-def other_data(saved: Mapping[str, Any], here: Identity) -> list[str]:
-    """What a checkpoint's run has other data for than this one: then the place in the data means something else."""
+def data_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
+    """How the data or the batch size of a checkpoint's run differ from this run's. The saved position in the data is
+    then not valid for this run."""
     problems = []
-    if saved.get("batch_size", here.batch_size) != here.batch_size:
-        problems.append(f"its updates have {saved['batch_size']} episodes, this run's {here.batch_size}")
-    if saved.get("rows", here.rows) != here.rows:
-        problems.append(f"its data set has {saved['rows']} prompts, this run's {here.rows}")
-    elif saved.get("data", here.data) != here.data:
-        problems.append(f"its data set has {here.rows} prompts as this run's, but others")
+    if saved.get("batch_size", current.batch_size) != current.batch_size:
+        problems.append(f"its updates have {saved['batch_size']} episodes, this run's {current.batch_size}")
+    if saved.get("rows", current.rows) != current.rows:
+        problems.append(f"its data set has {saved['rows']} prompts, this run's {current.rows}")
+    elif saved.get("data", current.data) != current.data:
+        problems.append(f"its data set has {current.rows} prompts as this run's, but others")
     return problems
 
 
-def other_model(role: str, saved: Shapes, here: Shapes) -> str | None:
-    """How a role's trained parameters in a checkpoint differ from those that are to be trained, or `None`."""
-    missing, surplus = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
+def model_difference(role: str, saved: Shapes, current: Shapes) -> str | None:
+    """How a role's trained parameters in a checkpoint differ from this run's, or `None`."""
+    missing, surplus = sorted(set(current) - set(saved)), sorted(set(saved) - set(current))
     if missing or surplus:
-        said = [f"its {role} has {len(saved)} trained parameters, this run's {len(here)}"]
-        said += [f"it lacks {missing[0]}" + _more(missing)] if missing else []
-        said += [f"this run has no {surplus[0]}" + _more(surplus)] if surplus else []
-        adapted = {"lora_" in "".join(names) for names in (saved, here)}
+        differences = [f"its {role} has {len(saved)} trained parameters, this run's {len(current)}"]
+        differences += [f"it lacks {missing[0]}" + _more(missing)] if missing else []
+        differences += [f"this run has no {surplus[0]}" + _more(surplus)] if surplus else []
+        adapted = {"lora_" in "".join(names) for names in (saved, current)}
         if len(adapted) == 2:
-            said.append("one of them trains LoRA adapters, the other does not")
-        return "; ".join(said)
-    for name, shape in here.items():
+            differences.append("one of them trains LoRA adapters, the other does not")
+        return "; ".join(differences)
+    for name, shape in current.items():
         if tuple(saved[name]) != tuple(shape):
             return f"its {role}'s {name} has the shape {tuple(saved[name])}, this run's {tuple(shape)}"
     return None

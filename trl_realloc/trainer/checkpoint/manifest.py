@@ -1,6 +1,7 @@
-"""The list of a checkpoint's files with their sizes and checksums, by which a whole checkpoint is told from a torn one.
+"""The manifest of a checkpoint: its files with their sizes and checksums, which show whether the checkpoint is
+complete. Also the names of checkpoint folders.
 
-Owns the names of checkpoints' folders and what is read of one folder by one process. No process group.
+One process reads one folder here. What all ranks do together is in `saving` and `resuming`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from typing import Any
 MANIFEST = "manifest.json"
 FORMAT = 1
 NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
-UNFINISHED = ".tmp"  # a checkpoint that is being written, or was when its job was killed
-REPLACED = ".old"  # a checkpoint while the one that is to have its name is put in its place
+UNFINISHED = ".tmp"  # suffix of a checkpoint that is being written, or whose job was killed while it was written
+REPLACED = ".old"  # suffix of a checkpoint while another one takes its name
 BLOCK = 1 << 20
-BLOCKS = 64  # of a file that are read for its checksum: all of one up to 64 MiB, and of a larger one so many evenly
+BLOCKS = 64  # number of blocks of a file that its checksum reads: all of a file up to 64 MiB
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Args:
-    run: a random name of the run that wrote the checkpoint; it keeps it when it is resumed.
-    step: updates that had been made.
-    time: when it was written, seconds since 1970.
-    files: by path inside the folder, its bytes and the checksum of `checksum`.
-    about: of the run: what `identity.Identity` holds.
+    """The content of `manifest.json`.
+
+    Args:
+        run: random name of the run that wrote the checkpoint. A resumed run keeps it.
+        step: number of updates before the checkpoint.
+        time: when it was written, seconds since 1970.
+        files: size in bytes and `checksum` of every file, by path inside the folder.
+        about: the fields of `identity.Identity` of the run, and `data_begins`.
     """
 
     run: str
@@ -47,10 +50,10 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """`None` where the folder has none.
+    """The manifest of a checkpoint's folder, or `None` if it has none.
 
     Raises:
-        ValueError: it has one that cannot be read.
+        ValueError: the manifest cannot be read.
     """
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
@@ -71,35 +74,35 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def list_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file of a folder with its size in bytes and its checksum."""
-    found = {}
+    files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MANIFEST:
-            found[path.relative_to(folder).as_posix()] = (path.stat().st_size, checksum(path))
-    return found
+            files[path.relative_to(folder).as_posix()] = (path.stat().st_size, checksum(path))
+    return files
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file up to 64 MiB; of a larger one, of 64 MiB spread evenly over it, its ends included, so that a
-    checkpoint of 100 GB is checked in a second."""
+    """CRC-32 of a file up to 64 MiB. Of a larger file it covers 64 MiB that are spread evenly and include both ends, so
+    that a checkpoint of 100 GB is checked in a second."""
     size, crc = path.stat().st_size, 0
     with path.open("rb") as file:
-        for at in range(BLOCKS):
+        for block in range(BLOCKS):
             if size > BLOCK * BLOCKS:
-                file.seek(at * (size - BLOCK) // (BLOCKS - 1))
+                file.seek(block * (size - BLOCK) // (BLOCKS - 1))
             crc = zlib.crc32(file.read(BLOCK), crc)
     return crc
 
 
 def damage(folder: Path, manifest: Manifest, *, checksums: bool = True) -> dict[str, str]:
-    """What is wrong with each file that is not as the manifest says, by its size and its checksum."""
+    """The problem of each file whose size or checksum is not that of the manifest, by path inside the folder."""
     wrong = {}
     for name, (size, crc) in manifest.files.items():
         path = folder / name
         try:
             if not path.is_file():
                 wrong[name] = "is missing"
-            elif (found := path.stat().st_size) != size:
-                wrong[name] = f"has {found:,} bytes, not {size:,}"
+            elif (actual_size := path.stat().st_size) != size:
+                wrong[name] = f"has {actual_size:,} bytes, not {size:,}"
             elif checksums and checksum(path) != crc:
                 wrong[name] = f"has {size:,} bytes as it should, but others than were written"
         except OSError as error:
@@ -108,18 +111,20 @@ def damage(folder: Path, manifest: Manifest, *, checksums: bool = True) -> dict[
 
 
 def step_of(folder: Path) -> int | None:
-    """The number of updates in a checkpoint's name; `None` for a folder that is none, or is not finished."""
+    """The number of updates in a checkpoint's name; `None` for another folder or an unfinished checkpoint."""
     match = NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def checkpoints_in(output_dir: Path) -> list[Path]:
-    """The checkpoints of a folder, whole or not, the one that was written last first: the number in a name says only
-    how long the run was, and another run's may be in the same folder."""
-    found = [path for path in _folders(output_dir) if step_of(path) is not None]
-    names = {path.name for path in found}
-    found = [path for path in found if not (path.suffix == REPLACED and path.stem in names)]
-    return sorted(found, key=_age, reverse=True)
+    """The checkpoints in a folder, complete or not, from the latest to the earliest time of writing.
+
+    They are not sorted by the number in their names, because checkpoints of another run may be in the same folder.
+    """
+    folders = [path for path in _folders(output_dir) if step_of(path) is not None]
+    names = {path.name for path in folders}
+    folders = [path for path in folders if not (path.suffix == REPLACED and path.stem in names)]
+    return sorted(folders, key=_time_and_step, reverse=True)
 
 
 def _folders(output_dir: Path) -> Iterator[Path]:
@@ -127,7 +132,7 @@ def _folders(output_dir: Path) -> Iterator[Path]:
         yield from (path for path in output_dir.iterdir() if path.is_dir())
 
 
-def _age(folder: Path) -> tuple[float, int]:
+def _time_and_step(folder: Path) -> tuple[float, int]:
     try:
         manifest = read_manifest(folder)
     except ValueError:
@@ -139,7 +144,7 @@ def _age(folder: Path) -> tuple[float, int]:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's names, before anything relies on them."""
+    """Write a file's content, or a folder's entries, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,7 @@
-"""`Trainer`'s seams for saving and resuming: what `PPOTrainer` does where Trainer would write or read a checkpoint."""
+"""Saving and resuming in `PPOTrainer`, in place of Trainer's methods of the same names.
+
+The files of a checkpoint are written in `saving` and `state`, and read in `resuming` and `state`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from ...runtime.failures.alarm import Alarm, JobFailed
 from ...runtime.placement import Placement
 from .identity import Identity, data_checksum, trained_shapes
 from .problems import Problems
-from .resuming import SCHEDULER, STATE, Found, Here, Wanted, find_checkpoint, newest_whole
+from .resuming import SCHEDULER, STATE, Checkpoint, CurrentRun, ResumeSetting, find_checkpoint, newest_whole
 from .saving import check_writable, new_run, save_checkpoint
 from .state import load_training_state, save_models, save_training_state
 
 
 class CheckpointMixin:
-    """Saves and resumes. The attributes are those of the trainer that it is mixed into."""
+    """Saves and resumes. The attributes are those of the trainer that the class is mixed into."""
 
     args: Any
     state: Any
@@ -47,18 +50,18 @@ class CheckpointMixin:
     _save_rng_state: Callable[[str], None]
     _load_rng_state: Callable[[str], None]
 
-    _run: str | None = None  # the name of the run in its checkpoints' manifests
-    _saved_step = 0  # updates that had been made at the last save
-    _data_begins = 0  # the update at which this run began with its data
+    _run: str | None = None  # name of the run in the manifests of its checkpoints
+    _saved_step = 0  # number of updates before the last save
+    _data_begins = 0  # the update at which this run started to read its data
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The policy (or its adapter) with the tokenizer into `output_dir`, and the critic into its `value_model`.
-        Every rank calls this.
+        """Save the policy (or its adapter) and the tokenizer to `output_dir`, and the critic to
+        `output_dir/value_model`. Collective over the job.
 
         Raises:
-            SaveError: on every rank, where one could not write.
+            SaveError: on every rank, if one could not write.
         """
         folder = Path(output_dir or self.args.output_dir)
         with self._failing_together():
@@ -80,7 +83,7 @@ class CheckpointMixin:
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """What Trainer's of this name leaves in a checkpoint, and the critic; whole, or not there at all."""
+        """Save the files of Trainer's checkpoint and the critic, atomically."""
         args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         final = Path(args.output_dir) / name
         self.store_flos()
@@ -107,7 +110,7 @@ class CheckpointMixin:
             self._push_from_checkpoint(str(final))
 
     def _write_checkpoint(self, folder: Path, problems: Problems) -> None:
-        """This rank's part of a checkpoint."""
+        """Write this rank's part of a checkpoint."""
         args = self.args
         save_models(self.placement, folder, self._write_policy, problems)
         if not args.save_only_model:
@@ -126,20 +129,22 @@ class CheckpointMixin:
             states = defaultdict(list)
             for callback in self._exportable():
                 states[type(callback).__name__].append(callback.state())
-            self.state.stateful_callbacks |= {n: own[0] if len(own) == 1 else own for n, own in states.items()}
+            self.state.stateful_callbacks |= {
+                name: of_class[0] if len(of_class) == 1 else of_class for name, of_class in states.items()
+            }
             self.state.save_to_json(str(folder / STATE))
         with problems.trying(Path(args.output_dir) / "README.md"):
             self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
 
     @contextlib.contextmanager
     def _saving_good_state(self) -> Iterator[None]:
-        """Around an update: where it is refused for its samples or their scores, on every rank and before any role was
-        trained, the state from before it is saved, and the run ends."""
+        """Around an update. If its samples or scores are refused, which happens on every rank before any role is
+        trained, the state before the update is saved, and the error is raised."""
         try:
             yield
         except (NonFiniteError, JobFailed) as error:
-            unharmed = isinstance(error, NonFiniteError) or error.is_unharmed
-            if unharmed and self.args.save_strategy != "no" and self.state.global_step > self._saved_step:
+            is_unchanged = isinstance(error, NonFiniteError) or error.is_unharmed
+            if is_unchanged and self.args.save_strategy != "no" and self.state.global_step > self._saved_step:
                 self._save_checkpoint(None, None)
             raise
 
@@ -150,63 +155,69 @@ class CheckpointMixin:
 
     @cached_property
     def _identity(self) -> Identity:
-        data, given = self.setup.train_dataset, self.setup.make_optimizer.args[0]
-        kind: type = type(given)
-        if not isinstance(given, torch.optim.Optimizer):
+        data, source = self.setup.train_dataset, self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
+        kind: type = type(source)
+        if not isinstance(source, torch.optim.Optimizer):
             kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.models_before_start[0])
         return Identity(kind.__name__, self.args.batch_size, len(data), data_checksum(data))
 
-    def _find_checkpoint(self, given: Wanted) -> Found | None:
-        """The checkpoint that `train` goes on from, if any.
+    def _find_checkpoint(self, setting: ResumeSetting) -> Checkpoint | None:
+        """The checkpoint that `train` resumes from, if any. Called before any engine starts.
+
+        Args:
+            setting: the argument of `train`; `None` for that of the training arguments.
 
         Raises:
-            CheckpointError: before any engine starts; see `find_checkpoint`.
+            CheckpointError: see `find_checkpoint`.
         """
-        given = self.args.resume_from_checkpoint if given is None else given
+        setting = self.args.resume_from_checkpoint if setting is None else setting
         rank, plan = self.accelerator.process_index, self.plan
         shapes = {}
-        if not self.placement.started:  # engines cut what they hold
+        if not self.placement.started:  # engines shard parameters, and their shapes with them
             policy, critic = self.setup.models_before_start
             roles = [("policy", "actor.train", policy), ("critic", "critic.train", critic)]
             shapes = {role: trained_shapes(model) for role, call, model in roles if rank in plan.mesh(call)}
-        here = Here(self._identity, shapes, bool(self.args.ignore_data_skip))
+        current_run = CurrentRun(self._identity, shapes, bool(self.args.ignore_data_skip))
         if self.args.save_strategy != "no":
             check_writable(Path(self.args.output_dir), self._problems())
-        found = find_checkpoint(given, Path(self.args.output_dir), here, rank=rank, control=self.placement.control)
-        self._run = found.manifest.run if found is not None and found.manifest is not None else None
+        checkpoint = find_checkpoint(
+            setting, Path(self.args.output_dir), current_run, rank=rank, control=self.placement.control
+        )
+        self._run = checkpoint.manifest.run if checkpoint is not None and checkpoint.manifest is not None else None
         self._saved_step = 0
-        return found
+        return checkpoint
 
-    def _load_checkpoint(self, found: Found) -> None:
-        """Everything but the trainer's state, into engines that have been started."""
+    def _load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Load everything but the trainer's state. The engines must have been started."""
         self._saved_step = self.state.global_step
-        self.alarm.checkpoint(found.folder)
-        load_training_state(self.placement, found.folder)
-        self.lr_scheduler.load_state_dict(torch.load(found.folder / SCHEDULER, weights_only=True))
+        self.alarm.checkpoint(checkpoint.folder)
+        load_training_state(self.placement, checkpoint.folder)
+        self.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
         self.setup.rates.restore(self.lr_scheduler.get_last_lr())
-        self._load_rng_state(str(found.folder))
+        self._load_rng_state(str(checkpoint.folder))
 
     def _load_best_model(self) -> None:
-        """`load_best_model_at_end`: policy and critic as they were in the best checkpoint."""
+        """Load policy and critic of the best checkpoint, if `load_best_model_at_end` is set."""
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            here = Here(self._identity, {})
+            current_run = CurrentRun(self._identity, {})
             folder, rank = Path(self.state.best_model_checkpoint), self.accelerator.process_index
-            # hands hosts with a disk of their own what they lack of it
-            find_checkpoint(str(folder), folder.parent, here, rank=rank, control=self.placement.control)
+            # copies the files to hosts with a separate disk that lack them
+            control = self.placement.control
+            find_checkpoint(str(folder), folder.parent, current_run, rank=rank, control=control)
             load_training_state(self.placement, folder)
 
-    def _what_is_left(self) -> str:
-        """For the message of a failure: where the run can go on from."""
+    def _resume_hint(self) -> str:
+        """Which checkpoint the run can be resumed from, for the message of a failure."""
         folder = Path(self.args.output_dir)
-        whole = newest_whole(folder) if folder.is_dir() else None
-        if whole is None:
+        checkpoint = newest_whole(folder) if folder.is_dir() else None
+        if checkpoint is None:
             return (
                 "No checkpoint of this run has been saved."
                 if self.args.save_strategy != "no"
                 else ("Nothing of this run has been saved, because save_strategy is 'no'.")
             )
         return (
-            f"The newest whole checkpoint is {whole}: train(resume_from_checkpoint=True), or resume_from_checkpoint: "
+            f"The newest whole checkpoint is {checkpoint}: train(resume_from_checkpoint=True), or resume_from_checkpoint: "
             f"auto in the recipe, goes on from it."
         )
 

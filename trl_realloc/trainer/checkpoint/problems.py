@@ -1,4 +1,7 @@
-"""What goes wrong on one rank while all ranks write a checkpoint, kept until all can hear of it."""
+"""Collects the errors of one rank while all ranks write a checkpoint, and raises them on all ranks together.
+
+A rank that raised at once would leave the others waiting in a collective. Writing itself is in `saving` and `state`.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,25 @@ from .manifest import flush
 
 
 class Problems:
-    """Args:
-    rank: this process.
-    control: a gloo group over the job, `None` for one process.
+    """The write errors of this rank.
+
+    Args:
+        rank: this process.
+        control: a gloo group over the job; `None` for one process.
     """
 
     def __init__(self, rank: int, control: Any) -> None:
         self.rank, self.control = rank, control
-        self._found: list[str] = []
+        self._messages: list[str] = []
         self._written: list[Path] = []
 
     @contextlib.contextmanager
     def writing(self, path: Path, needed: int = 0) -> Iterator[None]:
-        """Around writing a file or a folder's files, which `flush` brings to the disk. A failure is kept, and the block
-        left.
+        """Around writing a file or the files of a folder, which `flush` writes to the disk later. An error inside the
+        block is collected, and ends the block.
 
         Args:
-            needed: bytes that are to be written; say so in the block too, by `need_room`.
+            needed: bytes that the block writes, for the message. The block itself should call `need_room`.
         """
         with self.trying(path, needed):
             yield
@@ -41,14 +46,16 @@ class Problems:
 
     @contextlib.contextmanager
     def trying(self, path: Path, needed: int = 0) -> Iterator[None]:
-        """Around anything else that is done to a path. A failure is kept, and the block left."""
+        """Around any other operation on a path. An error inside the block is collected, and ends the block."""
         try:
             yield
         except Exception as error:
-            self._found.append(f"rank {self.rank} on host {HOST} cannot write {path}: {_reason(error, path, needed)}")
+            self._messages.append(
+                f"rank {self.rank} on host {HOST} cannot write {path}: {_reason(error, path, needed)}"
+            )
 
     def flush(self) -> None:
-        """What was written here reaches the disk."""
+        """Write to the disk (fsync) what this rank wrote since the last call."""
         for path in self._written:
             with self.trying(path):
                 for file in [p for p in path.iterdir() if p.is_file()] if path.is_dir() else [path]:
@@ -56,23 +63,23 @@ class Problems:
         self._written.clear()
 
     def settle(self, what: str, kept: str = "") -> None:
-        """Wait for all ranks, and learn of the problems of each. All ranks call it together.
+        """Exchange the errors of all ranks. Collective over the job.
 
         Args:
-            what: was to be saved.
-            kept: ends the message: what is there instead.
+            what: the thing that was to be saved, for the message.
+            kept: the end of the message, on older checkpoints.
 
         Raises:
-            SaveError: on every rank, where one had a problem.
+            SaveError: on every rank, if any rank had an error.
         """
-        found = [problem for own in from_every_rank(self._found, self.control) for problem in own]
-        self._found.clear()
-        if found:
-            raise SaveError(f"{what} could not be saved: {'; '.join(found)}.{kept}")
+        messages = [text for rank_messages in from_every_rank(self._messages, self.control) for text in rank_messages]
+        self._messages.clear()
+        if messages:
+            raise SaveError(f"{what} could not be saved: {'; '.join(messages)}.{kept}")
 
 
 def need_room(path: Path, needed: int) -> None:
-    """Raises `OSError` where the disk of a path that is to be written has less room than `needed` bytes."""
+    """Raises `OSError` if the disk of the path has less than `needed` bytes free."""
     if needed > shutil.disk_usage(_existing(path)).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -84,7 +91,7 @@ def _existing(path: Path) -> Path:
 def _reason(error: Exception, path: Path, needed: int) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     room = shutil.disk_usage(_existing(path)).free
-    # the writers of torch and safetensors say only that a stream is broken where the disk is full
+    # on a full disk the writers of torch and safetensors report only a broken stream
     if needed and (room < needed or "stream" in text):
         return f"{text} ({needed / 1e6:,.1f} MB are needed, {room / 1e6:,.1f} MB are free)"
     return text

@@ -1,7 +1,7 @@
-"""Finding the checkpoint that a run goes on from, and refusing one that is not whole or is another run's, before any
-engine starts.
+"""Finds the checkpoint that a run resumes from, and refuses one that is incomplete or of another run, before any engine
+starts.
 
-On hosts with a disk each every host is handed the files that it lacks. Owns nothing of what is loaded (`state`).
+If hosts have separate disks, every host receives the files that it lacks. Loading the state is in `state`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...algorithms.nonfinite import all_finite
 from ...runtime.launch.hosts import machine_id
 from ...runtime.process_groups import from_every_rank
 from . import STATE_FILE, VALUE_FOLDER, CheckpointError
-from .identity import Identity, Shapes, other_data, other_model, other_run
+from .identity import Identity, Shapes, data_differences, model_difference, optimizer_differences
 from .manifest import MANIFEST, Manifest, checkpoints_in, checksum, damage, read_manifest
 
 
@@ -31,20 +31,20 @@ logger = logging.get_logger(__name__)
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 STATES = {"policy": STATE_FILE, "critic": f"{VALUE_FOLDER}/{STATE_FILE}"}
 NEEDED = (STATE, SCHEDULER, *STATES.values())
-SCANNED = 1 << 30  # largest file without a checksum that is read whole to find NaN before the engines start
-CHUNK = 64 << 20
+SCANNED = 1 << 30  # bytes; a file without a checksum up to this size is searched for NaN before the engines start
+CHUNK = 64 << 20  # bytes of one message
 
-Wanted = str | bool | None
+ResumeSetting = str | bool | None
 
 
 @dataclass(frozen=True)
-class Here:
-    """This run, as a checkpoint has to fit it.
+class CurrentRun:
+    """What a checkpoint must have in common with this run.
 
     Args:
-        identity: data, batch and optimizer.
-        shapes: of each role's trained parameters, on the ranks that have the role's model.
-        ignores_data: `ignore_data_skip`: the data begin anew, so they may be others.
+        identity: data, batch size and optimizer.
+        shapes: shapes of each role's trained parameters, on the ranks that have the role's model.
+        ignores_data: `ignore_data_skip`. The data start from the beginning, so they may differ.
     """
 
     identity: Identity
@@ -53,11 +53,11 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from.
+class Checkpoint:
+    """A checkpoint to resume from.
 
     Args:
-        manifest: `None` of one that an earlier release wrote.
+        manifest: `None` for a checkpoint of an earlier release.
     """
 
     folder: Path
@@ -65,60 +65,64 @@ class Found:
 
     @property
     def data_begins(self) -> int:
-        """The update at which its run began with its data: 0, unless it was resumed with `ignore_data_skip`."""
+        """The update at which its run started to read its data: 0, unless it was resumed with `ignore_data_skip`."""
         return int(self.manifest.about.get("data_begins", 0)) if self.manifest else 0
 
 
-def read_wanted(given: Wanted) -> Wanted | Literal["auto"]:
-    """`resume_from_checkpoint` as the trainer, a recipe or a command line gives it: a folder, True, "auto", or None."""
-    if isinstance(given, str) and given.lower() in ("true", "false", "auto", "none", ""):
-        word = given.lower()
+def read_resume_setting(setting: ResumeSetting) -> ResumeSetting | Literal["auto"]:
+    """`resume_from_checkpoint` of the trainer, a recipe or a command line, as a folder, True, "auto" or `None`."""
+    if isinstance(setting, str) and setting.lower() in ("true", "false", "auto", "none", ""):
+        word = setting.lower()
         return "auto" if word == "auto" else word == "true" or None
-    return given or None
+    return setting or None
 
 
-def find_checkpoint(given: Wanted, output_dir: Path, here: Here, *, rank: int, control: Any) -> Found | None:
-    """The checkpoint to go on from, checked. All ranks together.
+def find_checkpoint(
+    setting: ResumeSetting, output_dir: Path, current_run: CurrentRun, *, rank: int, control: Any
+) -> Checkpoint | None:
+    """Find and check the checkpoint to resume from. Collective over the job.
 
     Args:
-        given: a folder; True for the newest whole one in `output_dir`; "auto" for the same, or none where there is
-            none yet.
+        setting: a folder; True for the newest complete checkpoint in `output_dir`; "auto" for the same, or `None` if
+            there is no checkpoint yet.
 
     Returns:
-        `None` to begin from the start.
+        `None` for a new run.
 
     Raises:
-        CheckpointError: on every rank: the folder that was named is not whole; there is none, or none that is whole;
-            or it is of a run with which this one cannot go on.
+        CheckpointError: on every rank: the given folder is not complete; there is no checkpoint, or no complete one; or
+            this run cannot continue the checkpoint's run.
     """
-    wanted = read_wanted(given)
-    if wanted is None:
+    request = read_resume_setting(setting)
+    if request is None:
         return None
-    searches = wanted in (True, "auto")
-    own = checkpoints_in(output_dir) if searches else [Path(str(wanted))]
-    # the first rank's order; then what only other hosts have
-    folders = list(dict.fromkeys(path for part in from_every_rank(own, control) for path in part))
-    if not folders and wanted == "auto":
+    searches = request in (True, "auto")
+    local_folders = checkpoints_in(output_dir) if searches else [Path(str(request))]
+    # rank 0's folders in its order, then those that only other hosts have
+    folders = list(dict.fromkeys(path for paths in from_every_rank(local_folders, control) for path in paths))
+    if not folders and request == "auto":
         return None
     if not folders:
         raise CheckpointError(f"there is no checkpoint in {output_dir} to resume from.")
-    passed: list[str] = []
+    rejected: list[str] = []
     for folder in folders:
-        looked = _look(folder, here, rank, control)
-        if not looked.damage:
-            if rank == 0 and passed:
-                logger.warning(f"resuming from {folder}; passed over {'; '.join(passed)}.")
-            if looked.unfit:
-                raise CheckpointError(f"cannot resume from {folder}: {'; '.join(looked.unfit)}.{_way_out(looked)}")
-            return Found(folder, looked.manifest)
-        passed.append(f"{folder} ({'; '.join(looked.damage)})")
+        inspection = _inspect(folder, current_run, rank, control)
+        if not inspection.damage:
+            if rank == 0 and rejected:
+                logger.warning(f"resuming from {folder}; passed over {'; '.join(rejected)}.")
+            if inspection.unfit:
+                differences = "; ".join(inspection.unfit)
+                raise CheckpointError(f"cannot resume from {folder}: {differences}.{_way_out(inspection)}")
+            return Checkpoint(folder, inspection.manifest)
+        rejected.append(f"{folder} ({'; '.join(inspection.damage)})")
     if searches:
-        raise CheckpointError(f"no checkpoint in {output_dir} is whole: {'; '.join(passed)}.")
-    raise CheckpointError(f"cannot resume from {'; '.join(passed)}.{_others(folders[0])}")
+        raise CheckpointError(f"no checkpoint in {output_dir} is whole: {'; '.join(rejected)}.")
+    raise CheckpointError(f"cannot resume from {'; '.join(rejected)}.{_others(folders[0])}")
 
 
 def newest_whole(output_dir: Path, *, checksums: bool = False, apart_from: Path | None = None) -> Path | None:
-    """As this process sees it by the sizes of files; one without a manifest counts where its files are there."""
+    """The newest complete checkpoint that this process sees, judged by the sizes of its files and with `checksums` by
+    their checksums. A checkpoint without a manifest is complete if it has the files that resuming needs."""
     for folder in checkpoints_in(output_dir):
         if folder == apart_from:
             continue
@@ -137,8 +141,8 @@ def _others(folder: Path) -> str:
     return f" {whole} is whole: resume from it." if whole is not None else ""
 
 
-def _way_out(looked: _Looked) -> str:
-    if looked.only_data:
+def _way_out(inspection: _Inspection) -> str:
+    if inspection.only_data:
         return (
             " Give it what it was run with; or set ignore_data_skip to keep its models and optimizers and begin with "
             "the data anew."
@@ -147,11 +151,13 @@ def _way_out(looked: _Looked) -> str:
 
 
 @dataclass
-class _Looked:
-    """What is known of one checkpoint.
+class _Inspection:
+    """The result of checking one checkpoint.
 
     Args:
-        damage: what is wrong with its files. unfit: what it has other than this run; only_data: that is all data.
+        damage: the problems of its files.
+        unfit: its differences from this run.
+        only_data: all differences are in the data.
     """
 
     manifest: Manifest | None = None
@@ -160,31 +166,33 @@ class _Looked:
     only_data: bool = False
 
 
-def _look(folder: Path, here: Here, rank: int, control: Any) -> _Looked:
-    """Collective; the same on all ranks."""
-    looked = _Looked()
+def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> _Inspection:
+    """Check one checkpoint. Collective over the job; the result is the same on all ranks."""
+    inspection = _Inspection()
     places = from_every_rank(_place(folder), control)
-    reads = places.index(places[rank]) == rank  # one process of each host
-    own = _read(folder) if reads else _Report()
-    reports = from_every_rank(own, control)
-    looked.manifest = next((report.manifest for report in reports if report.manifest), None)
-    looked.damage = _spread(folder, looked.manifest, reports, reads, rank, control)
-    if looked.damage:
-        return looked
-    shapes = {role: s for part in reversed(from_every_rank(dict(here.shapes), control)) for role, s in part.items()}
+    reads = places.index(places[rank]) == rank  # one process per host reads the files
+    reports = from_every_rank(_read(folder) if reads else _HostFiles(), control)
+    inspection.manifest = next((report.manifest for report in reports if report.manifest), None)
+    inspection.damage = _spread(folder, inspection.manifest, reports, reads, rank, control)
+    if inspection.damage:
+        return inspection
+    shapes = {
+        role: s for part in reversed(from_every_rank(dict(current_run.shapes), control)) for role, s in part.items()
+    }
     if rank == 0:
-        _examine(folder, looked, here, shapes)
-    judged = from_every_rank((looked.damage, looked.unfit, looked.only_data), control)[0]
-    looked.damage, looked.unfit, looked.only_data = judged
-    return looked
+        _examine(folder, inspection, current_run, shapes)
+    result = from_every_rank((inspection.damage, inspection.unfit, inspection.only_data), control)[0]
+    inspection.damage, inspection.unfit, inspection.only_data = result
+    return inspection
 
 
 def _place(folder: Path) -> tuple[Any, ...]:
-    """The same for two ranks of one host that see the same folder, or both see none there."""
+    """Identifies a folder on a host: equal for two ranks of one host that see the same folder, or that both see
+    none."""
     machine = (socket.gethostname(), machine_id())
     try:
-        found = folder.stat()
-        return (*machine, found.st_dev, found.st_ino)
+        status = folder.stat()
+        return (*machine, status.st_dev, status.st_ino)
     except OSError:
         return (*machine, str(folder.absolute()))
 
@@ -193,8 +201,14 @@ def _place(folder: Path) -> tuple[Any, ...]:
 
 
 @dataclass
-class _Report:
-    """What one host has of a checkpoint: its manifest, every file's size, and what is wrong with some."""
+class _HostFiles:
+    """The files of a checkpoint on one host.
+
+    Args:
+        sizes: bytes of each file.
+        wrong: the problem of each damaged file.
+        reads: this rank has read them for its host.
+    """
 
     manifest: Manifest | None = None
     sizes: dict[str, int] = field(default_factory=dict)
@@ -202,8 +216,8 @@ class _Report:
     reads: bool = False
 
 
-def _read(folder: Path) -> _Report:
-    report = _Report(reads=True)
+def _read(folder: Path) -> _HostFiles:
+    report = _HostFiles(reads=True)
     if not folder.is_dir():
         report.wrong[""] = "there is no such folder"
         return report
@@ -222,25 +236,25 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _spread(
-    folder: Path, manifest: Manifest | None, reports: Sequence[_Report], reads: bool, rank: int, control: Any
+    folder: Path, manifest: Manifest | None, reports: Sequence[_HostFiles], reads: bool, rank: int, control: Any
 ) -> list[str]:
-    """Hand every host that lacks a file what another has, and return what no host has whole."""
-    readers = [at for at, report in enumerate(reports) if report.reads]
-    if all("" in reports[at].wrong for at in readers):
+    """Copy files to the hosts that lack them. Returns the problems of the files that no host has undamaged."""
+    readers = [reader for reader, report in enumerate(reports) if report.reads]
+    if all("" in reports[reader].wrong for reader in readers):
         return ["there is no such folder"]
-    if manifest is None and any(MANIFEST in reports[at].wrong for at in readers):
-        return [next(reports[at].wrong[MANIFEST] for at in readers if MANIFEST in reports[at].wrong)]
-    names = manifest.files if manifest else {n for at in readers for n in reports[at].sizes} | set(NEEDED)
+    if manifest is None and any(MANIFEST in reports[reader].wrong for reader in readers):
+        return [next(reports[reader].wrong[MANIFEST] for reader in readers if MANIFEST in reports[reader].wrong)]
+    names = manifest.files if manifest else {n for reader in readers for n in reports[reader].sizes} | set(NEEDED)
     wrong = []
     copies: list[tuple[str, int, int]] = []
     for name in sorted(names):
-        holders = [at for at in readers if name in reports[at].sizes and name not in reports[at].wrong]
+        holders = [r for r in readers if name in reports[r].sizes and name not in reports[r].wrong]
         if not holders:
-            said = [reports[at].wrong[name] for at in readers if name in reports[at].wrong]
-            present = [text for text in said if text != "is missing"]
-            wrong.append(f"{name} {(present or said or ['is missing'])[0]}")
+            problems = [reports[reader].wrong[name] for reader in readers if name in reports[reader].wrong]
+            damaged = [problem for problem in problems if problem != "is missing"]
+            wrong.append(f"{name} {(damaged or problems or ['is missing'])[0]}")
         elif _is_needed(name):
-            copies += [(name, holders[0], at) for at in readers if at not in holders]
+            copies += [(name, holders[0], reader) for reader in readers if reader not in holders]
     wrong += [f"{name} is missing" for name in NEEDED if manifest is not None and name not in manifest.files]
     if any(text.startswith(STATES["critic"]) and text.endswith("is missing") for text in wrong):
         wrong.append("checkpoints of TRL's PPOTrainer have no critic, and those of save_only_model no optimizers")
@@ -253,12 +267,13 @@ def _spread(
             _receive(folder / name, source, control)
     if copies and reads and manifest is not None and MANIFEST not in reports[rank].sizes:
         manifest.write(folder)
-    failed = [text for own in from_every_rank(_check_copies(folder, manifest, copies, rank), control) for text in own]
-    return failed
+    failures = from_every_rank(_check_copies(folder, manifest, copies, rank), control)
+    return [failure for rank_failures in failures for failure in rank_failures]
 
 
 def _is_needed(name: str) -> bool:
-    """Of the files those that resuming reads; the models themselves come from the optimizers' float32 weights."""
+    """Whether resuming reads a file. It reads no model files, because the optimizers' files have the float32
+    weights."""
     return name in NEEDED or name.startswith("rng_state")
 
 
@@ -267,8 +282,8 @@ def _check_copies(
 ) -> list[str]:
     if manifest is None:
         return []
-    own = [name for name, _, target in copies if target == rank]
-    return [f"{name} was not copied whole" for name in own if checksum(folder / name) != manifest.files[name][1]]
+    received = [name for name, _, target in copies if target == rank]
+    return [f"{name} was not copied whole" for name in received if checksum(folder / name) != manifest.files[name][1]]
 
 
 def _send(path: Path, target: int, control: Any) -> None:
@@ -283,26 +298,27 @@ def _receive(path: Path, source: int, control: Any) -> None:
     size = torch.zeros(1, dtype=torch.long)
     dist.recv(size, source, group=control)
     path.parent.mkdir(parents=True, exist_ok=True)
-    left = int(size)
+    remaining = int(size)
     with path.open("wb") as file:
-        while left:
-            chunk = torch.empty(min(left, CHUNK), dtype=torch.uint8)
+        while remaining:
+            chunk = torch.empty(min(remaining, CHUNK), dtype=torch.uint8)
             dist.recv(chunk, source, group=control)
             file.write(chunk.numpy().tobytes())
-            left -= chunk.numel()
+            remaining -= chunk.numel()
 
 
 # --- contents, on rank 0 --------------------------------------------------------------------------------------------
 
 
-def _examine(folder: Path, looked: _Looked, here: Here, shapes: Mapping[str, Shapes]) -> None:
-    """Whether the files can be read and are of this run; every number of small ones that no checksum vouches for."""
+def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, shapes: Mapping[str, Shapes]) -> None:
+    """Check that the files can be read and fit this run. Files without a checksum are searched for NaN if they are
+    small."""
 
     def read(name: str, reader: Callable[[Path], Any]) -> Any:
         try:
             return reader(folder / name)
-        except Exception as error:  # what a reader raises on other bytes than its own can be anything
-            looked.damage.append(f"{name} cannot be read ({str(error).splitlines()[0] if str(error) else error!r})")
+        except Exception as error:  # on damaged bytes a reader may raise any error
+            inspection.damage.append(f"{name} cannot be read ({str(error).splitlines()[0] if str(error) else error!r})")
             return None
 
     state = read(STATE, _read_state)
@@ -313,19 +329,19 @@ def _examine(folder: Path, looked: _Looked, here: Here, shapes: Mapping[str, Sha
         content = read(name, lambda path: _state_of(torch.load(path, weights_only=True, map_location="cpu", mmap=True)))
         if content is None:
             continue
-        cells = [cell for own in content.values() for cell in own.values()]
-        if looked.manifest is None and (folder / name).stat().st_size <= SCANNED and not all_finite(cells):
-            looked.damage.append(f"{name} holds NaN or infinity")
-        saved = {parameter: tuple(own["master"].shape) for parameter, own in content.items()}
-        if role in shapes and (problem := other_model(role, saved, shapes[role])):
-            looked.unfit.append(problem)
-    if looked.damage:
+        tensors = [tensor for parameter_state in content.values() for tensor in parameter_state.values()]
+        if inspection.manifest is None and (folder / name).stat().st_size <= SCANNED and not all_finite(tensors):
+            inspection.damage.append(f"{name} holds NaN or infinity")
+        saved = {name: tuple(parameter_state["master"].shape) for name, parameter_state in content.items()}
+        if role in shapes and (problem := model_difference(role, saved, shapes[role])):
+            inspection.unfit.append(problem)
+    if inspection.damage:
         return
-    about = dict(looked.manifest.about) if looked.manifest else _guess(state)
-    looked.unfit += other_run(about, here.identity)
-    data = [] if here.ignores_data else other_data(about, here.identity)
-    looked.only_data = bool(data) and not looked.unfit
-    looked.unfit += data
+    about = dict(inspection.manifest.about) if inspection.manifest else _guess(state)
+    inspection.unfit += optimizer_differences(about, current_run.identity)
+    data = [] if current_run.ignores_data else data_differences(about, current_run.identity)
+    inspection.only_data = bool(data) and not inspection.unfit
+    inspection.unfit += data
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -334,7 +350,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _guess(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a run without a manifest: how many episodes its updates had."""
+    """What the trainer's state says of a run without a manifest: the episodes of its updates."""
     step = state["global_step"]
     return {"batch_size": state["episode"] // step} if step else {}
 
@@ -346,6 +362,6 @@ def _read_rng(path: Path) -> Any:
 
 def _state_of(content: Any) -> dict[str, dict[str, torch.Tensor]]:
     parameters: dict[str, dict[str, torch.Tensor]] = content["parameters"]
-    if not isinstance(content["version"], int) or not all("master" in own for own in parameters.values()):
+    if not isinstance(content["version"], int) or not all("master" in state for state in parameters.values()):
         raise ValueError("it is no optimizer's state of this package")
     return parameters

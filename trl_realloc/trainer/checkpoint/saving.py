@@ -1,8 +1,8 @@
-"""Writing a checkpoint so that it is whole or is none: beside its name first, named when every rank's part is on the
-disk. Older ones are deleted after that.
+"""Writes a checkpoint atomically: into a temporary folder, which is renamed when every rank's part is on the disk.
+Older checkpoints are deleted after that.
 
-Works on hosts with a disk each too: every disk gets a folder of the name, with what its ranks wrote and the manifest of
-all of it. Owns nothing of what is in a checkpoint (`state`).
+Hosts may have separate disks. Each disk then gets a folder with the files of its ranks and the manifest of all files.
+The contents of a checkpoint are written by `state`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ logger = logging.get_logger(__name__)
 
 
 def new_run(control: Any) -> str:
-    """A random name for a run, rank 0's on all ranks."""
+    """A random name for a run, the same on all ranks."""
     name: str = from_every_rank(uuid.uuid4().hex, control)[0]
     return name
 
 
 def make_output_dir(output_dir: Path) -> None:
-    """Raises:
-    SaveError: it cannot be made.
+    """Create the output folder.
+
+    Raises:
+        SaveError: it cannot be created.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -43,16 +45,17 @@ def make_output_dir(output_dir: Path) -> None:
 
 
 def check_writable(output_dir: Path, problems: Problems) -> None:
-    """All ranks together, before anything expensive starts.
+    """Check that every rank can write to the folder of the checkpoints. Collective over the job, before anything
+    expensive starts.
 
     Raises:
-        SaveError: nothing can be written to a folder that checkpoints are to be saved in.
+        SaveError: a rank cannot write to it.
     """
     with problems.trying(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        mark = output_dir / f"{uuid.uuid4().hex}{UNFINISHED}"
-        mark.touch()
-        mark.unlink()
+        probe = output_dir / f"{uuid.uuid4().hex}{UNFINISHED}"
+        probe.touch()
+        probe.unlink()
     problems.settle("checkpoints")
 
 
@@ -67,19 +70,19 @@ def save_checkpoint(
     limit: int | None = None,
     best: Path | None = None,
 ) -> None:
-    """Write a checkpoint and delete the oldest beyond `limit`. All ranks together.
+    """Write a checkpoint and delete the oldest ones beyond `limit`. Collective over the job.
 
     Args:
-        final: its folder, named `checkpoint-<updates>`.
-        run: the name of the run; checkpoints of others are never deleted.
-        write: puts this rank's part into the folder it is given; called on every rank.
-        about: `Identity.to_dict` of the run.
-        limit: how many checkpoints of this run to keep (`save_total_limit`); `None` or 0 for all.
-        best: one that is not deleted.
+        final: folder of the checkpoint, named `checkpoint-<updates>`.
+        run: name of the run. Checkpoints of other runs are never deleted.
+        write: writes this rank's part into a folder; called on every rank.
+        about: the manifest's `about`.
+        limit: number of checkpoints of this run to keep (`save_total_limit`); `None` or 0 for all.
+        best: a checkpoint that is never deleted.
 
     Raises:
-        SaveError: on every rank, where one could not write its part. Nothing of this checkpoint is left, and all older
-            ones are as they were.
+        SaveError: on every rank, if a rank could not write its part. The new checkpoint is removed, and older ones are
+            unchanged.
     """
     staged, problems = final.with_name(final.name + UNFINISHED), Problems(rank, control)
     older = [path for path in checkpoints_in(final.parent) if path != final]
@@ -96,14 +99,14 @@ def save_checkpoint(
                 files = list_files(staged)
         parts = from_every_rank(files, control)
         moment: float = from_every_rank(time.time(), control)[0]
-        manifest = Manifest(run, int(final.name.rpartition("-")[2]), moment, _joined(parts), dict(about))
+        manifest = Manifest(run, int(final.name.rpartition("-")[2]), moment, _merge(parts), dict(about))
         if keeps:
             with problems.trying(staged / MANIFEST):
                 manifest.write(staged)
         problems.settle(final.name, kept)
         if keeps:
             with problems.trying(final):
-                _name(staged, final)
+                _rename(staged, final)
         problems.settle(final.name, kept)
     except SaveError:
         if rank == 0 or not final.exists():
@@ -114,18 +117,19 @@ def save_checkpoint(
             _remove(path)
 
 
-def _joined(parts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+def _merge(parts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
     return {name: entry for part in parts for name, entry in part.items()}
 
 
 def find_keeper(staged: Path, problems: Problems, what: str, kept: str) -> int:
-    """The rank that names and deletes folders on this rank's disk: the first of those that see the same files. Makes
-    the empty folder `staged` on every disk. All ranks together.
+    """The rank that renames and deletes folders on this rank's disk: the lowest of the ranks that share the disk.
+    Creates the empty folder `staged` on every disk. Collective over the job.
 
-    Ranks find out by a file of a random name: hosts may share a disk or not, and containers of one host too.
+    Ranks share a disk if they see each other's file of a random name. Host names do not show it, because hosts may
+    share a disk, and containers of one host may not.
 
     Raises:
-        SaveError: a folder could not be made.
+        SaveError: a folder could not be created.
     """
     control, rank = problems.control, problems.rank
     keepers: dict[int, int] = {}
@@ -133,23 +137,23 @@ def find_keeper(staged: Path, problems: Problems, what: str, kept: str) -> int:
     token = uuid.uuid4().hex
     while len(keepers) < world:
         keeper = next(other for other in range(world) if other not in keepers)
-        mark = staged / from_every_rank(token, control)[keeper]
+        probe = staged / from_every_rank(token, control)[keeper]
         if keeper == rank:
-            with problems.trying(mark):
+            with problems.trying(probe):
                 _clean(staged)
                 staged.mkdir(parents=True)
-                mark.touch()
+                probe.touch()
         problems.settle(what, kept)
-        seen = from_every_rank(rank not in keepers and mark.exists(), control)
+        seen = from_every_rank(rank not in keepers and probe.exists(), control)
         keepers |= {other: keeper for other, sees in enumerate(seen) if sees}
         keepers[keeper] = keeper
         if keeper == rank:
-            mark.unlink(missing_ok=True)
+            probe.unlink(missing_ok=True)
     return keepers[rank]
 
 
 def _clean(staged: Path) -> None:
-    """Remove what saves that were interrupted have left."""
+    """Remove the folders that interrupted saves left."""
     for path in [staged, *staged.parent.glob(f"checkpoint-*{UNFINISHED}")]:
         if path == staged or NAME.fullmatch(path.name.removesuffix(UNFINISHED)):
             shutil.rmtree(path, ignore_errors=True)
@@ -158,23 +162,25 @@ def _clean(staged: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _name(staged: Path, final: Path) -> None:
-    """Give a finished checkpoint its name, by one rename where no other has it."""
+def _rename(staged: Path, final: Path) -> None:
+    """Rename a finished checkpoint to its final name, and remove an older checkpoint of that name."""
     old = final.with_name(final.name + REPLACED)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)  # found by its other name, should the job be killed before the next line
+        final.rename(old)  # resuming finds it by this name if the job is killed before the next line
     staged.rename(final)
     flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def surplus(final: Path, run: str, limit: int, best: Path | None) -> list[Path]:
-    """The checkpoints of this run that are more than `limit`, the oldest first; never the newest or the best one, and
-    none that another run has written or that has no manifest to say which did."""
-    own = [path for path in reversed(checkpoints_in(final.parent)) if _run_of(path) == run]
+    """The checkpoints of this run that exceed `limit`, the oldest first. The newest and the best checkpoint,
+    checkpoints of other runs, and those without a manifest are never among them."""
+    run_checkpoints = [path for path in reversed(checkpoints_in(final.parent)) if _run_of(path) == run]
     spared = {final, best} if best is not None else {final}
-    return [path for path in own if path not in spared][: max(len(own) - max(limit, len(spared)), 0)]
+    return [path for path in run_checkpoints if path not in spared][
+        : max(len(run_checkpoints) - max(limit, len(spared)), 0)
+    ]
 
 
 def _run_of(folder: Path) -> str | None:
@@ -185,10 +191,11 @@ def _run_of(folder: Path) -> str | None:
 
 
 def _remove(folder: Path) -> None:
-    """Under another name first: a job that is killed meanwhile leaves no checkpoint without some of its files."""
-    doomed = folder.with_name(folder.name + UNFINISHED)
+    """Delete a checkpoint. It is renamed first, so that a job that is killed meanwhile leaves no incomplete checkpoint
+    under a checkpoint's name."""
+    renamed = folder.with_name(folder.name + UNFINISHED)
     try:
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        folder.rename(renamed)
+        shutil.rmtree(renamed)
     except OSError as error:
         logger.warning(f"the older checkpoint {folder} could not be deleted: {error.strerror}.")

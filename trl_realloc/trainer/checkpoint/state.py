@@ -1,6 +1,8 @@
-"""A run on disk: the policy as `from_pretrained` reads it, the critic beside it, and all that training goes on from.
+"""The contents of a checkpoint: policy and critic in the format of `from_pretrained`, and the optimizers' states with
+the float32 weights.
 
-States are kept by parameter name, not by partition: a checkpoint made under one plan loads under another.
+States are stored by parameter name and not by partition, so a checkpoint of one plan loads under another. How its
+folder becomes a checkpoint is in `saving`.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ from .problems import Problems, need_room
 
 
 def save_models(placement: Placement, folder: Path, save_policy: Any, problems: Problems) -> None:
-    """Policy and critic whole, whatever their layout. Collective; each role's first rank writes.
+    """Save policy and critic with whole parameters. Collective over the job; the first rank of each role writes.
 
     Args:
-        save_policy: `Trainer._save`-like, from a folder and a state dict; called on the policy's first rank.
-        problems: takes what goes wrong on this rank while it writes: the others are waiting for it in collectives.
+        save_policy: called with the model, a state dict and a folder on the policy's first rank, in place of
+            `Trainer._save`.
+        problems: collects this rank's errors, because the other ranks wait for it in collectives.
 
     Raises:
-        SaveError: on every rank, where the ranks that hold a role have trained different models.
+        SaveError: on every rank, if the replicas of a role differ.
     """
     for call, engine, _ in _engines(placement):
         if engine is not None:
@@ -57,7 +60,8 @@ FOLDERS = {Role.ACTOR: "", Role.CRITIC: VALUE_FOLDER}
 
 @contextlib.contextmanager
 def _writing_here(model: Any) -> Iterator[None]:
-    """Transformers' `save_pretrained` writes on the job's rank 0 alone; a role's first rank may be another."""
+    """Inside, `save_pretrained` writes on this rank. Transformers writes on rank 0 alone, and the first rank of a role
+    may be another."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.should_save_on_this_rank = lambda is_main_process: is_main_process
     try:
@@ -67,7 +71,8 @@ def _writing_here(model: Any) -> Iterator[None]:
 
 
 def _whole_state(engine: TrainingEngine, writes: bool) -> dict[str, Tensor] | None:
-    """Every parameter and persistent buffer under the module's own names, on the host of the rank that writes."""
+    """Every parameter and persistent buffer by the module's names, in host memory; `None` on ranks that do not
+    write."""
     state: dict[str, Tensor] = {}
     for bucket in engine.export(merged=False):
         if writes:
@@ -78,9 +83,9 @@ def _whole_state(engine: TrainingEngine, writes: bool) -> dict[str, Tensor] | No
 
 
 def _engines(placement: Placement) -> list[tuple[str, TrainingEngine | None, str]]:
-    """The trained roles: call, engine on this rank, folder within the checkpoint."""
-    homes = {role: placement.plan.graph.train_call(role) for role in FOLDERS}
-    return [(home, placement.trained(role), FOLDERS[role]) for role, home in homes.items() if home is not None]
+    """For each trained role: its training call, its engine on this rank, and its folder within the checkpoint."""
+    train_calls = {role: placement.plan.graph.train_call(role) for role in FOLDERS}
+    return [(call, placement.trained(role), FOLDERS[role]) for role, call in train_calls.items() if call is not None]
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -88,32 +93,38 @@ def _bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def save_training_state(placement: Placement, folder: Path, problems: Problems) -> None:
-    """Both optimizers' states with the float32 weights. Collective; each role's first rank writes."""
+    """Save both optimizers' states with the float32 weights. Collective over the job; the first rank of each role
+    writes."""
     for call, engine, subfolder in _engines(placement):
         if engine is None:
             continue
         state = engine.state_dict()
         if placement.group(call).is_leader:
-            cells = {f"{name} {key}": cell for name, own in state["parameters"].items() for key, cell in own.items()}
+            tensors = {
+                f"{name} {key}": tensor
+                for name, parameter_state in state["parameters"].items()
+                for key, tensor in parameter_state.items()
+            }
             path = folder / subfolder / STATE_FILE
-            with problems.writing(path, _bytes(cells)):
-                if not all_finite(cells.values()):
+            with problems.writing(path, _bytes(tensors)):
+                if not all_finite(tensors.values()):
                     raise OSError("the weights or the optimizer's state are not finite")
-                need_room(path, _bytes(cells))
+                need_room(path, _bytes(tensors))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(state, path)
 
 
 def load_training_state(placement: Placement, folder: Path) -> None:
-    """The inverse of `save_training_state`, under this placement's plan.
+    """Load the state that `save_training_state` saved into the engines of this placement.
 
     Raises:
-        CheckpointError: a number of it is not finite.
+        CheckpointError: the state has a number that is not finite.
     """
     for _call, engine, subfolder in _engines(placement):
         if engine is not None:
             path = folder / subfolder / STATE_FILE
             state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-            if not all_finite(cell for own in state["parameters"].values() for cell in own.values()):
+            parameter_states = state["parameters"].values()
+            if not all_finite(tensor for parameter_state in parameter_states for tensor in parameter_state.values()):
                 raise CheckpointError(f"cannot resume from {folder}: {path.relative_to(folder)} holds NaN or infinity.")
             engine.load_state_dict(state)
