@@ -16,7 +16,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.optimizer_sharding import (
     check_sharding,
-    given_maker,
+    user_maker,
     named_maker,
     works_by_element,
     works_by_parameter,
@@ -61,7 +61,7 @@ MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, bool]] = {
 def test_an_optimizer_is_seen_to_step_each_element_or_each_parameter_by_itself(name: str) -> None:
     kind, by_element, by_parameter = MADE[name]
     groups = [{"params": [nn.Parameter(torch.ones(3, 2))]}, {"params": [nn.Parameter(torch.ones(3, 2))], "lr": 1e-3}]
-    maker = given_maker(kind(groups))
+    maker = user_maker(kind(groups))
     assert works_by_element(maker, 2, CPU) is by_element
     assert works_by_parameter(maker, 2, CPU) is by_parameter
 

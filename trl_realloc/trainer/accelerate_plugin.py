@@ -1,7 +1,7 @@
-"""The Accelerate side: a plugin that carries the plan, in the manner of Accelerate's own plugin dataclasses.
+"""`ReallocationPlugin`: the settings of the plan and of reallocations, in the form of Accelerate's plugin dataclasses.
 
-Accelerate has no registry for foreign plugins (a handler it does not know is a KeyError), so the trainer reads this one
-itself, where it makes its accelerator.
+Accelerate does not accept plugins of other packages (an unknown handler is a KeyError), so the trainer reads this one
+itself. The settings of PPO are in `ppo_config`.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from ..common.errors import PlanError, shown
 
 @dataclass
 class ReallocationPlugin:
-    """What `accelerate launch` can say about placement through the environment; `PPOConfig`'s fields come first.
+    """Settings that `accelerate launch` can pass through the environment. Fields of `PPOConfig` take precedence.
 
     Args:
         plan (`str`, `dict` or `ExecutionPlan`, *optional*, defaults to `"auto"`):
-            `auto` (the planner's choice), a preset's name, a YAML file or a plan. Environment: `TRL_REALLOC_PLAN`.
+            `auto` (the planner chooses), a preset's name, a YAML file or a plan. Environment: `TRL_REALLOC_PLAN`.
         generation_engine (`str`, *optional*):
             `"vllm"` or `"transformers"`; by default vLLM where it is installed. Environment:
             `TRL_REALLOC_GENERATION_ENGINE`.
         bucket_mb (`int`, *optional*, defaults to `256`):
-            Most mebibytes that a device receives in one bucket of a reallocation; two are under way at a time.
-            Environment: `TRL_REALLOC_BUCKET_MB`.
+            Maximum mebibytes that a device receives in one bucket of a reallocation. Two buckets are in flight at a
+            time. Environment: `TRL_REALLOC_BUCKET_MB`.
         transfer_timeout (`float`, *optional*):
             Seconds that a message of a reallocation may take; by default the config's `ddp_timeout`. Environment:
             `TRL_REALLOC_TRANSFER_TIMEOUT`.
         checksums (`bool`, *optional*, defaults to `False`):
-            Send a checksum with every message of a reallocation, to hunt a broken wire. Environment:
+            Send a checksum with every message of a reallocation, to find a faulty link. Environment:
             `TRL_REALLOC_CHECKSUMS`.
         replan (`float`, *optional*, defaults to `0.1`):
-            Under `plan: auto`, how far the lengths of responses may move the plan's estimate, as a share, before the
-            planner searches again between two updates; 0 or less for never. Environment: `TRL_REALLOC_REPLAN`.
+            With `plan: auto`: the relative change of the plan's estimate, caused by the lengths of responses, above
+                which the planner searches again between two updates; 0 or less for never. Environment:
+                `TRL_REALLOC_REPLAN`.
         heartbeat_timeout (`float`, *optional*, defaults to `30.0`):
-            Seconds after which a rank that is stopped, or of which nothing is heard, ends the job. Environment:
+            Seconds after which the job ends because a rank is stopped or sends no heartbeat. Environment:
             `TRL_REALLOC_HEARTBEAT_TIMEOUT`.
 
     Raises:
-        PlanError: a value that is none of these.
+        PlanError: a value is not allowed.
     """
 
     plan: Any = field(default=None, metadata={"help": "A preset's name, a YAML file or a plan."})
     generation_engine: str | None = field(default=None, metadata={"help": "`vllm` or `transformers`."})
     bucket_mb: int | None = field(default=None, metadata={"help": "Most MiB received in one bucket."})
     transfer_timeout: float | None = field(default=None, metadata={"help": "Seconds for a message."})
-    replan: float | None = field(default=None, metadata={"help": "Share that lets the planner search again."})
-    checksums: bool | None = field(default=None, metadata={"help": "Send checksums, to hunt a broken wire."})
+    replan: float | None = field(default=None, metadata={"help": "Change that lets the planner search again."})
+    checksums: bool | None = field(default=None, metadata={"help": "Send checksums, to find a faulty link."})
     heartbeat_timeout: float | None = field(default=None, metadata={"help": "Longest silence of a rank in seconds."})
 
     def __post_init__(self) -> None:

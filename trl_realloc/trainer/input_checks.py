@@ -32,8 +32,10 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def check_config(args: object) -> None:
-    """Raises:
-    ConfigError: `args` is not a `PPOConfig` of this package.
+    """Check the type of the training arguments.
+
+    Raises:
+        ConfigError: `args` is not a `PPOConfig` of this package.
     """
     if not isinstance(args, PPOConfig):
         kind = f"{type(args).__module__}.{type(args).__name__}"
@@ -44,28 +46,28 @@ def check_config(args: object) -> None:
 
 
 def check_models(model: Any, ref_model: Any, value_model: Any, reward_models: Sequence[Any]) -> None:
-    """Refuse models that are none, that are one object for two roles, that no engine can run, or that have not the head
-    of their role. Of models by path the config is held against the role later (`check_config_of`).
+    """Refuse arguments that are not models, one object for two roles, models that no engine can run, and models without
+    the head of their role. The config of a model by path is checked later, in `check_config_of`.
 
     Raises:
-        ModelError: naming the argument.
+        ModelError: names the argument.
     """
     if model is None:
         raise ModelError("model is missing; give the policy, or its name or path.")
     if value_model is None:
         raise ModelError("value_model is missing; give a sequence classifier with one output, or its name or path.")
-    given = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]
-    given += [("reward_model", reward) for reward in reward_models if isinstance(reward, str | nn.Module)]
-    for at, (argument, one) in enumerate(given):
-        for other, same in given[:at]:
+    models = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]
+    models += [("reward_model", reward) for reward in reward_models if isinstance(reward, str | nn.Module)]
+    for position, (argument, candidate) in enumerate(models):
+        for other, other_model in models[:position]:
             trained = {argument, other} & {"model", "value_model"}
-            if one is same and isinstance(one, nn.Module) and trained:
+            if candidate is other_model and isinstance(candidate, nn.Module) and trained:
                 raise ModelError(
                     f"`{other}` and `{argument}` are the same object, so training one would change the other too; "
                     f"pass a copy{', or None for one to be made' if argument == 'ref_model' else ''}."
                 )
-        if one is not None:
-            _check_model(one, argument)
+        if candidate is not None:
+            _check_model(candidate, argument)
 
 
 def _check_model(model: Any, argument: str) -> None:
@@ -83,11 +85,11 @@ def _check_model(model: Any, argument: str) -> None:
         _refuse_quantized(argument)
     base = _base(model)
     if type(base).__module__.startswith("transformers_modules"):
-        raise ModelError(_own_code(argument, type(base).__name__))
-    speaks = base.get_output_embeddings() is not None if hasattr(base, "get_output_embeddings") else None
-    if argument in ("model", "ref_model") and speaks is False:
+        raise ModelError(_custom_code(argument, type(base).__name__))
+    has_lm_head = base.get_output_embeddings() is not None if hasattr(base, "get_output_embeddings") else None
+    if argument in ("model", "ref_model") and has_lm_head is False:
         raise ModelError(f"{argument} ({type(base).__name__}) has no language head; load an AutoModelForCausalLM.")
-    if argument in ("value_model", "reward_model") and speaks:
+    if argument in ("value_model", "reward_model") and has_lm_head:
         raise ModelError(
             f"{argument} ({type(base).__name__}) is a language model; load it with "
             f"AutoModelForSequenceClassification.from_pretrained(…, num_labels=1)."
@@ -118,7 +120,7 @@ def _refuse_quantized(argument: str) -> None:
     )
 
 
-def _own_code(argument: str, name: str) -> str:
+def _custom_code(argument: str, name: str) -> str:
     return (
         f"{argument}: {name!r} needs code of its own (trust_remote_code), which the engines cannot load; use a model "
         f"whose family Transformers itself has."
@@ -126,20 +128,20 @@ def _own_code(argument: str, name: str) -> str:
 
 
 def _check_weights(folder: Path, argument: str) -> None:
-    """Raises `ModelError` for a folder without weights, or with a safetensors file that is not whole."""
+    """Raises `ModelError` for a folder without weights, or with an incomplete safetensors file."""
     index = folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
         try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            indexed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{argument}: {index} is not whole; copy or download the model again.") from None
-        missing = sorted(str(name) for name in named if not (folder / str(name)).is_file())
+        missing = sorted(str(name) for name in indexed if not (folder / str(name)).is_file())
         if missing:
             raise ModelError(f"{argument}: {folder} lacks {missing[0]}; copy or download the model again.")
     for file in files:
         try:
-            with safe_open(file, framework="pt"):  # reads the header, and holds the file's size against it
+            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{argument}: {file} is not whole ({error}); copy or download the model again.") from None
@@ -147,40 +149,40 @@ def _check_weights(folder: Path, argument: str) -> None:
         raise ModelError(f"{argument}: there are no weights (*.safetensors) in {folder}, only a config.")
 
 
-def check_config_of(config: Any, given: Any, argument: str) -> None:
-    """Hold a model's config against its role.
+def check_config_of(config: Any, model: Any, argument: str) -> None:
+    """Check a model's config against its role.
 
     Args:
-        given: the model, or its name or path.
+        model: the model, or its name or path.
 
     Raises:
-        ModelError: quantized, an encoder-decoder, or a head of another kind than the role's.
+        ModelError: the model is quantized, is an encoder-decoder, or has the head of another role.
     """
     if getattr(config, "quantization_config", None):
         _refuse_quantized(argument)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{argument} is an encoder-decoder ({config.model_type}); PPO here is for decoders.")
-    if not isinstance(given, str):
+    if not isinstance(model, str):
         return
     kinds = [str(kind) for kind in getattr(config, "architectures", None) or ()]
     classifies = any(kind.endswith(CLASSIFIER) for kind in kinds)
-    speaks = any(kind.endswith(LANGUAGE_MODELS) for kind in kinds)
+    has_lm_head = any(kind.endswith(LANGUAGE_MODELS) for kind in kinds)
     if argument in ("model", "ref_model"):
-        if classifies and not speaks:
-            raise ModelError(f"{argument}: {given!r} is a {kinds[0]}, which has no language head; give a causal LM.")
+        if classifies and not has_lm_head:
+            raise ModelError(f"{argument}: {model!r} is a {kinds[0]}, which has no language head; give a causal LM.")
         return
     if classifies and config.num_labels != 1:
         raise ModelError(
-            f"{argument}: {given!r} has {config.num_labels} outputs (num_labels), but a value or a reward is one "
+            f"{argument}: {model!r} has {config.num_labels} outputs (num_labels), but a value or a reward is one "
             f"number."
         )
-    if speaks and not classifies and argument == "reward_model":
+    if has_lm_head and not classifies and argument == "reward_model":
         raise ModelError(
-            f"reward_model: {given!r} is a {kinds[0]}, so its score layer would be random; give a sequence classifier "
+            f"reward_model: {model!r} is a {kinds[0]}, so its score layer would be random; give a sequence classifier "
             f"with one output, or a reward function."
         )
-    if speaks and not classifies:
-        logger.warning(f"value_model: {given!r} is a {kinds[0]}; the critic begins with a new, random score layer.")
+    if has_lm_head and not classifies:
+        logger.warning(f"value_model: {model!r} is a {kinds[0]}; the critic begins with a new, random score layer.")
 
 
 def check_roles(
@@ -193,13 +195,16 @@ def check_roles(
     processing_class: Any,
     stop_token_id: int | None,
 ) -> None:
-    """Hold every model's config against its role and against the policy's vocabulary.
+    """Check every model's config against its role and the policy's vocabulary, and the stop token against the
+    vocabulary.
 
     Args:
-        reward_models: loaded, or by name; without the reward functions.
+        configs: the Transformers config of every model of every role.
+        reward_models: loaded or by name, without the reward functions.
 
     Raises:
-        ConfigError, ModelError
+        ConfigError: see `check_stop_token`.
+        ModelError: see `check_config_of` and `check_vocabularies`.
     """
     vocabulary = _vocabulary(configs[Role.ACTOR][0])
     readers = [("value_model", configs[Role.CRITIC][0])]
@@ -208,8 +213,8 @@ def check_roles(
         check_config_of(configs[Role.REFERENCE][0], ref_model, "ref_model")
     check_config_of(configs[Role.ACTOR][0], model, "model")
     check_config_of(configs[Role.CRITIC][0], value_model, "value_model")
-    for config, given, source in zip(configs[Role.REWARD], reward_models, rewards.models, strict=True):
-        check_config_of(config, given, "reward_model")
+    for config, reward_model, source in zip(configs[Role.REWARD], reward_models, rewards.models, strict=True):
+        check_config_of(config, reward_model, "reward_model")
         if source.processing_class is None:
             readers.append(("reward_model", config))
     check_vocabularies(vocabulary, [(what, _vocabulary(config)) for what, config in readers], processing_class)
@@ -221,15 +226,15 @@ def _vocabulary(config: Any) -> int:
 
 
 def check_vocabularies(policy: int, others: Sequence[tuple[str, int]], processing_class: Any) -> None:
-    """Refuse models that read the policy's tokens and do not know all of them.
+    """Refuse models that read the policy's token ids and have a smaller vocabulary.
 
     Args:
-        policy: the size of the policy's vocabulary.
-        others: argument and vocabulary's size of the reference, the critic, and the reward models that read the
-            policy's own tokens.
+        policy: size of the policy's vocabulary.
+        others: argument name and vocabulary size of the reference, the critic, and the reward models that have no
+            tokenizer of their own.
 
     Raises:
-        ModelError
+        ModelError: a vocabulary is too small.
     """
     try:
         needed = min(policy, len(processing_class))
@@ -245,16 +250,20 @@ def check_vocabularies(policy: int, others: Sequence[tuple[str, int]], processin
 
 
 def check_stop_token(stop_token_id: int | None, vocabulary: int) -> None:
-    """Raises:
-    ConfigError: a stop token that the policy cannot draw.
+    """Check that the policy can generate the stop token.
+
+    Raises:
+        ConfigError: the stop token is not in the vocabulary.
     """
     if stop_token_id is not None and not 0 <= stop_token_id < vocabulary:
         raise ConfigError(f"stop_token_id {stop_token_id} is outside the model's vocabulary of {vocabulary}.")
 
 
 def check_adapters(args: PPOConfig, model: Any, peft_config: Any) -> None:
-    """Raises:
-    ConfigError: an adapter is named that the model does not have.
+    """Check the adapter names of the training arguments.
+
+    Raises:
+        ConfigError: the model does not have an adapter of that name.
     """
     if isinstance(model, str):
         return
@@ -262,8 +271,8 @@ def check_adapters(args: PPOConfig, model: Any, peft_config: Any) -> None:
     for setting in ("model_adapter_name", "ref_adapter_name"):
         name = getattr(args, setting)
         if name is not None and name not in known:
-            there = f"it has {', '.join(sorted(known))}" if known else "it has none"
-            raise ConfigError(f"{setting} is {name!r}, but the model has no such adapter; {there}.")
+            adapters = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise ConfigError(f"{setting} is {name!r}, but the model has no such adapter; {adapters}.")
 
 
 # --- tokenizers, data collator, optimizers --------------------------------------------------------------------------
@@ -304,15 +313,16 @@ def special_tokens(args: PPOConfig, processing_class: Any) -> SpecialTokens:
 
 
 def check_parts(processing_class: Any, reward_processing_classes: Any, data_collator: Any, optimizers: Any) -> None:
-    """Refuse tokenizers given by name, a collator that cannot be called, and optimizers that are no pair.
+    """Check the types of tokenizers, data collator and optimizers.
 
     Raises:
-        ConfigError
+        ConfigError: a tokenizer by name, a collator that is not callable, or optimizers that are not a pair.
     """
     rewards = reward_processing_classes
     tokenizers = [("processing_class", processing_class)]
     tokenizers += [
-        ("reward_processing_classes", one) for one in (rewards if isinstance(rewards, list | tuple) else [rewards])
+        ("reward_processing_classes", tokenizer)
+        for tokenizer in (rewards if isinstance(rewards, list | tuple) else [rewards])
     ]
     for argument, tokenizer in tokenizers:
         if isinstance(tokenizer, str | os.PathLike):
@@ -331,36 +341,37 @@ def check_parts(processing_class: Any, reward_processing_classes: Any, data_coll
 
 
 def check_positions(configs: Mapping[Role, Sequence[Any]], longest: int) -> None:
-    """Refuse rotary embeddings whose factors depend on the longest sample of a forward, and so on how samples are dealt
-    to devices and micro-batches, where a sample is long enough for that.
+    """Refuse rotary embeddings whose factors depend on the longest sample of a forward, if a sample can be that long.
+    The result of a sample would depend on which samples share its micro-batch.
 
     Args:
-        configs: Transformers configs of every role's models.
+        configs: the Transformers config of every model of every role.
         longest: tokens of the longest prompt with the longest response.
 
     Raises:
-        ModelError
+        ModelError: names the role and the length from which on the factors change.
     """
-    for role, ours in configs.items():
-        for config in ours:
-            kind, most = _position_limit(config.get_text_config())
-            if most is not None and longest > most:
+    for role, role_configs in configs.items():
+        for config in role_configs:
+            kind, limit = _position_limit(config.get_text_config())
+            if limit is not None and longest > limit:
                 raise ModelError(
                     f"{role}: its rotary embedding ({kind}) has other factors in a forward with a sample of more than "
-                    f"{most} tokens, and samples here have up to {longest}: what a sample is given would depend on its "
+                    f"{limit} tokens, and samples here have up to {longest}: the result of a sample would depend on its "
                     f"neighbours. Shorten prompts or response_length, or set another rope_type in the model's config."
                 )
 
 
 def _position_limit(config: Any) -> tuple[str, int | None]:
-    """The kind of a rotary embedding that changes with the longest sample of a forward, and from which length on."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in given.values() if isinstance(value, Mapping)]  # by the kind of layer
-    for rope in nested or [given]:
+    """The type of a rotary embedding whose factors change with the longest sample of a forward, and the longest sample
+    for which they do not; `None` for other embeddings."""
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in settings.values() if isinstance(value, Mapping)]  # one for each type of layer
+    for rope in nested or [settings]:
         kind = str(rope.get("rope_type", rope.get("type", "")))
         if kind == "longrope":
-            own = rope.get("original_max_position_embeddings")
-            return kind, own or getattr(config, "original_max_position_embeddings", None)
+            limit = rope.get("original_max_position_embeddings")
+            return kind, limit or getattr(config, "original_max_position_embeddings", None)
         if kind == "dynamic":
             return kind, getattr(config, "max_position_embeddings", None)
     return "", None

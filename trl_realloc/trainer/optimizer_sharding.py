@@ -1,5 +1,7 @@
-"""Whether an optimizer steps every element by itself, which sharding its state or its parameters needs: tried on small
-matrices, for no flag says it. Which plan shards what is `assignment`'s; optimizers are made in `optimizer`.
+"""Tests whether an optimizer updates every element independently of the others, which sharding requires. It is tested
+on small matrices, because optimizers do not declare it.
+
+What an assignment shards is defined in `plan.assignment`. Optimizers are made in `optimizers`.
 """
 
 from __future__ import annotations
@@ -15,60 +17,66 @@ from .optimizers import make_optimizer, with_groups
 from .ppo_config import ConfigError, PPOConfig
 
 
-# More elements than the 4,096 up to which 8-bit optimizers keep a state in float32, whose halves have fewer.
+# A matrix has more than 4,096 elements and its halves fewer: up to 4,096, 8-bit optimizers keep a float32 state.
 ROWS, COLUMNS = 96, 64
 STEPS, RATE = 4, 1e-2
-TOLERANCE = 1e-4  # of the largest movement: rounding
+TOLERANCE = 1e-4  # for rounding, relative to the largest change of a parameter
 
 Make = Callable[[Sequence[Sequence[nn.Parameter]]], torch.optim.Optimizer]
 
 
-def check_sharding(args: PPOConfig, given: torch.optim.Optimizer | None, plan: ExecutionPlan) -> None:
-    """Refuse a plan that cuts what the optimizer must have whole.
+def check_sharding(args: PPOConfig, optimizer: torch.optim.Optimizer | None, plan: ExecutionPlan) -> None:
+    """Refuse a plan that shards parameters which the optimizer needs whole.
 
     Args:
-        given: the user's optimizer, or `None` for the one that `args` name.
+        optimizer: the user's optimizer, or `None` for the one that `args` name.
 
     Raises:
-        ConfigError
+        ConfigError: names the optimizer, the call and what shards its parameters.
     """
     trained = {name: assignment for name, assignment in plan.assignments.items() if plan.graph.call(name).trains}
-    cut = {name: what for name, assignment in trained.items() if (what := cuts(assignment))}
-    apart = {name: what for name, assignment in trained.items() if (what := parts(assignment))}
-    if not cut and not apart:
+    sharded = {name: setting for name, a in trained.items() if (setting := element_sharding(a))}
+    distributed = {name: setting for name, a in trained.items() if (setting := parameter_distribution(a))}
+    if not sharded and not distributed:
         return
-    make, count = (named_maker(args), 1) if given is None else (given_maker(given), len(given.param_groups))
-    kind = type(given).__name__ if given is not None else f"optim={str(getattr(args.optim, 'value', args.optim))!r}"
+    make, count = (named_maker(args), 1) if optimizer is None else (user_maker(optimizer), len(optimizer.param_groups))
+    kind = (
+        type(optimizer).__name__
+        if optimizer is not None
+        else f"optim={str(getattr(args.optim, 'value', args.optim))!r}"
+    )
     way_out = (
         "would not train as on one device; give it replicas (engine zero with zero_stage: 0, as plan: flatten does), "
         "or use an optimizer such as adamw_torch."
     )
-    for name, what in cut.items():
+    for name, setting in sharded.items():
         if not works_by_element(make, count, args.device):
             raise ConfigError(
                 f"{kind} does not step each element by itself (it factors, projects, quantises in blocks, or uses "
-                f"norms of whole tensors), so {name} under {what} {way_out}"
+                f"norms of whole tensors), so {name} under {setting} {way_out}"
             )
-    for name, what in apart.items():
+    for name, setting in distributed.items():
         if not works_by_parameter(make, count, args.device):
-            raise ConfigError(f"{kind} does not step each parameter by itself, so {name} under {what} {way_out}")
+            raise ConfigError(f"{kind} does not step each parameter by itself, so {name} under {setting} {way_out}")
 
 
-def shards_anyhow(make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.device) -> bool:
-    """Whether any plan may shard what `make` makes over a role's module."""
+def can_be_sharded(make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.device) -> bool:
+    """Whether every plan may shard the optimizer that `make` makes over a role's module."""
     return works_by_element(lambda groups: make(_Parameters([p for group in groups for p in group])), 1, device)
 
 
-def cuts(assignment: Assignment) -> str:
-    """What of an assignment cuts parameters, or lays several into one flat tensor; empty where nothing does."""
+def element_sharding(assignment: Assignment) -> str:
+    """The setting of an assignment that splits parameters, or puts several into one flat tensor; empty if there is
+    none."""
     strategy = assignment.strategy
     if assignment.engine == "zero" and strategy.zero_stage:
         return f"zero_stage: {strategy.zero_stage}"
     return f"tp: {strategy.tp}" if strategy.tp > 1 else ""
 
 
-def parts(assignment: Assignment) -> str:
-    """What of an assignment deals whole parameters to several optimizers; empty where nothing does."""
+def parameter_distribution(assignment: Assignment) -> str:
+    """The setting of an assignment that distributes whole parameters over several optimizers; empty if there is
+    none."""
     strategy = assignment.strategy
     if assignment.engine == "megatron" and strategy.zero_stage and strategy.dp > 1:
         return f"zero_stage: {strategy.zero_stage}"
@@ -76,16 +84,19 @@ def parts(assignment: Assignment) -> str:
 
 
 def named_maker(args: PPOConfig) -> Make:
-    """Makes the optimizer that `args` name."""
+    """The function that makes the optimizer that `args` name."""
     return lambda groups: make_optimizer(args, _Parameters([p for group in groups for p in group]))
 
 
-def given_maker(given: torch.optim.Optimizer) -> Make:
-    """Makes one with the class and the settings of a user's optimizer, group by group."""
+def user_maker(optimizer: torch.optim.Optimizer) -> Make:
+    """The function that makes an optimizer with the class and the settings of the user's, group by group."""
 
     def make(groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-        settings = [{**group, "params": list(ours)} for group, ours in zip(given.param_groups, groups, strict=True)]
-        return with_groups(given, settings, {})
+        settings = [
+            {**group, "params": list(parameters)}
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        return with_groups(optimizer, settings, {})
 
     return make
 
@@ -93,13 +104,13 @@ def given_maker(given: torch.optim.Optimizer) -> Make:
 class _Parameters(nn.Module):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        for at, parameter in enumerate(parameters):
-            self.register_parameter(f"weight{at}", parameter)
+        for number, parameter in enumerate(parameters):
+            self.register_parameter(f"weight{number}", parameter)
 
 
 def works_by_element(make: Make, groups: int, device: torch.device) -> bool:
-    """Whether parameters that are cut by rows or columns, or lie flat, become what whole ones become, and without the
-    others too."""
+    """Whether parameters that are split by rows or columns, or flattened, are updated as whole ones are, and also
+    independently of other parameters."""
     whole = _trained(make, groups, device, lambda matrix: [matrix])
     cut = (
         lambda matrix: list(matrix.tensor_split(2, 0)),
@@ -111,7 +122,7 @@ def works_by_element(make: Make, groups: int, device: torch.device) -> bool:
 
 
 def works_by_parameter(make: Make, groups: int, device: torch.device) -> bool:
-    """Whether a parameter becomes the same beside others and without them."""
+    """Whether a parameter is updated independently of other parameters."""
     together = _trained(make, groups, device, lambda matrix: [matrix])
     first = _trained(make, groups, device, lambda matrix: [matrix], slice(0, 1))
     return together is not None and _equal(first, {key: value for key, value in together.items() if key[1] == 0})
@@ -127,10 +138,11 @@ def _trained(
     cut: Callable[[Tensor], list[Tensor]],
     which: slice = slice(None),
 ) -> Moved | None:
-    """How far each of two matrices per group moves, flat, by (group, matrix); `None` where the optimizer fails."""
+    """The change of each of two matrices per group after some steps, flat, by (group, matrix); `None` if the optimizer
+    raises."""
     draw = torch.Generator().manual_seed(0)
     shape = (ROWS, COLUMNS)
-    scales = torch.logspace(-2, 2, ROWS)[:, None]  # rows unlike each other, as a factored moment would have them
+    scales = torch.logspace(-2, 2, ROWS)[:, None]  # rows of different scales, which a factored moment would mix
 
     def drawn() -> Tensor:
         return (scales * torch.randn(shape, generator=draw)).to(device)
@@ -142,7 +154,7 @@ def _trained(
         of_group = [[p for key, ps in parameters.items() if key[0] == at for p in ps] for at in range(groups)]
         optimizer = make(of_group)
         for group in optimizer.param_groups:
-            if group.get("lr") is not None:  # a warmup may have it at 0
+            if group.get("lr") is not None:  # a warmup may have set it to 0
                 group["lr"] = RATE
         for step in range(STEPS):
             gradients = {key: drawn() * 10.0 ** (step * (key[1] - 0.5)) for key in start}
@@ -150,7 +162,7 @@ def _trained(
                 for parameter, gradient in zip(ps, cut(gradients[key]), strict=True):
                     parameter.grad = gradient.contiguous().clone()
             optimizer.step()
-    except Exception:  # an optimizer of the user's may raise anything, and one for matrices alone does on a flat tensor
+    except Exception:  # the user's optimizer may raise any error; one for matrices alone raises on a flat tensor
         return None
     moved: Moved = {}
     with torch.no_grad():
@@ -163,7 +175,7 @@ def _trained(
     return moved
 
 
-def _equal(ours: Moved | None, whole: Moved) -> bool:
-    if ours is None:
+def _equal(sharded: Moved | None, whole: Moved) -> bool:
+    if sharded is None:
         return False
-    return all(bool((ours[key] - whole[key]).abs().max() <= TOLERANCE * whole[key].abs().max()) for key in whole)
+    return all(bool((sharded[key] - whole[key]).abs().max() <= TOLERANCE * whole[key].abs().max()) for key in whole)

@@ -1,5 +1,7 @@
-"""The roles' optimizers (those that the training arguments name, or a role's part of one that the user made) and their
-learning rates. The schedulers are Transformers' or the user's.
+"""The roles' optimizers and learning rates. An optimizer is the one that the training arguments name, or a role's part
+of the user's.
+
+Schedulers are made by Transformers or by the user. Whether an optimizer can be sharded is in `optimizer_sharding`.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from ..plan.dataflow import Role
 from .ppo_config import ConfigError, PPOConfig
 
 
-# They step inside the backward pass, or need to be told when parameters are read: neither is the trainer's order.
+# These step inside the backward pass, or need calls before parameters are read. The engines do neither.
 _UNSUPPORTED = ("lomo", "adalomo", "layerwise", "schedule_free")
 
 
 def make_optimizer(args: PPOConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `args` name over a role's trainable parameters, weight decay where Trainer has it."""
+    """The optimizer that `args` name over a role's trainable parameters, with weight decay on the parameters on which
+    Trainer applies it."""
     from transformers.trainer_pt_utils import get_parameter_names
 
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, module)  # type: ignore[arg-type]
@@ -40,22 +43,22 @@ def make_optimizer(args: PPOConfig, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def check_optimizer(
-    args: PPOConfig, given: torch.optim.Optimizer | None, scheduler: Any, models: Sequence[Any]
+    args: PPOConfig, optimizer: torch.optim.Optimizer | None, scheduler: Any, models: Sequence[Any]
 ) -> None:
-    """Refuse, before anything is loaded, an optimizer or a scheduler that the roles cannot be trained by.
+    """Refuse an optimizer or a scheduler that cannot train the roles, before anything is loaded.
 
     Args:
-        given, scheduler: the user's, or `None`.
-        models: the policy and the critic as the user gave them.
+        optimizer, scheduler: the user's, or `None`.
+        models: the policy and the critic as the user passed them.
 
     Raises:
-        ConfigError
+        ConfigError: names the optimizer or the argument.
     """
-    if given is None:
-        named = str(getattr(args.optim, "value", args.optim))
-        if any(word in named for word in _UNSUPPORTED):
+    if optimizer is None:
+        optimizer_name = str(getattr(args.optim, "value", args.optim))
+        if any(word in optimizer_name for word in _UNSUPPORTED):
             raise ConfigError(
-                f"optim={named!r} cannot train a role; use another, such as 'adamw_torch' or 'adafactor'."
+                f"optim={optimizer_name!r} cannot train a role; use another, such as 'adamw_torch' or 'adafactor'."
             )
         if scheduler is not None:
             raise ConfigError(
@@ -63,26 +66,26 @@ def check_optimizer(
                 "lr_scheduler_type."
             )
         return
-    kind = type(given).__name__
-    closure = inspect.signature(type(given).step).parameters.get("closure")
+    kind = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(f"{kind} asks for the loss several times in one step, which PPO does not do; use another.")
-    if isinstance(given, torch.optim.SparseAdam):
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(f"{kind} wants sparse gradients, which these models do not have; use torch.optim.Adam.")
-    if callable(getattr(given, "train", None)) and callable(getattr(given, "eval", None)):
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigError(f"{kind} keeps other weights for generating than for training; use another, such as AdamW.")
     if args.value_learning_rate is not None:
         raise ConfigError(
             "value_learning_rate is set, but the optimizer in `optimizers` has rates of its own; put the critic's "
             "parameters into a group of it with its own `lr`."
         )
-    if getattr(scheduler, "optimizer", given) is not given:
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
             "the scheduler in `optimizers` changes the rates of another optimizer than the one beside it."
         )
-    held = {id(p) for group in given.param_groups for p in group["params"]}
+    parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for argument, model in zip(("model", "value_model"), models, strict=True):
-        if isinstance(model, str) or not any(p.requires_grad and id(p) in held for p in model.parameters()):
+        if isinstance(model, str) or not any(p.requires_grad and id(p) in parameter_ids for p in model.parameters()):
             raise ConfigError(_holds_none(argument))
 
 
@@ -93,80 +96,86 @@ def _holds_none(what: str) -> str:
     )
 
 
-def part_of(given: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """The part of a user's optimizer over all trained models that concerns one of them: same class, same settings, the
-    same state of its parameters. Each of its groups has the number of the user's group under `GROUP`.
+def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over the parameters of one module, from the user's optimizer over all trained models.
+
+    It has the same class, settings and state of its parameters. The key `GROUP` of each of its groups is the number of
+    the user's group.
 
     Raises:
-        ConfigError: it holds none of the module's trainable parameters.
+        ConfigError: the user's optimizer has none of the module's trainable parameters.
     """
-    own = {id(p) for p in module.parameters() if p.requires_grad}
+    module_ids = {id(p) for p in module.parameters() if p.requires_grad}
     groups = [
-        {**group, "params": params, GROUP: at}
-        for at, group in enumerate(given.param_groups)
-        if (params := [p for p in group["params"] if id(p) in own])
+        {**group, "params": params, GROUP: number}
+        for number, group in enumerate(optimizer.param_groups)
+        if (params := [p for p in group["params"] if id(p) in module_ids])
     ]
     if not groups:
         raise ConfigError(_holds_none(f"the {type(module).__name__} to be trained"))
     state: dict[Any, Any] = {}
     for parameter in (p for group in groups for p in group["params"]):
-        if slots := given.state.get(parameter):
-            # made where the model was then: the engine may have moved it to a GPU since
+        if parameter_state := optimizer.state.get(parameter):
+            # the engine may have moved the model to a GPU after the state was created
             state[parameter] = {
-                name: cell.to(parameter.device) if torch.is_tensor(cell) and cell.dim() else cell
-                for name, cell in slots.items()
+                name: value.to(parameter.device) if torch.is_tensor(value) and value.dim() else value
+                for name, value in parameter_state.items()
             }
-    return with_groups(given, groups, state)
+    return with_groups(optimizer, groups, state)
 
 
 def with_groups(
-    given: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the class and the settings of the given one over other parameter groups."""
-    # Not by the constructor: its arguments are not the defaults (torch.optim.AdamW's, for one), and what it sets beside
-    # the groups must stay. A scheduler wraps the given one's `step`, which must not be this one's.
-    kind = type(given)
-    made: torch.optim.Optimizer = kind.__new__(kind)
-    attributes = {name: value for name, value in vars(given).items() if not callable(getattr(kind, name, None))}
-    made.__dict__.update({k: v.copy() if isinstance(v, (dict, list)) else v for k, v in attributes.items()})
-    made.__setstate__({"state": defaultdict(dict, state), "param_groups": list(groups)})
-    return made
+    """An optimizer with the class and the settings of another, over other parameter groups."""
+    # The constructor is not used: its arguments differ from `defaults` (for example in torch.optim.AdamW), and the
+    # other attributes must be kept. `step` is not copied, because a scheduler has wrapped that of the original.
+    kind = type(optimizer)
+    copy: torch.optim.Optimizer = kind.__new__(kind)
+    attributes = {name: value for name, value in vars(optimizer).items() if not callable(getattr(kind, name, None))}
+    copy.__dict__.update({k: v.copy() if isinstance(v, (dict, list)) else v for k, v in attributes.items()})
+    copy.__setstate__({"state": defaultdict(dict, state), "param_groups": list(groups)})
+    return copy
 
 
 def follows_metrics(scheduler: Any) -> bool:
-    """Whether a scheduler steps with each evaluation's metric (reduce_lr_on_plateau), not after each update."""
+    """Whether a scheduler steps with the metric of each evaluation (reduce_lr_on_plateau) and not after each update."""
     return "metrics" in inspect.signature(scheduler.step).parameters
 
 
 @dataclass(frozen=True)
 class LearningRates:
-    """What the roles' optimizers are set to before each update.
+    """The learning rates that the roles' optimizers get before each update.
 
     Args:
-        scheduled: the optimizer whose groups the scheduler changes.
-        by_group: its groups are those of the user's optimizer; otherwise they are the policy's rate and the critic's.
+        scheduled: the optimizer whose parameter groups the scheduler changes.
+        by_group: its groups are those of the user's optimizer. Otherwise there are two, with the policy's rate and the
+            critic's.
     """
 
     scheduled: torch.optim.Optimizer
     by_group: bool
 
     @staticmethod
-    def of(args: PPOConfig, given: torch.optim.Optimizer | None, scheduler: Any) -> LearningRates:
-        """The user's optimizer where a scheduler came with it, otherwise a stand-in with its groups and no model: the
-        user's holds the whole parameters, which engines replace by their parts."""
-        if given is not None and scheduler is not None:
-            return LearningRates(given, by_group=True)
-        if given is not None:
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in given.param_groups]
+    def of(args: PPOConfig, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> LearningRates:
+        """The rates of the user's optimizer and scheduler.
+
+        Without a scheduler, an optimizer with the same groups and no model takes the place of the user's: the user's
+        would keep the whole parameters in memory, which the engines replace by their parts.
+        """
+        if optimizer is not None and scheduler is not None:
+            return LearningRates(optimizer, by_group=True)
+        if optimizer is not None:
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         else:
             critic = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
             groups = [{"lr": args.learning_rate}, {"lr": critic}]
         stand_in = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
-        return LearningRates(torch.optim.SGD(stand_in, lr=args.learning_rate), by_group=given is not None)
+        return LearningRates(torch.optim.SGD(stand_in, lr=args.learning_rate), by_group=optimizer is not None)
 
     def role(self, role: Role) -> Rate:
-        """A role's rate; with a user's optimizer all settings of each of its groups, for a scheduler may change its
-        momentum too."""
+        """The learning rate of a role. With the user's optimizer it is the settings of all its groups, because a
+        scheduler may change the momentum too."""
         groups = self.scheduled.param_groups
         if not self.by_group:
             return float(groups[0 if role is Role.ACTOR else 1]["lr"])
@@ -174,11 +183,11 @@ class LearningRates:
 
     @property
     def first(self) -> float:
-        """Of the first group, which is logged."""
+        """The learning rate of the first group, which is logged."""
         return float(self.scheduled.param_groups[0]["lr"] or 0.0)
 
     def restore(self, rates: Sequence[float]) -> None:
-        """The groups' rates as they were when a checkpoint was written: a scheduler's state has them, but does not put
-        them back."""
+        """Set the learning rate of each group, as saved in a checkpoint. Loading a scheduler's state does not set
+        them."""
         for group, rate in zip(self.scheduled.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -21,7 +21,7 @@ from ..runtime.failures.alarm import Alarm
 from ..runtime.placement import Placement
 from ..runtime.run_state import RunState
 from .accelerate_plugin import ReallocationPlugin
-from .optimizer_sharding import shards_anyhow
+from .optimizer_sharding import can_be_sharded
 from .optimizers import make_optimizer
 from .setup import Setup
 
@@ -42,7 +42,7 @@ def make_replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None
     is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
     if job_plan.decision is None or setup.roles[Role.ACTOR].adapted or not is_default or not (plugin.replan or 0.0) > 0:
         return None
-    if not shards_anyhow(setup.make_optimizer, torch.device("cpu")):  # another plan may shard its state
+    if not can_be_sharded(setup.make_optimizer, torch.device("cpu")):  # another plan may shard its state
         return None
     return Replanner(setup.job, job_plan, plugin.replan or 0.0)
 

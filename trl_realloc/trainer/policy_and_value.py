@@ -1,6 +1,6 @@
-"""`trainer.model`: the policy and the critic under TRL's names, whichever modules the plan's engines made of them.
+"""`trainer.model`: a module that holds the policy and the critic under TRL's names.
 
-Owns no placement: the trainer tells it which modules this rank has.
+The trainer sets the modules. Which modules a rank has is decided in `runtime.placement`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 
 class PolicyAndValueWrapper(nn.Module):
-    """Policy and critic as one module, as TRL's class of this name: `policy`, `value_model` and `critic_backbone`, the
-    critic without its score layer. It stays the same object for a whole run, callbacks hold it.
+    """Policy and critic as one module, with the attributes of TRL's class of this name: `policy`, `value_model`, and
+    `critic_backbone`, the critic without its score layer.
 
-    What it does not have itself (`config`, `generate`, `save_pretrained`, `push_to_hub`, `add_model_tags`, …) is the
-    policy's.
+    It is the same object for a whole run, because callbacks keep references to it. Attributes that it does not have
+    (`config`, `generate`, `save_pretrained`, `push_to_hub`, `add_model_tags`, …) are looked up on the policy.
 
     Args:
-        policy, value_model: this rank's modules; on a rank without a part of a role its structure, with parameters on
-            the device `meta`.
+        policy, value_model: this rank's modules. On a rank without a part of a role, the role's structure with
+            parameters on the device `meta`.
     """
 
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
@@ -27,13 +27,13 @@ class PolicyAndValueWrapper(nn.Module):
         self.hold(policy, value_model)
 
     def hold(self, policy: nn.Module, value_model: nn.Module) -> None:
-        """Take other modules in place of those held, as after a change of the plan."""
+        """Replace the modules, as after a change of the plan."""
         self.policy, self.value_model = policy, value_model
         self.critic_backbone = getattr(value_model, str(getattr(value_model, "base_model_prefix", "")), value_model)
 
     def forward(self, **inputs: Any) -> tuple[Any, Tensor]:
-        """The policy's outputs, and the critic's value (rows, tokens, 1) at every token. Needs whole models on this
-        rank: not under tensor or pipeline parallelism or ZeRO-3, and not on `meta`."""
+        """The policy's outputs, and the critic's value at every token, (rows, tokens, 1). Both models must be whole on
+        this rank, so it cannot be used under tensor or pipeline parallelism, under ZeRO-3, or on `meta`."""
         backbone = self.critic_backbone(**{**inputs, "output_hidden_states": True})
         values: Tensor = self.value_model.score(backbone.hidden_states[-1])  # type: ignore[operator]
         return self.policy(**inputs), values

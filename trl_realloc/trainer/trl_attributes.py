@@ -1,8 +1,7 @@
-"""The attributes and methods of TRL 1.12's `PPOTrainer`, under TRL's names, that a script or a callback may use beside
-the constructor and `train`.
+"""The attributes of TRL 1.12's `PPOTrainer` that scripts and callbacks use, under TRL's names.
 
-Those of `trainer.model` are in `policy_and_value`. What has no meaning under a plan raises an `AttributeError` that
-names what to use.
+The attributes of `trainer.model` are in `policy_and_value`. An attribute without a meaning under a plan raises an
+`AttributeError` that names the alternative.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from ..runtime.placement import Placement
 
 @dataclass
 class OnlineTrainerState(TrainerState):
-    """`TrainerState` with the number of episodes so far, as TRL's."""
+    """`TrainerState` with the number of episodes so far, as in TRL."""
 
     episode: int = 0
 
 
 class TrlAttributes:
-    """The attributes without a value here are those of the trainer that it is mixed into."""
+    """The attributes without a value are those of the trainer that the class is mixed into."""
 
     args: Any
     setup: Any
@@ -41,7 +40,7 @@ class TrlAttributes:
     get_train_dataloader: Callable[[], DataLoader[PromptBatch]]
     get_eval_dataloader: Callable[..., DataLoader[PromptBatch]]
 
-    _ref_model: Any = None  # as it was given
+    _ref_model: Any = None  # as the user passed it
 
     @property
     def policy_model(self) -> Any:
@@ -55,8 +54,9 @@ class TrlAttributes:
 
     @property
     def ref_model(self) -> Any:
-        """This rank's module of the reference; before the first `train()`, `evaluate()` or `save_model()` what was
-        given. `None` where the policy without its adapters is the reference, and on ranks without a part of it."""
+        """This rank's module of the reference. Before the first `train()`, `evaluate()` or `save_model()` it is the
+        constructor's argument. `None` if the policy without its adapters is the reference, and on ranks without a part
+        of it."""
         if not self.placement.started:
             return self._ref_model
         calls = self.placement.plan.graph.calls_of(CallKind.FORWARD, Role.REFERENCE)
@@ -84,8 +84,8 @@ class TrlAttributes:
 
     @contextlib.contextmanager
     def null_ref_context(self) -> Iterator[None]:
-        """Inside, the policy's module on this rank is its own reference: its adapters are off, or those of
-        `ref_adapter_name` are on. A policy without adapters is as it is."""
+        """Inside, this rank's module of the policy computes the reference: its adapters are disabled, or those of
+        `ref_adapter_name` are enabled. Does nothing for a policy without adapters."""
         policy = self.model.policy
         if not has_adapters(policy):
             yield
@@ -95,19 +95,19 @@ class TrlAttributes:
 
     @property
     def callbacks(self) -> list[Any]:
-        """Those that are called: Transformers' own, the reporters', and those given."""
+        """All callbacks: Transformers' defaults, those of the reporters, and the user's."""
         callbacks: list[Any] = self.callback_handler.callbacks
         return callbacks
 
     @property
     def train_dataset_len(self) -> int:
-        """Prompts in a pass over the data."""
+        """Number of prompts in a pass over the data."""
         return len(self.train_dataset)
 
     @property
     def dataloader(self) -> DataLoader[PromptBatch]:
-        """A loader of the global batches of the first pass over the data, the same on every rank; made anew each time.
-        Its length is the number of updates in a pass."""
+        """A new loader of the global batches of the first pass over the data, the same on every rank. Its length is the
+        number of updates in a pass."""
         return self.get_train_dataloader()
 
     @dataloader.setter
@@ -119,8 +119,8 @@ class TrlAttributes:
 
     @property
     def eval_dataloader(self) -> DataLoader[PromptBatch] | None:
-        """A loader of the global batches of the evaluation prompts (of several datasets the first's), the same on every
-        rank; `None` without an evaluation dataset."""
+        """A loader of the global batches of evaluation prompts, the same on every rank; of the first dataset if there
+        are several, `None` if there is none."""
         rows = self.eval_dataset
         if isinstance(rows, dict):
             rows = next(iter(rows.values()), None)
@@ -128,10 +128,10 @@ class TrlAttributes:
 
     @property
     def sample_generations_freq(self) -> int:
-        """Updates from one table of completions to the next.
+        """Number of updates between two tables of completions.
 
         Raises:
-            AttributeError: none are shown.
+            AttributeError: no tables are shown.
         """
         if self.args.num_sample_generations <= 0:
             raise AttributeError("sample_generations_freq: no completions are shown, num_sample_generations is 0.")

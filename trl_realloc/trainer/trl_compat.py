@@ -1,7 +1,8 @@
-"""Which TRL is installed: the base of our trainer and config, and nothing else knows the difference.
+"""The base classes of `PPOTrainer` and `PPOConfig` in the installed release of TRL. No other file depends on the
+release.
 
-TRL 1.12 is the last release with `trl.experimental.ppo`; there our classes are subclasses of its, so `isinstance`
-holds. On newer ones they stand on TRL's `_BaseTrainer` and `_BaseConfig`.
+TRL 1.12 is the last release with `trl.experimental.ppo`. There our classes are subclasses of TRL's, so `isinstance`
+works. On newer releases they are subclasses of TRL's `_BaseTrainer` and `_BaseConfig`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # the notice that PPO is experimental is TRL's, not ours
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL's notice that its PPO is experimental does not apply
 if not torch.accelerator.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, where installed, looks for one and warns
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed, if installed, searches for one and warns
 
 HAS_TRL_PPO = importlib.util.find_spec("trl.experimental.ppo") is not None
 
@@ -31,10 +32,10 @@ else:
 
 
 class PPOTrainerBase(TrainerBase):
-    """What our trainer inherits: TRL's, minus its PPO."""
+    """The base class of `PPOTrainer`: TRL's trainer without the constructor of TRL's PPO."""
 
     def __init__(self, **trainer_arguments: Any) -> None:
-        # TRL 1.12's PPOTrainer never ran Trainer.__init__; past it in the order of classes lies TRL's base trainer
+        # TRL 1.12's PPOTrainer does not call Trainer.__init__; the next class in the MRO is TRL's base trainer
         if HAS_TRL_PPO:
             super(TrainerBase, self).__init__(**trainer_arguments)
         else:

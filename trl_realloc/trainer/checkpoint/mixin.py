@@ -217,8 +217,8 @@ class CheckpointMixin:
                 else ("Nothing of this run has been saved, because save_strategy is 'no'.")
             )
         return (
-            f"The newest whole checkpoint is {checkpoint}: train(resume_from_checkpoint=True), or resume_from_checkpoint: "
-            f"auto in the recipe, goes on from it."
+            f"The newest whole checkpoint is {checkpoint}: train(resume_from_checkpoint=True), or "
+            f"resume_from_checkpoint: auto in the recipe, goes on from it."
         )
 
 
