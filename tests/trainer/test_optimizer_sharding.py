@@ -16,8 +16,8 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.optimizer_sharding import (
     check_sharding,
-    user_maker,
     named_maker,
+    user_maker,
     works_by_element,
     works_by_parameter,
 )
