@@ -358,7 +358,7 @@ def check_positions(configs: Mapping[Role, Sequence[Any]], longest: int) -> None
                 raise ModelError(
                     f"{role}: its rotary embedding ({kind}) has other factors in a forward with a sample of more than "
                     f"{limit} tokens, and samples here have up to {longest}: the result of a sample would depend on "
-                    f"its neighbours. Shorten prompts or response_length, or set another rope_type in the model's config."
+                    f"its neighbours. Shorten prompts or response_length, or set another rope_type in its config."
                 )
 
 
