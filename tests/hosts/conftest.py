@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import Hosts, missing  # noqa: E402
+from namespaces import Hosts, missing
+from two_starts import TwoStarts
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +31,10 @@ def make_hosts(can_make_hosts: None, tmp_path: Path) -> Iterator[Callable[..., H
     yield make
     for hosts in made:
         hosts.close()
+
+
+@pytest.fixture(scope="session")
+def two_starts(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoStarts]:
+    """A job on two hosts whose hostnames stand for a loopback address, started twice."""
+    with Hosts(tmp_path_factory.mktemp("two_starts") / "hosts", rate=None, resolvable=False) as hosts:
+        yield TwoStarts(hosts)

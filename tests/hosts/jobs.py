@@ -30,10 +30,11 @@ class HostsJob:
     """A script under a launcher on every host; ends with the hosts at the latest.
 
     Args:
-        script: the file and its arguments, the same on every host.
+        script: Python's arguments, the script's file first, the same on every host.
         per_host: processes, a number for all hosts or one for each.
         environment: beside this process's.
         name: of its logs, which lie in `hosts.folder`.
+        launcher: Accelerate's; without it one process on each host, with the variables that every launcher sets.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class HostsJob:
         environment: Mapping[str, str] | None = None,
         config: Path | None = None,
         name: str = "job",
+        launcher: bool = True,
     ) -> None:
         paths = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "multiprocess"), str(ROOT)]
         given = {
@@ -56,10 +58,14 @@ class HostsJob:
         self.logs = [hosts.folder / f"{name}-{host.number}.log" for host in hosts]
         self.processes: list[subprocess.Popen[bytes]] = []
         for host, path in zip(hosts, self.logs, strict=True):
-            launcher = accelerate_launch(len(hosts), host.number, per_host, hosts[0].address, config)
+            command, own = [sys.executable], {**os.environ, **given, **(environment or {})}
+            if launcher:
+                command = accelerate_launch(len(hosts), host.number, per_host, hosts[0].address, config)
+            else:
+                own |= {"RANK": str(host.number), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(hosts))}
+                own |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
             with path.open("w") as log:
-                own = {**os.environ, **given, **(environment or {})}
-                self.processes.append(host.popen([*launcher, *script], log, own))
+                self.processes.append(host.popen([*command, *script], log, own))
 
     def wait(self, seconds: float) -> list[int | None]:
         """Exit codes by host; `None` where it still runs after that time."""
