@@ -121,6 +121,17 @@ def test_calls_side_by_side_on_shared_processors_slow_each_other_down() -> None:
     assert [end for _, end in shared] == pytest.approx([6, 6])
 
 
+def test_calls_on_different_nodes_do_not_slow_each_other_down() -> None:
+    """A plan of two nodes of two devices that share one processor each: one call on both, then one on each."""
+    tasks = [Task("both", (DeviceMesh(0, 4),), 3.0)]
+    tasks += [Task("one", (DeviceMesh(0, 2),), 3.0), Task("other", (DeviceMesh(2, 2),), 3.0)]
+    ends = [end for _, end in task_times(tasks, sharing=Sharing.of(1), devices_per_node=2)[0]]
+    assert ends == pytest.approx([3, 6, 6])
+    halves = [Task("one", (DeviceMesh(0, 1),), 3.0), Task("other", (DeviceMesh(1, 3),), 3.0)]
+    ends = [end for _, end in task_times(halves, sharing=Sharing.of(1), devices_per_node=2)[0]]
+    assert ends == pytest.approx([4.5, 3.0]), "the second is as slow as on its own node, where two compute anyway"
+
+
 def test_a_processor_that_is_set_free_speeds_up_the_rest() -> None:
     tasks = [Task("short", (DeviceMesh(0, 2),), 1.0), Task("long", (DeviceMesh(2, 2),), 3.0)]
     ends = [end for _, end in task_times(tasks, sharing=Sharing.of(2))[0]]

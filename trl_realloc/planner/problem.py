@@ -123,7 +123,8 @@ class Problem:
         stays = {target for target, seconds in moves.items() if seconds < 0}
         tasks = self._tasks(state, moves)
         sharing = self.space.pricing.rates.sharing
-        seconds = steady_seconds(tasks, barrier=self.barrier, sharing=sharing, iterations=4)
+        per_node = self.space.cluster.devices_per_node
+        seconds = steady_seconds(tasks, barrier=self.barrier, sharing=sharing, devices_per_node=per_node, iterations=4)
         memory, fullest = self.memory(state, stays)
         named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
         return Estimate(float(seconds), named, memory, fullest)

@@ -6,6 +6,7 @@ are the caller's, measured or estimated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -74,6 +75,7 @@ def task_times(
     barrier: bool = False,
     warm: bool = False,
     sharing: Sharing | None = None,
+    devices_per_node: int | None = None,
 ) -> list[list[tuple[float, float]]]:
     """(start, end) of every task, for each iteration. A task starts when the tasks that it needs and all earlier tasks
     that share a device with it have ended.
@@ -83,6 +85,7 @@ def task_times(
         warm: the first iteration moves parameters too.
         sharing: how devices that share processors slow each other down; a task's seconds are those that it takes while
             no other task runs.
+        devices_per_node: devices of different nodes share no processors; `None` for one node.
     """
     n = len(tasks)
     shares = [[any(a.overlaps(b) for a in one.meshes for b in other.meshes) for other in tasks] for one in tasks]
@@ -105,8 +108,10 @@ def task_times(
                     waits_for += [before + task.previous] if task.previous is not None else []
             needs.append(waits_for)
     lasting = [0.0 if at in skipped else tasks[at % n].seconds for at in range(n * iterations)]
-    sizes = [sum(mesh.size for mesh in task.meshes) for task in tasks]
-    ends = _undisturbed_times(needs, lasting) if sharing is None else _shared_times(needs, lasting, sizes, sharing)
+    if sharing is None:
+        ends = _undisturbed_times(needs, lasting)
+    else:
+        ends = _shared_times(needs, lasting, [_devices_by_node(task, devices_per_node) for task in tasks], sharing)
     return [ends[step * n : (step + 1) * n] for step in range(iterations)]
 
 
@@ -118,11 +123,20 @@ def _undisturbed_times(needs: Sequence[Sequence[int]], lasting: Sequence[float])
     return times
 
 
+def _devices_by_node(task: Task, devices_per_node: int | None) -> Counter[int]:
+    return Counter(device // devices_per_node if devices_per_node else 0 for device in task.devices)
+
+
 def _shared_times(
-    needs: Sequence[Sequence[int]], lasting: Sequence[float], sizes: Sequence[int], sharing: Sharing
+    needs: Sequence[Sequence[int]], lasting: Sequence[float], devices: Sequence[Counter[int]], sharing: Sharing
 ) -> list[tuple[float, float]]:
-    """The times where tasks that run at the same time slow each other down."""
-    n = len(sizes)
+    """The times where tasks that run at the same time slow each other down, on each node as the devices there do
+    together. A task on several nodes is as slow as on the slowest of them.
+
+    Args:
+        devices: for each task of an iteration, how many devices of each node it keeps busy.
+    """
+    n = len(devices)
     left, open_needs = list(lasting), [set(waits_for) for waits_for in needs]
     running: dict[int, float] = {}  # index of a task -> its start
     times: list[tuple[float, float]] = [(0.0, 0.0)] * len(needs)
@@ -132,8 +146,11 @@ def _shared_times(
         for at in [at for at in waiting if not open_needs[at]]:
             waiting.remove(at)
             running[at] = now
-        together = slowdown(sum(sizes[at % n] for at in running))
-        rates = {at: min(1.0, slowdown(sizes[at % n]) / together) for at in running}
+        busy = sum((devices[at % n] for at in running), Counter[int]())
+        rates = {}
+        for at in running:
+            alone = devices[at % n]
+            rates[at] = min(1.0, slowdown(max(alone.values())) / slowdown(max(busy[node] for node in alone)))
         step = min(left[at] / rate for at, rate in rates.items())
         now += step
         done = []
@@ -172,7 +189,8 @@ def simulate(
         KeyError: a call of the plan has no seconds.
     """
     tasks = tasks_of(plan, seconds, reallocations or {})
-    times = task_times(tasks, iterations=iterations, barrier=barrier, sharing=sharing)
+    per_node = plan.cluster.devices_per_node
+    times = task_times(tasks, iterations=iterations, barrier=barrier, sharing=sharing, devices_per_node=per_node)
     return Timeline(
         Span(task.name, device, start, end, step)
         for step, row in enumerate(times)
@@ -191,15 +209,22 @@ def iteration_seconds(
     sharing: Sharing | None = None,
 ) -> float:
     """Seconds of an iteration after the first ones: of the last of eight."""
-    return steady_seconds(tasks_of(plan, seconds, reallocations), barrier=barrier, sharing=sharing)
+    tasks, per_node = tasks_of(plan, seconds, reallocations), plan.cluster.devices_per_node
+    return steady_seconds(tasks, barrier=barrier, sharing=sharing, devices_per_node=per_node)
 
 
 def steady_seconds(
-    tasks: Sequence[Task], *, barrier: bool = False, sharing: Sharing | None = None, iterations: int = 8
+    tasks: Sequence[Task],
+    *,
+    barrier: bool = False,
+    sharing: Sharing | None = None,
+    devices_per_node: int | None = None,
+    iterations: int = 8,
 ) -> float:
     """Seconds of the last of `iterations` iterations; under a barrier, of one."""
     if barrier:
-        return max(end for _, end in task_times(tasks, warm=True, sharing=sharing)[0])
-    times = task_times(tasks, iterations=iterations, sharing=sharing)
+        times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=devices_per_node)
+        return max(end for _, end in times[0])
+    times = task_times(tasks, iterations=iterations, sharing=sharing, devices_per_node=devices_per_node)
     ends = [max(end for _, end in row) for row in times[-2:]]
     return ends[1] - ends[0]
