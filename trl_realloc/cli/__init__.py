@@ -1,1 +1,1 @@
-"""`trl-realloc` and recipes. The verbs that plan need no torch."""
+"""The command line `trl-realloc`, and recipes (a run as a YAML file). The commands that plan do not import torch."""

@@ -1,4 +1,7 @@
-"""`trl-realloc`: plans on a laptop. Chooses, shows and writes plans without torch; measures with it, in a job."""
+"""The command `trl-realloc`: chooses, prints and writes plans without torch, and starts a job that measures a machine.
+
+That job is in `measure`; choosing a plan is in `planner`.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,13 @@ LONGEST_SEARCH = 86_400  # seconds
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
-    """The plan as a table for people, a row for each call in the order in which they run."""
-    name = plan.name if plan.name.isprintable() else shown(plan.name)  # escape sequences are not for the terminal
-    title = Text(f"{name or 'plan'}: {plan.cluster}")  # a name is no markup
+    """The plan as a table with a row for each call, in the order in which calls run."""
+    name = plan.name if plan.name.isprintable() else shown(plan.name)  # an escape sequence must not reach the terminal
+    title = Text(f"{name or 'plan'}: {plan.cluster}")  # Text, so that rich does not read markup in the name
     table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
     for name, assignment in plan.assignments.items():
-        rests = "offload" if assignment.offload else "drop" if assignment.drop else ""
-        table.add_row(name, str(assignment.mesh), assignment.engine, str(assignment.strategy), rests)
+        between_turns = "offload" if assignment.offload else "drop" if assignment.drop else ""
+        table.add_row(name, str(assignment.mesh), assignment.engine, str(assignment.strategy), between_turns)
     return table
 
 
@@ -78,12 +81,12 @@ def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: in
     """Print PLAN, a preset's name or a YAML file. With --devices, check that it fits a job of that size."""
     if plan in PRESETS:
         cluster = _cluster(plan, devices, nodes)
-        found = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
+        chosen = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
     else:
-        found = load_plan(plan)
+        chosen = load_plan(plan)
         if devices is not None:
-            found.check_world(_cluster(plan, devices, nodes).size)
-    Console().print(plan_table(found))
+            chosen.check_world(_cluster(plan, devices, nodes).size)
+    Console().print(plan_table(chosen))
 
 
 @commands.command()
@@ -137,7 +140,7 @@ def plan(
 
 
 def _check_output(output: Path, what: str) -> None:
-    """Refuse a file that cannot be written before anything is measured for it."""
+    """Refuse a file that cannot be written, before anything is measured."""
     if not exists(output.parent):
         raise PlanError(f"{what} cannot be written to {shortened(output)} (there is no folder {output.parent}).")
     if not os.access(output if exists(output) else output.parent, os.W_OK):
@@ -152,7 +155,7 @@ def _check_request(
     time_limit: float,
     calls: Sequence[str],
 ) -> None:
-    """Refuse options that do not go together, or that no search could follow."""
+    """Refuse options that exclude each other, and values that are out of range."""
     problems = Problems()
     if cluster is not None and measured is not None:
         problems.append(
@@ -183,7 +186,7 @@ def _choose(
     else:
         if measured is None:
             _check_processes(devices)
-        recipe.specs()  # a model that cannot be planned for is not measured either
+        recipe.specs()  # refuses a model that cannot be planned for, before it is measured
         profile = Profile.load(measured) if measured else _measure(recipe, devices or _processes(recipe.path))
         if devices is not None and devices != profile.devices:
             raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
@@ -197,7 +200,7 @@ def _choose(
 
 
 def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None:
-    """Refuse a profile of other models than the recipe's."""
+    """Refuse a profile that has no measurements of the recipe's models."""
     rates = MeasuredRates(profile)
     unknown = {
         model_key(spec)
@@ -277,12 +280,12 @@ def _check_processes(devices: int | None) -> None:
 
 
 def _most_processes() -> int:
-    """Of one machine; a few for each processor, for tests on small machines."""
+    """The most processes on this machine: 8 for each processor, so that small machines can run tests."""
     return 8 * (os.cpu_count() or 1)
 
 
 def _measure(recipe: Recipe, devices: int, *how: str) -> Profile:
-    """Run the short job that measures; its profile."""
+    """Run the short job that measures the machine. Returns its profile."""
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
         return _measured(recipe, devices, Path(folder) / "profile.json", how)
 
@@ -297,13 +300,13 @@ def _measured(recipe: Recipe, devices: int, output: Path, how: Sequence[str]) ->
     if done.returncode or not output.is_file():
         lines = done.stderr.strip().splitlines()
         refused = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        said = "\n".join(list(dict.fromkeys(refused)) or lines[-12:])
-        raise PlanError(f"measuring {recipe.path} on {devices} processes failed: {said}")
+        reason = "\n".join(list(dict.fromkeys(refused)) or lines[-12:])
+        raise PlanError(f"measuring {recipe.path} on {devices} processes failed: {reason}")
     return Profile.load(output)
 
 
 def _processes(recipe: Path) -> int:
-    """As many as the accelerate config beside the recipe says, else one."""
+    """The number of processes in the accelerate config in the recipe's folder; 1 without a config."""
     config = recipe.parent / "accelerate.yaml"
     if not exists(config):
         return 1
@@ -339,18 +342,18 @@ def compare(runs: tuple[Path, Path]) -> None:
     except PlanError as error:
         raise PlanError(f"{error.problems[0][:-1]}; save one with trainer.timeline.save(path).") from None
     table = Table("call", *(str(run) for run in runs), "ratio", title="seconds per update", title_justify="left")
-    for call, one, other, _ in first.compare(second):
-        ratio = f"{other / one:.2f}x" if one and other else ""
-        table.add_row(call, *("" if each is None else f"{each:.3f}" for each in (one, other)), ratio)
+    for call, first_s, second_s, _ in first.compare(second):
+        ratio = f"{second_s / first_s:.2f}x" if first_s and second_s else ""
+        table.add_row(call, *("" if seconds is None else f"{seconds:.3f}" for seconds in (first_s, second_s)), ratio)
     whole = [timeline.seconds_per_step for timeline in (first, second)]
     table.add_row(
-        "whole update", *(f"{each:.3f}" for each in whole), f"{whole[1] / whole[0]:.2f}x" if all(whole) else ""
+        "whole update", *(f"{seconds:.3f}" for seconds in whole), f"{whole[1] / whole[0]:.2f}x" if all(whole) else ""
     )
     Console().print(table)
 
 
 def _cluster(plan: str, devices: int | None, nodes: int) -> Cluster:
-    """The job's cluster by the command's options. Raises `PlanError` where they do not make one."""
+    """The job's cluster by the options of the command. Raises `PlanError` if there is no such cluster."""
     if devices is None:
         raise PlanError(f"the size of the job is missing: say --devices N, for instance {plan} --devices 8.")
     if devices > MOST_DEVICES:
@@ -363,10 +366,14 @@ def _cluster(plan: str, devices: int | None, nodes: int) -> Cluster:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code: 0, or 2 after a sentence on stderr for what the person got wrong."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command line.
+
+    Returns:
+        The exit code: 0, 2 after a message on stderr for a mistake of the user, or 130 after an interrupt.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        commands.main(given or ["--help"], prog_name="trl-realloc", standalone_mode=False)
+        commands.main(words or ["--help"], prog_name="trl-realloc", standalone_mode=False)
     except click.ClickException as error:
         print(f"trl-realloc: {error.format_message()}", file=sys.stderr)
         return 2

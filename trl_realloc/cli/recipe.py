@@ -1,4 +1,7 @@
-"""Recipes: a run as one YAML file (`--config`), read by TRL's parser, with errors for the person who wrote it."""
+"""Reads recipes: a run as one YAML file (`--config`), parsed by TRL's parser, with errors that name the key.
+
+The planner reads recipes without torch in `planner.recipe`.
+"""
 
 from __future__ import annotations
 
@@ -43,23 +46,23 @@ SENTENCES = (
 
 
 def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """The dataclasses filled from `--config recipe.yaml` and the command line, which comes first.
+    """The dataclasses filled from `--config recipe.yaml` and the command line, which takes precedence.
 
     Raises:
-        RecipeError: no such file, no mapping in it, a key that no dataclass has, or a value that its field cannot have.
+        RecipeError: the file does not exist or is not a mapping, a key is unknown, or a value has the wrong type.
     """
-    given: list[str] = []
+    words: list[str] = []
     for argument in sys.argv[1:] if arguments is None else arguments:
-        given += ["--config", argument.removeprefix("--config=")] if argument.startswith("--config=") else [argument]
+        words += ["--config", argument.removeprefix("--config=")] if argument.startswith("--config=") else [argument]
     where = "the arguments"
-    if "--config" in given:
-        at = given.index("--config") + 1
-        if at == len(given):
+    if "--config" in words:
+        position = words.index("--config") + 1
+        if position == len(words):
             raise RecipeError("--config needs the path of a recipe after it.")
-        where = given[at]
+        where = words[position]
         _check(Path(where), dataclass_types)
     try:
-        parsed = _Parser(list(dataclass_types)).parse_args_and_config(args=given)
+        parsed = _Parser(list(dataclass_types)).parse_args_and_config(args=words)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     except SENTENCES:
@@ -70,14 +73,14 @@ def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | Non
 
 
 class _Parser(TrlParser):
-    """TRL's, which ends the process with a page of usage before what was wrong."""
+    """TRL's parser, which raises instead of printing its usage and ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(message)
 
 
 def _check(path: Path, dataclass_types: Sequence[type]) -> None:
-    """Raises `RecipeError` with all that is wrong with a recipe's keys and values."""
+    """Raises `RecipeError` with all problems of a recipe's keys and values."""
     try:
         recipe = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
     except PlanError as error:
@@ -101,7 +104,7 @@ def _check(path: Path, dataclass_types: Sequence[type]) -> None:
 
 
 def _may_be(kind: Any, value: object) -> bool:
-    """Whether a field of that type can have the value. Text is read by the parser, and nothing is left to the field."""
+    """Whether a field of that type can have the value. Text and `None` are accepted here; the parser reads text."""
     if value is None or isinstance(value, str):
         return True
     try:
@@ -138,7 +141,8 @@ _WORDS: dict[Any, str] = {
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call a script's `main`; what the person got wrong ends it with one sentence on stderr and exit code 2."""
+    """Call a script's `main`. An error of the classes `SENTENCES` ends the process with its message on stderr and exit
+    code 2."""
     try:
         main()
     except SENTENCES as error:

@@ -1,1 +1,2 @@
-"""What a TRL user touches: trainer, config, checkpoints, metrics, reports."""
+"""The trainer as TRL users see it: trainer, config, callbacks, checkpoints, metrics and reports. Plans are executed in
+`runtime`."""

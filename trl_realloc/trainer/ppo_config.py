@@ -1,6 +1,6 @@
-"""`PPOConfig`: every field of TRL 1.12's, in its order, with its defaults and meanings, and the few that are ours.
+"""`PPOConfig`: the fields of TRL 1.12's `PPOConfig` in its order, with its defaults and meanings, and some more.
 
-Checks what can be checked without data or models.
+Checks the settings alone. Data and models are checked in `setup`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .trl_compat import ConfigBase
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be. The message names it, its value and what to do."""
+    """A setting that is not allowed. The message names the setting, its value and what to do."""
 
 
 @dataclass
@@ -124,8 +124,8 @@ class PPOConfig(ConfigBase):
             Leave out an update whose samples, losses or gradients are not finite, and count it in
             `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
         heartbeat_timeout (`float`, *optional*):
-            Seconds after which a rank that is stopped, or of which nothing is heard (its host is down, or the
-            network), ends the job on all ranks. A rank that computes for long is heard. Default: 30.
+            Seconds after which the job ends on all ranks because a rank is stopped or sends no heartbeat (its host or
+            the network is down). A rank sends heartbeats during long computations too. Default: 30.
     """
 
     # TrlParser reads fields of type dict from YAML only where they are named here
@@ -227,7 +227,7 @@ class PPOConfig(ConfigBase):
         default=True,
         metadata={"help": "Of no effect here: generation engines are filled bucket by bucket."},
     )
-    # Ours
+    # Fields that TRL does not have
     plan: dict | str | None = field(
         default=None,
         metadata={
@@ -298,8 +298,8 @@ class PPOConfig(ConfigBase):
             )
 
     def _check(self) -> None:
-        """Raises `ConfigError` with every setting that cannot be. Runs first, for what `TrainingArguments` computes
-        from a wrong value fails in other words."""
+        """Raises `ConfigError` with all settings that are not allowed. Runs before `TrainingArguments` computes values
+        from them, whose errors would not name the setting."""
         read, problems = read_settings({field.name: getattr(self, field.name, None) for field in fields(self)})
         for name, value in read.items():
             setattr(self, name, value)  # numbers of NumPy as Python's, 1e4 episodes as 10000
@@ -352,7 +352,7 @@ class PPOConfig(ConfigBase):
             self.total_episodes = self.max_steps * self.batch_size
 
     def ppo_settings(self) -> PPOSettings:
-        """The numbers that the arithmetic needs."""
+        """The settings that PPO's arithmetic needs."""
         names: dict[str, Any] = {name: getattr(self, name) for name in PPOSettings.__dataclass_fields__}
         return PPOSettings(**names)
 
