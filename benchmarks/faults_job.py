@@ -49,8 +49,8 @@ class Fault:
         self.rank: int | None = settings.get("rank")
 
     def here(self) -> bool:
-        """Whether this rank is the one, in the update of the moment: by default the last of the call's mesh, its first
-        for a save, because that writes."""
+        """Whether this rank is the one, in the update of the moment: by default the last of the call's mesh; its first
+        for a save, because that writes, and for a vLLM worker, because the first of a tensor group owns the engine."""
         if self.done or self.trainer is None or f"update {UPDATE}" not in self.where + f" update {self._update()}":
             return False
         plan, rank = self.trainer.plan, self.trainer.accelerator.process_index
@@ -58,7 +58,8 @@ class Fault:
         if self.rank is not None:
             return bool(rank == self.rank)
         ranks = list(plan.mesh(calls.get(self.moment, self.moment)).devices)
-        return rank == (ranks[0] if self.moment == "save" else ranks[-1])
+        first = self.moment == "save" or self.kind.startswith("worker")
+        return bool(rank == (ranks[0] if first else ranks[-1]))
 
     def _update(self) -> int:
         return int(self.trainer.state.global_step) if self.trainer else 0
@@ -170,7 +171,7 @@ class Fault:
 
     def while_generating(self, placement: Placement) -> None:
         generator = placement.generators.get("actor.generate")
-        if generator is None or not self.kind.startswith(("engine", "worker")):
+        if generator is None or not hasattr(generator, "_process"):  # one in this process runs a module, see `inside`
             return
         generate = generator.generate
 
