@@ -216,7 +216,7 @@ def test_with_match_trl_mini_batches_hold_as_many_of_each_rank(ranks: int, mini:
         assert [i // local for i in batch] == [rank for rank in range(ranks) for _ in range(size)]
 
 
-def weighed(samples: Rollouts, rules: PPOSettings) -> tuple[Rollouts, ppo.Weights]:
+def weighed(samples: Rollouts, rules: PPOSettings) -> tuple[Rollouts, ppo.SampleWeights]:
     samples = ppo.prepare(samples, rules)
     samples = samples.plus(width=ppo.response_widths(samples, rules))
     weights = ppo.sample_weights(samples, rules)

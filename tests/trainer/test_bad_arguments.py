@@ -322,7 +322,7 @@ def test_rows_in_other_forms_and_paths_as_models_are_taken(tmp_path: Path, saved
     }
     made = tiny.trainer(tmp_path, given=given)
     assert len(made.train_dataset) == len(made.eval_dataset) == 16
-    assert made.setup.rules.reward_weights == {"short": 1.0, "classifier": 1.0}
+    assert made.setup.call_settings.reward_weights == {"short": 1.0, "classifier": 1.0}
 
 
 def test_a_critic_from_a_language_model_is_taken_and_said(

@@ -21,9 +21,9 @@ from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.cli.recipe import parse_recipe
 from trl_realloc.trainer.checkpoint import CheckpointError, SaveError
 from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in
-from trl_realloc.trainer.checkpoint.problems import Problems
 from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_resume_setting
 from trl_realloc.trainer.checkpoint.saving import save_checkpoint, surplus
+from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 from trl_realloc.trainer.ppo_config import ConfigError
 
 
@@ -214,8 +214,8 @@ class Killed(BaseException):
     """In place of a signal: nothing that comes after it is done."""
 
 
-def writes(text: str) -> Callable[[Path, Problems], None]:
-    def write(folder: Path, problems: Problems) -> None:
+def writes(text: str) -> Callable[[Path, WriteErrors], None]:
+    def write(folder: Path, problems: WriteErrors) -> None:
         for name in ("trainer_state.json", "scheduler.pt", "optimizer.pt", CRITIC):
             with problems.writing(folder / name):
                 (folder / name).parent.mkdir(exist_ok=True)

@@ -123,7 +123,7 @@ def mini_batches(n: int, settings: PPOSettings, seed: int, step: int) -> list[li
 
 
 @dataclass(frozen=True)
-class Weights:
+class SampleWeights:
     """The weight of each sample's sums over tokens in one mini-batch, (n,) float32 in the order of the mini-batch.
 
     Args:
@@ -143,12 +143,12 @@ class Weights:
         return {f"{name}_weight": weight for name, weight in vars(self).items()}
 
     @staticmethod
-    def of(samples: Rollouts) -> Weights:
+    def of(samples: Rollouts) -> SampleWeights:
         """The inverse of `columns`."""
-        return Weights(*(samples.tensor(f"{name}_weight") for name in ("policy", "value", "statistic", "group")))
+        return SampleWeights(*(samples.tensor(f"{name}_weight") for name in ("policy", "value", "statistic", "group")))
 
 
-def sample_weights(samples: Rollouts, settings: PPOSettings) -> Weights:
+def sample_weights(samples: Rollouts, settings: PPOSettings) -> SampleWeights:
     """The weights of one mini-batch: 1 / its number of tokens. With `match_trl`: 1 / (the number of TRL's micro-batches
     times the tokens of the sample's micro-batch)."""
     tokens = samples.ragged("responses").lengths.float()
@@ -156,7 +156,7 @@ def sample_weights(samples: Rollouts, settings: PPOSettings) -> Weights:
     if not settings.match_trl:
         ones = torch.ones_like(tokens)
         policy = ones / tokens.sum()
-        return Weights(policy, ones / positions.sum(), policy, torch.zeros_like(tokens, dtype=torch.long))
+        return SampleWeights(policy, ones / positions.sum(), policy, torch.zeros_like(tokens, dtype=torch.long))
     group = _trl_micro_batches(samples, settings)
     groups = int(group.max()) + 1
     count = torch.bincount(group, minlength=groups).float()
@@ -165,7 +165,7 @@ def sample_weights(samples: Rollouts, settings: PPOSettings) -> Weights:
         return 1 / (groups * torch.zeros(groups).index_add(0, group, x)[group])
 
     width = samples.tensor("width").float()  # TRL pads every response to the longest of its rank's batch
-    return Weights(mean_of(tokens), mean_of(positions), 1 / (groups * count[group] * width), group)
+    return SampleWeights(mean_of(tokens), mean_of(positions), 1 / (groups * count[group] * width), group)
 
 
 def _trl_micro_batches(samples: Rollouts, settings: PPOSettings) -> Tensor:
@@ -261,7 +261,7 @@ def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: in
     }
 
 
-def update_metrics(steps: Sequence[tuple[Weights, Mapping[str, Tensor]]]) -> dict[str, float]:
+def update_metrics(steps: Sequence[tuple[SampleWeights, Mapping[str, Tensor]]]) -> dict[str, float]:
     """`policy/*`, `loss/*` and `val/*` over the optimizer steps of one iteration.
 
     Args:
@@ -333,4 +333,4 @@ class PPO:
         return objective_metrics(samples, self.settings, self.eos_token_id)
 
     def update_metrics(self, steps: Sequence[tuple[Rollouts, Mapping[str, Tensor]]]) -> dict[str, float]:
-        return update_metrics([(Weights.of(batch), statistics) for batch, statistics in steps])
+        return update_metrics([(SampleWeights.of(batch), statistics) for batch, statistics in steps])

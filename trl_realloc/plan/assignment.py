@@ -26,7 +26,7 @@ class EngineAbility:
 _LEARNS = frozenset({CallKind.FORWARD, CallKind.TRAIN})
 _GENERATES = frozenset({CallKind.GENERATE})
 
-# To allow an engine another kind of call, degree or stage, change its row here; there is no other place.
+# Which kinds of call, degrees and stages a plan may give an engine. What it takes to run them: docs/engines.md.
 ENGINE_ABILITIES: Mapping[str, EngineAbility] = {
     "zero": EngineAbility(_LEARNS, ("dp",), (0, 1, 2, 3)),
     "megatron": EngineAbility(_LEARNS, ("dp", "tp", "pp"), (0, 1)),

@@ -296,8 +296,9 @@ def grpo_graph() -> DataflowGraph:
 
 
 def remax_graph() -> DataflowGraph:
-    """ReMax (Li et al. 2023): the greedy response's reward is the baseline. One call generates both responses, because
-    decoding them in one batch takes fewer steps than in two."""
+    """ReMax (Li et al. 2023) for the planner: the greedy response's reward is the baseline. One call generates both
+    responses, because decoding them in one batch takes fewer steps than in two. The executor runs it as two calls with
+    labels (docs/algorithms.md)."""
     greedy = "greedy_responses"
     return DataflowGraph(
         (

@@ -123,7 +123,7 @@ class Runs:
         placement = Placement(plan, self.rank, self._roles(), options)
         try:
             placement.start()
-            executor = make_executor(placement, self._algorithm(), self._rules())
+            executor = make_executor(placement, self._algorithm(), self._call_settings())
             rates = dict.fromkeys(Role, 0.0)
             half = max(self.cluster.size, self.episodes // 2)
             sizes = [(n, 0) for n in (self.episodes, *2 * (self.episodes, half))] if reuses_samples else self.sizes
@@ -250,7 +250,7 @@ class Runs:
         torch.random.set_rng_state(random)
         return without_dropout(model)
 
-    def _rules(self) -> CallSettings:
+    def _call_settings(self) -> CallSettings:
         functions = [] if self.models.configs[Role.REWARD] else [FunctionReward(_nothing, "nothing")]
         names = [f"model {at}" for at in range(len(self.models.configs[Role.REWARD]))] or ["nothing"]
         weights = dict.fromkeys(names, 1.0)

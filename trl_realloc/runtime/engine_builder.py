@@ -1,7 +1,7 @@
 """`EngineBuilder`: builds this rank's engines for a plan. It loads models, makes replicas and copies equal, starts
 generation engines and makes the reallocations between them.
 
-Only this file depends on which engine a call has. What the engines are used for is in `placement` and `executor`.
+The plan chooses each call's engine. How calls use the engines is in `placement` and `calls`.
 """
 
 from __future__ import annotations

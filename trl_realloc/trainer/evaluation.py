@@ -104,7 +104,7 @@ class EvaluationMixin:
             return []
         rows = next(iter(self.eval_dataset.values())) if isinstance(self.eval_dataset, dict) else self.eval_dataset
         table: list[dict[str, Any]] = []
-        near_greedy = replace(self.setup.rules.sampling, temperature=NEAR_GREEDY)
+        near_greedy = replace(self.setup.call_settings.sampling, temperature=NEAR_GREEDY)
         with self._failing_together():
             self._start()
             graph = self.plan.graph

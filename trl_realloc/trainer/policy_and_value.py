@@ -1,6 +1,6 @@
 """`trainer.model`: a module that holds the policy and the critic under TRL's names.
 
-The trainer sets the modules. Which modules a rank has is decided in `runtime.placement`.
+The trainer sets the modules. Which modules a rank has follows from the plan.
 """
 
 from __future__ import annotations

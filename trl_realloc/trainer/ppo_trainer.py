@@ -184,7 +184,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         self.placement = Placement(
             self.setup.plan, self.accelerator.process_index, self.setup.roles, self.setup.engine_options
         )
-        self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.rules)
+        self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.call_settings)
         self.alarm = self.executor.alarm
 
     def _start(self) -> None:

@@ -62,7 +62,7 @@ class Setup:
     plan: ExecutionPlan
     policy: Any
     roles: Roles
-    rules: CallSettings
+    call_settings: CallSettings
     algorithm: PPO
     train_dataset: Any
     eval_dataset: Any
@@ -122,7 +122,7 @@ def prepare(
         plan=plan,
         policy=policy,
         roles=roles,
-        rules=_rules(args, inputs, tokens, rewards),
+        call_settings=_call_settings(args, inputs, tokens, rewards),
         algorithm=PPO(args.ppo_settings(), args.seed, tokens.eos),
         train_dataset=prompts.train,
         eval_dataset=prompts.evaluation,
@@ -201,7 +201,7 @@ def _describe_job(
     )
 
 
-def _rules(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens, rewards: Rewards) -> CallSettings:
+def _call_settings(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens, rewards: Rewards) -> CallSettings:
     return CallSettings(
         sampling=Sampling(args.response_length, sampling_temperature(args), tokens.stop),
         seed=args.seed,

@@ -21,10 +21,10 @@ from ...algorithms.nonfinite import NonFiniteError
 from ...runtime.failures.alarm import Alarm, JobFailed
 from ...runtime.placement import Placement
 from .identity import Identity, data_checksum, trained_shapes
-from .problems import Problems
 from .resuming import SCHEDULER, STATE, Checkpoint, CurrentRun, ResumeSetting, find_checkpoint, newest_whole
 from .saving import check_writable, new_run, save_checkpoint
 from .state import load_training_state, save_models, save_training_state
+from .write_errors import WriteErrors
 
 
 class CheckpointMixin:
@@ -72,8 +72,8 @@ class CheckpointMixin:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _problems(self) -> Problems:
-        return Problems(self.accelerator.process_index, self.placement.control)
+    def _problems(self) -> WriteErrors:
+        return WriteErrors(self.accelerator.process_index, self.placement.control)
 
     def _write_policy(self, model: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ class CheckpointMixin:
         if args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
-    def _write_checkpoint(self, folder: Path, problems: Problems) -> None:
+    def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> None:
         """Write this rank's part of a checkpoint."""
         args = self.args
         save_models(self.placement, folder, self._write_policy, problems)

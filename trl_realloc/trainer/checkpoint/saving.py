@@ -2,7 +2,8 @@
 Older checkpoints are deleted after that.
 
 Hosts may have separate disks. Each disk then gets a folder with the files of its ranks and the manifest of all files.
-The contents of a checkpoint are written by `state`.
+The contents of a checkpoint are written by `state`. A rank that dies meanwhile is found by the watchdogs
+(`runtime/failures`), and leaves a temporary folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers.utils import logging
 from ...runtime.process_groups import from_every_rank
 from . import SaveError
 from .manifest import MANIFEST, NAME, REPLACED, UNFINISHED, Manifest, checkpoints_in, flush, list_files, read_manifest
-from .problems import Problems
+from .write_errors import WriteErrors
 
 
 logger = logging.get_logger(__name__)
@@ -44,7 +45,7 @@ def make_output_dir(output_dir: Path) -> None:
         raise SaveError(f"output_dir {output_dir} cannot be made: {error.strerror}.") from None
 
 
-def check_writable(output_dir: Path, problems: Problems) -> None:
+def check_writable(output_dir: Path, problems: WriteErrors) -> None:
     """Check that every rank can write to the folder of the checkpoints. Collective over the job, before anything
     expensive starts.
 
@@ -62,7 +63,7 @@ def check_writable(output_dir: Path, problems: Problems) -> None:
 def save_checkpoint(
     final: Path,
     run: str,
-    write: Callable[[Path, Problems], None],
+    write: Callable[[Path, WriteErrors], None],
     about: Mapping[str, Any],
     *,
     rank: int,
@@ -84,7 +85,7 @@ def save_checkpoint(
         SaveError: on every rank, if a rank could not write its part. The new checkpoint is removed, and older ones are
             unchanged.
     """
-    staged, problems = final.with_name(final.name + UNFINISHED), Problems(rank, control)
+    staged, problems = final.with_name(final.name + UNFINISHED), WriteErrors(rank, control)
     older = [path for path in checkpoints_in(final.parent) if path != final]
     kept = f" {older[0]} is as it was." if older else " There is no older checkpoint."
     try:
@@ -121,7 +122,7 @@ def _merge(parts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[in
     return {name: entry for part in parts for name, entry in part.items()}
 
 
-def find_keeper(staged: Path, problems: Problems, what: str, kept: str) -> int:
+def find_keeper(staged: Path, problems: WriteErrors, what: str, kept: str) -> int:
     """The rank that renames and deletes folders on this rank's disk: the lowest of the ranks that share the disk.
     Creates the empty folder `staged` on every disk. Collective over the job.
 

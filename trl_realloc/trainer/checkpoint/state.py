@@ -22,10 +22,10 @@ from ...plan.dataflow import Role
 from ...runtime.placement import Placement
 from ...runtime.replica_check import check_replicas
 from . import STATE_FILE, VALUE_FOLDER, CheckpointError
-from .problems import Problems, need_room
+from .write_errors import WriteErrors, need_room
 
 
-def save_models(placement: Placement, folder: Path, save_policy: Any, problems: Problems) -> None:
+def save_models(placement: Placement, folder: Path, save_policy: Any, problems: WriteErrors) -> None:
     """Save policy and critic with whole parameters. Collective over the job; the first rank of each role writes.
 
     Args:
@@ -92,7 +92,7 @@ def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def save_training_state(placement: Placement, folder: Path, problems: Problems) -> None:
+def save_training_state(placement: Placement, folder: Path, problems: WriteErrors) -> None:
     """Save both optimizers' states with the float32 weights. Collective over the job; the first rank of each role
     writes."""
     for call, engine, subfolder in _engines(placement):

@@ -19,7 +19,7 @@ from . import SaveError
 from .manifest import flush
 
 
-class Problems:
+class WriteErrors:
     """The write errors of this rank.
 
     Args:
