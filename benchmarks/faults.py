@@ -277,7 +277,7 @@ def sentence(row: Row, text: str) -> str:
     }
     where = call.get(row.moment, re.escape(row.moment.replace("reallocation", "actor.generate")))
     if row.fault.startswith("launcher"):  # it ends all ranks, whatever each of them does
-        where = "of update"
+        where = "of update|saving"
     for line in text.splitlines():
         needs = [r"rank ?\d|\(rank \d", r"host", CAUSES[row.fault], where]
         if all(re.search(need, line) for need in needs):
