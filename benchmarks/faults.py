@@ -252,9 +252,19 @@ class Job:
         return self.log.read_text(errors="replace")
 
 
+def _is_mapped(path: str) -> bool:
+    """Whether a living process has the file in its memory."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if path in Path("/proc", entry, "maps").read_text():
+                return True
+    return False
+
+
 def leftovers(job: Job, shared_before: set[str]) -> list[str]:
     """Shared memory, temporary files, locks and ports that a job left."""
-    left = [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_before)]
+    new = sorted(f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared_before)
+    left = [path for path in new if not _is_mapped(path)]  # nothing of this job runs, so another job uses those
     left += [str(path.relative_to(job.tmp)) for path in sorted(job.tmp.iterdir())]
     extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     left += [str(path) for path in extensions.rglob("lock")] if extensions.is_dir() else []

@@ -170,7 +170,10 @@ GIVEN: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "a folder without weights": (lambda at: {"ref_model": at / "bare"}, "ref_model: there are no weights"),
     "an empty config": (lambda at: {"model": str(at / "empty")}, "model: "),
     "text in a config": (lambda at: {"model": str(at / "text")}, "model: cannot read a model from"),
-    "a model of its own code": (lambda at: {"model": str(at / "remote")}, r"model: .* needs remote code \(trust_remote_code"),
+    "a model of its own code": (
+        lambda at: {"model": str(at / "remote")},
+        r"model: .* needs remote code \(trust_remote_code",
+    ),
     "a quantized model": (lambda at: {"model": str(at / "quantised")}, "model is quantized: no engine"),
     "an encoder-decoder": (lambda at: {"model": str(at / "t5")}, "model is an encoder-decoder"),
     "a classifier of two by its path": (lambda at: {"value_model": str(at / "two")}, "value_model: .* has 2 outputs"),
