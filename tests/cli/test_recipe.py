@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trl import ModelConfig, ScriptArguments
 
 from trl_realloc import PPOConfig
-from trl_realloc.cli.recipe import SENTENCES, RecipeError, parse_recipe
+from trl_realloc.cli.recipe_parser import SENTENCES, RecipeError, parse_recipe
 
 
 KINDS = (ScriptArguments, PPOConfig, ModelConfig)

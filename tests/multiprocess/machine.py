@@ -19,7 +19,7 @@ from trl_realloc.profiling import profile_cache as cache
 from trl_realloc.profiling.job_models import JobModels, specs_of
 from trl_realloc.profiling.machine import links, sharing
 from trl_realloc.trainer.accelerate_plugin import ReallocationPlugin
-from trl_realloc.trainer.job import make_job
+from trl_realloc.trainer.job_builder import make_job
 from trl_realloc.trainer.ppo_config import PPOConfig
 
 

@@ -184,7 +184,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else found(name, *rest)
 import pathlib, tiny
-from trl_realloc.cli.recipe import parse_recipe, run
+from trl_realloc.cli.recipe_parser import parse_recipe, run
 from trl_realloc import PPOConfig
 folder = pathlib.Path({str(folder)!r})
 def main():

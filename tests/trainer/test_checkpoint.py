@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.algorithms.nonfinite import NonFiniteError
-from trl_realloc.cli.recipe import parse_recipe
+from trl_realloc.cli.recipe_parser import parse_recipe
 from trl_realloc.trainer.checkpoint import CheckpointError, SaveError
 from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in
 from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_resume_setting

@@ -21,9 +21,9 @@ from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
-from ..trainer.job import compute_dtype, make_job
+from ..trainer.job_builder import compute_dtype, make_job
 from ..trainer.ppo_config import PPOConfig
-from .recipe import run
+from .recipe_parser import run
 
 
 def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:

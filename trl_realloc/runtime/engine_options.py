@@ -1,4 +1,4 @@
-"""`EngineOptions`: settings of engines that the execution plan does not contain. They are made by `trainer.job`."""
+"""`EngineOptions`: settings of engines that the execution plan does not contain. `trainer.job_builder` makes them."""
 
 from __future__ import annotations
 

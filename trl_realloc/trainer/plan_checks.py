@@ -16,7 +16,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from ..profiling.job_models import element_bytes, spec_of
 from ..realloc.memory import check_memory
-from .job import sampling_temperature
+from .job_builder import sampling_temperature
 from .ppo_config import ConfigError, PPOConfig
 
 

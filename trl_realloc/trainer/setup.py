@@ -31,7 +31,7 @@ from ..runtime.roles import Roles
 from . import input_checks
 from .accelerate_plugin import ReallocationPlugin
 from .input_checks import SpecialTokens
-from .job import compute_dtype, make_job, sampling_temperature
+from .job_builder import compute_dtype, make_job, sampling_temperature
 from .optimizer_sharding import check_sharding
 from .optimizers import LearningRates, check_optimizer, make_optimizer, part_of
 from .plan_checks import check_plan
