@@ -101,12 +101,9 @@ class Fault:
 
     @staticmethod
     def _worker(session: int) -> int:
-        spawned = [
-            pid
-            for pid in session_members(session)
-            if pid != session and b"spawn_main" in Path("/proc", str(pid), "cmdline").read_bytes()
-        ]
-        return max(spawned)
+        """vLLM's youngest worker process of an engine."""
+        members = session_members(session)
+        return max(pid for pid in members if "Worker" in Path("/proc", str(pid), "comm").read_text())
 
     # --- where it happens -------------------------------------------------------------------------------------------
 
