@@ -37,8 +37,14 @@ def main() -> None:
         raise
     made.save_model(str(folder / "final"))
     weights = tiny.weights(made)
-    here = {name: getattr(made.placement, name) is not None for name in ("actor", "critic", "reference", "generator")}
-    here["reward"] = bool(made.placement.engines.get("reward.forward"))
+    calls = {
+        "actor": "actor.train",
+        "critic": "critic.train",
+        "reference": "reference.forward",
+        "reward": "reward.forward",
+    }
+    here = {name: bool(made.placement.engines.get(call)) for name, call in calls.items()}
+    here["generator"] = "actor.generate" in made.placement.generators
     engine = getattr(made.placement.engine("actor.train"), "engine", None)
     settings = {}
     if engine is not None:
