@@ -1,4 +1,7 @@
-"""What one iteration has to work through: episodes, prompt and response lengths, optimizer steps."""
+"""`Workload`: the amount of work of one iteration, as episodes, prompt and response lengths, and optimizer steps.
+
+The time and memory that the work takes are in `cost`.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,25 @@ from statistics import fmean
 from ..common.errors import PlanError, Problems
 
 
-QUANTILES = 32  # a measured distribution is kept as so many of them
+QUANTILES = 32  # number of quantiles that represent a measured length distribution
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One iteration's samples, in numbers.
+    """The number and lengths of the samples of one iteration, and how they are trained on.
 
     Args:
-        episodes: of the global batch.
-        prompt_tokens: mean length of a prompt.
-        response_tokens: equally likely lengths of a response, ascending; one where all are equally long.
-        mini_batches: optimizer steps of one PPO epoch.
-        epochs: passes over the batch.
-        recompute: training computes every forward again in its backward (activation checkpointing).
-        forward_tokens: most tokens of one scoring forward where a plan states no `micro_batch_tokens`.
-        train_tokens: the same, training.
+        episodes: number of episodes in the global batch.
+        prompt_tokens: mean length of a prompt, tokens.
+        response_tokens: equally likely lengths of a response, tokens, ascending. One entry if all have the same length.
+        mini_batches: optimizer steps in one PPO epoch.
+        epochs: training passes over the batch.
+        recompute: whether training computes every forward again in its backward (activation checkpointing).
+        forward_tokens: largest number of tokens of one scoring forward if a plan sets no `micro_batch_tokens`.
+        train_tokens: the same for one training forward.
 
     Raises:
-        PlanError: a number below 1, or no length.
+        PlanError: a number is below 1, or `response_tokens` is empty.
     """
 
     episodes: int
@@ -56,7 +59,7 @@ class Workload:
 
     @staticmethod
     def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
-        """A measured distribution in `QUANTILES` numbers. Raises `PlanError` where nothing was measured."""
+        """The `QUANTILES` quantiles of measured response lengths. Raises `PlanError` if `lengths` is empty."""
         if not lengths:
             raise PlanError("no response length was measured; run an update first.")
         ordered = sorted(lengths)
@@ -64,12 +67,12 @@ class Workload:
         return tuple(max(1, ordered[min(n - 1, int((at + 0.5) * n / QUANTILES))]) for at in range(QUANTILES))
 
     def of_lengths(self, lengths: Sequence[int]) -> Workload:
-        """The same with measured response lengths."""
+        """A copy of this workload with the quantiles of measured response lengths."""
         return replace(self, response_tokens=self.quantiles(lengths))
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a sample, prompt and response."""
+        """Mean number of tokens of a sample, prompt and response together."""
         return self.prompt_tokens + fmean(self.response_tokens)
 
     @property
@@ -78,12 +81,12 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Of all samples."""
+        """Number of tokens of all samples."""
         return self.episodes * self.mean_length
 
     @property
     def mean_square(self) -> float:
-        """Mean of the samples' squared lengths: what attention is proportional to."""
+        """Mean of the samples' squared lengths. The cost of attention is proportional to it."""
         return fmean((self.prompt_tokens + length) ** 2 for length in self.response_tokens)
 
     @property
@@ -92,27 +95,28 @@ class Workload:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of an iteration."""
+        """Number of optimizer steps in an iteration."""
         return self.epochs * self.mini_batches
 
     def decoding(self, episodes: int, slots: int) -> tuple[tuple[int, int, float], ...]:
-        """How many steps an engine decodes at which batch, as (steps, samples under way, mean tokens in their cache);
-        a sample that ends makes room for one that waits.
+        """The phases of an engine's decoding, as (steps, samples in the batch, mean cached tokens of a sample).
+
+        When a sample ends, a waiting sample takes its slot.
 
         Args:
-            episodes: that the engine generates for, an even share of every length.
-            slots: how many can be under way at once.
+            episodes: number of samples that the engine generates. All lengths are equally frequent among them.
+            slots: largest number of samples in the batch.
         """
         return _decoding(self.prompt_tokens, self.response_tokens, episodes, max(1, slots))
 
 
 @lru_cache(1024)
 def _decoding(prompt: float, lengths: tuple[int, ...], episodes: int, slots: int) -> tuple[tuple[int, int, float], ...]:
-    # Long and short mixed as they arrive: a stride that shares no divisor with their number visits all.
+    # Mixes long and short responses, as a real batch. A stride coprime to the number of lengths visits each one.
     stride = next(
         s for s in range(max(1, int(len(lengths) * 0.618)), 2 * len(lengths) + 2) if math.gcd(s, len(lengths)) == 1
     )
-    count = min(episodes, 4096)  # more only repeat
+    count = min(episodes, 4096)  # more samples only repeat the pattern
     draw = [lengths[at * len(lengths) // count] for at in range(count)] if count < len(lengths) else None
     waiting = draw or [lengths[at * stride % len(lengths)] for at in range(count)]
     slots = max(1, slots * count // episodes)
@@ -140,7 +144,7 @@ def _decoding(prompt: float, lengths: tuple[int, ...], episodes: int, slots: int
 
 
 def _merged(phases: Sequence[tuple[int, int, float]], most: int = 48) -> tuple[tuple[int, int, float], ...]:
-    """Neighbours joined until there are at most so many."""
+    """Merges neighbouring phases into at most `most` phases, with weighted means of batch and cached tokens."""
     if len(phases) <= most:
         return tuple(phases)
     width = -(-len(phases) // most)
