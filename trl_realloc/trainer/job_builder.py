@@ -1,7 +1,7 @@
 """Builds the `Job` and the `EngineOptions` of a run from its training arguments and its plugin.
 
-Planning and measuring (`profiling`) and the run itself (`runtime`) are handed what is built here, and nothing else of
-the training arguments.
+Planning and measuring (`profiling`) and the run itself (`runtime`) receive these two objects, and read nothing else
+from the training arguments.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def make_job(
     context_length: int,
     pad_token_id: int,
 ) -> Job:
-    """The job of one rank, before its plan is known.
+    """Returns the `Job` of one rank. The plan is not known yet.
 
     The workload assumes that every response has `response_length` tokens, because real lengths are known only after the
     first update.
 
     Args:
-        prompt_tokens: mean length of the data set's prompts, tokens.
+        prompt_tokens: mean length of the prompts in the data set, tokens.
         context_length: the longest prompt plus `response_length`, tokens.
     """
     workload = Workload(
@@ -61,9 +61,10 @@ def make_job(
 def engine_options(
     args: PPOConfig, plugin: ReallocationPlugin, *, context_length: int, pad_token_id: int
 ) -> EngineOptions:
-    """The engines' settings for any plan, with the optimizer that the training arguments describe.
+    """Returns the settings of the engines, with the optimizer that the training arguments describe.
 
-    A run replaces that optimizer where the user passed one (`Setup.engine_options`).
+    The settings are the same for every plan. If the user passed an optimizer, the run uses that one instead
+    (`Setup.engine_options`).
     """
     return EngineOptions(
         device=args.device,
@@ -91,15 +92,15 @@ def engine_options(
 
 
 def sampling_temperature(args: PPOConfig) -> float:
-    """TRL's: never 0."""
+    """The sampling temperature as TRL computes it. It is never 0."""
     return args.temperature + 1e-7
 
 
 def compute_dtype(args: PPOConfig) -> torch.dtype | None:
-    """The dtype of mixed precision, or `None`; as Accelerate decides it.
+    """The dtype of mixed precision, or `None`, by the same rules as Accelerate.
 
-    `args.mixed_precision` has what `accelerate launch --mixed_precision` says where neither `bf16` nor `fp16` is set. A
-    DeepSpeed config comes before both.
+    If neither `bf16` nor `fp16` is set, `args.mixed_precision` has the value of `accelerate launch --mixed_precision`.
+    A DeepSpeed config takes precedence over both.
     """
     name = args.mixed_precision
     config = launched_deepspeed_config(args)
@@ -116,5 +117,5 @@ def launched_deepspeed_config(args: PPOConfig) -> Mapping[str, Any] | None:
 
 
 def recomputes(args: PPOConfig) -> bool:
-    """Whether training computes its forwards again in its backwards."""
+    """Whether training computes every forward again in its backward (activation checkpointing)."""
     return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
