@@ -1,4 +1,6 @@
-"""The job behind `trl-realloc profile`: as many processes as the run will have measure a recipe's models.
+"""The script that `trl-realloc profile` launches to measure the models of a recipe.
+
+It runs with as many processes as the training run will have. The measurements themselves are in `profiling`.
 
 accelerate launch --num_processes N -m trl_realloc.cli.measure RECIPE OUTPUT PROMPT_TOKENS [thorough]
 """
@@ -33,12 +35,12 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     arguments = {key: value for key, value in settings.items() if key in known}
     with tempfile.TemporaryDirectory() as folder:
         args = PPOConfig(**{**arguments, "output_dir": folder, "report_to": "none"})
-    args.device  # noqa: B018 - makes the process group
+    args.device  # noqa: B018 - reading this property makes the process group
     world = PartialState()
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
     for role in (Role.CRITIC, Role.REWARD):
         configs[role][0].num_labels = 1
-    for role in (Role.ACTOR, Role.CRITIC):  # as the run trains models by path
+    for role in (Role.ACTOR, Role.CRITIC):  # the run also trains models given by path in float32
         configs[role][0].dtype = torch.float32
     cluster, mixed = cluster_of(meet()), compute_dtype(args)
     pad = configs[Role.ACTOR][0].pad_token_id
