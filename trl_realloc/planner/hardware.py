@@ -1,5 +1,7 @@
-"""Devices and links: public specifications, the protocol of unit costs (`Rates`), and `AnalyticRates`, which computes
-them from a specification. `measured_rates.MeasuredRates` has them from measurements.
+"""Devices and links: public specifications, the protocol of unit costs (`Rates`), and unit costs computed from a
+specification (`AnalyticRates`).
+
+Unit costs fitted to measurements are in `measured_rates.MeasuredRates`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from ..plan.cluster import Cluster
 from ..plan.model_spec import ModelSpec
 
 
-MOST_PLANNED = 8192  # devices; choosing for 4,096 takes a minute
+MOST_PLANNED = 8192  # devices. Choosing a plan for 4,096 devices takes a minute
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,10 @@ class Link:
     """A link between two devices.
 
     Args:
-        bandwidth: bytes/s of one device, one way.
-        latency: seconds of a message.
-        collective_latency: seconds of a collective without its bytes.
-        efficiency: share of the bandwidth that a collective of large messages reaches.
+        bandwidth: bytes/s that one device sends, or receives.
+        latency: seconds that a message takes in addition to the transfer of its bytes.
+        collective_latency: seconds that a collective takes in addition to the transfer of its bytes.
+        efficiency: fraction of the bandwidth that a collective of large messages reaches.
     """
 
     bandwidth: float
@@ -35,15 +37,21 @@ class Link:
     efficiency: float = 0.8
 
     def send(self, size: float) -> float:
-        """Seconds to send so many bytes."""
+        """Seconds to send `size` bytes."""
         return self.latency + size / self.bandwidth if size else 0.0
 
     def all_reduce(self, size: float, n: int) -> float:
-        """A ring's 2 (n - 1) / n times the bytes, over the efficient bandwidth."""
+        """Seconds of a ring all-reduce of `size` bytes over `n` devices.
+
+        Each device sends 2 (n - 1) / n of the bytes.
+        """
         return 2 * self.gather(size, n) if n > 1 else 0.0
 
     def gather(self, size: float, n: int) -> float:
-        """All-gather to `size` bytes in all, or a reduce-scatter of them: (n - 1) / n of the bytes."""
+        """Seconds of an all-gather that results in `size` bytes, or of a reduce-scatter of `size` bytes.
+
+        Each of the `n` devices sends (n - 1) / n of the bytes.
+        """
         if n == 1:
             return 0.0
         return self.collective_latency / 2 + (n - 1) / n * size / (self.bandwidth * self.efficiency)
@@ -51,24 +59,30 @@ class Link:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Devices that share processors, or a way to memory, as CPU ranks do.
+    """How much devices slow each other down because they share processors or memory bandwidth, as CPU ranks do.
 
     Args:
-        slower: (devices at work at once, by how much each is slower than one alone), by number of devices; one alone
-            is not in it.
+        slower: pairs (number of devices that compute at the same time, factor by which each is slower than a single
+            device), in order of the number of devices. The pair of a single device, (1, 1.0), is left out.
     """
 
     slower: tuple[tuple[int, float], ...]
 
     @staticmethod
     def of(processors: float) -> Sharing:
-        """Devices that take turns on so many processors, and do not disturb each other otherwise."""
+        """The `Sharing` of devices that take turns on `processors` processors.
+
+        They do not slow each other down in any other way.
+        """
         at = max(1, math.ceil(processors))
         return Sharing(((at, max(1.0, at / processors)),))
 
     def slowdown(self, devices: float) -> float:
-        """What each of so many devices takes over what one alone would: by the line through what was measured; beyond,
-        in proportion, for there are no more processors."""
+        """The factor by which each of `devices` devices is slower than a single device.
+
+        It is interpolated linearly between the pairs of `slower`. Beyond the last pair it grows in proportion to the
+        number of devices, because no processors are left.
+        """
         before, above = 1.0, 1.0
         for at, slower in self.slower:
             if devices <= at:
@@ -84,17 +98,17 @@ class Device:
 
     Args:
         flops: peak dense FLOP/s of bf16 matrix products.
-        memory: bytes.
-        memory_bandwidth: bytes/s.
+        memory: bytes of device memory.
+        memory_bandwidth: bytes/s of device memory.
         inside, between: links inside a node and between nodes.
-        host_bandwidth: bytes/s to host memory.
-        efficiency: share of `flops` that large matrix products reach.
-        memory_efficiency: share of `memory_bandwidth` that reading weights and caches reaches.
-        launch: seconds at least of one layer's forward, for the host launches its kernels one by one.
-        decode_launch: the same in decoding, where an engine replays a captured graph.
-        step: seconds of a decode step outside the layers: scheduling and sampling.
+        host_bandwidth: bytes/s between device and host memory.
+        efficiency: fraction of `flops` that large matrix products reach.
+        memory_efficiency: fraction of `memory_bandwidth` that reading weights and caches reaches.
+        launch: least seconds of one layer's forward. The host launches the kernels of a layer one by one.
+        decode_launch: least seconds of one layer in a decode step, where an engine replays a captured graph.
+        step: seconds of a decode step outside the layers, for scheduling and sampling.
         call: seconds that a call takes to receive and send samples.
-        overlap: share of ZeRO's traffic that overlaps with arithmetic.
+        overlap: fraction of ZeRO's communication that overlaps with arithmetic.
     """
 
     name: str
@@ -113,9 +127,10 @@ class Device:
     overlap: float = 0.8
 
 
-# Peak dense bf16, memory and NVLink (half of the quoted sum of both ways) by NVIDIA's data sheets of the A100 80GB SXM,
-# H100 SXM and H200 SXM; one NIC for each GPU, HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) with the others,
-# as in NVIDIA's DGX A100 and DGX H100; PCIe 4 and 5 with 16 lanes.
+# Peak dense bf16 FLOP/s, memory and NVLink bandwidth are from NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and
+# H200 SXM. The data sheets quote NVLink as the sum of both directions, and half of that sum is used here. Each GPU has
+# one NIC, as in NVIDIA's DGX A100 and DGX H100: HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) with the other
+# GPUs. Host bandwidth is PCIe 4 (A100) and PCIe 5 (the other GPUs) with 16 lanes.
 DEVICES: Mapping[str, Device] = {
     "a100": Device("a100", 312e12, 80e9, 2.039e12, Link(300e9), Link(25e9), 32e9),
     "h100": Device("h100", 989e12, 80e9, 3.35e12, Link(450e9), Link(50e9), 64e9),
@@ -124,10 +139,11 @@ DEVICES: Mapping[str, Device] = {
 
 
 def parse_cluster(text: str) -> tuple[Cluster, Device]:
-    """The cluster and its device that a person wrote as `h100:16x8`: 16 nodes of 8 H100s; `h100:8` is one node.
+    """Parses a cluster and its device from text such as `h100:16x8` (16 nodes of 8 H100s) or `h100:8` (one node).
 
     Raises:
-        PlanError: text of another form, or a device that no specification is here for.
+        PlanError: the text has another form, the device is not in `DEVICES`, or the cluster has more than
+            `MOST_PLANNED` devices.
     """
     match = re.fullmatch(r"([a-z0-9-]+):(?:([0-9]{1,9})x)?([0-9]{1,9})", text.strip().lower())
     if match is None:
@@ -147,7 +163,10 @@ def parse_cluster(text: str) -> tuple[Cluster, Device]:
 
 
 class Rates(Protocol):
-    """Unit costs of one kind of device, in seconds of one device; collectives are priced by the links."""
+    """Unit costs of one kind of device, in seconds of one device.
+
+    The costs of collectives are computed from the links.
+    """
 
     @property
     def name(self) -> str: ...
@@ -165,49 +184,60 @@ class Rates(Protocol):
     def overlap(self) -> float: ...
     @property
     def sharing(self) -> Sharing | None:
-        """Where several devices share processors: how they slow each other down; `None`: each has its own."""
+        """How devices that share processors slow each other down. `None` if each device has its own processors."""
 
     @property
     def error(self) -> float:
-        """Share by which estimates err on the mean: a plan is not preferred to a simpler one for less."""
+        """Mean relative error of the estimates.
+
+        A plan is not preferred to a simpler plan if its estimated gain is smaller than this error.
+        """
 
     @property
     def hop(self) -> float:
-        """Seconds of a pipeline stage for each micro-batch, without its arithmetic and its message."""
+        """Seconds that a pipeline stage takes for each micro-batch in addition to the arithmetic and the message."""
 
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
-        """Whether these rates know the model under those degrees."""
+        """Whether these rates cover the model under these tensor-parallel and pipeline-parallel degrees."""
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        """One layer's forward of so many tokens, whose samples' squared lengths sum to `squared`."""
+        """Seconds of one layer's forward of `tokens` tokens. `squared` is the sum of the samples' squared lengths."""
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        """One layer's backward."""
+        """Seconds of one layer's backward, with the arguments of `layer`."""
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
-        """What is outside the layers: the language head and the loss, forward or backward."""
+        """Seconds outside the layers, for the language head and the loss, in the forward or the backward."""
 
     def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
-        """(compute, memory) seconds of one layer in one decode step; the longer of the two passes."""
+        """(compute, memory) seconds of one layer in one decode step. The step takes the longer of the two.
+
+        Args:
+            samples: number of samples in the batch.
+            cached: mean number of cached tokens of a sample.
+        """
 
     @property
     def decodes_whole(self) -> bool:
-        """Whether `decode` has the layer's tensor-parallel collectives in it."""
+        """Whether the seconds of `decode` include the layer's tensor-parallel collectives."""
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
-        """The head's part of a decode step."""
+        """Seconds of the language head in one decode step."""
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
-        """An optimizer step on so many parameters."""
+        """Seconds of one optimizer step on `elements` parameters."""
 
     def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
-        """Bytes that one layer's forward of so many tokens keeps for its backward; `None`: not measured."""
+        """Bytes that one layer's forward of `tokens` tokens keeps for its backward. `None` if not measured."""
 
 
 @dataclass(frozen=True)
 class AnalyticRates:
-    """`Rates` from a device's specification: the longer of arithmetic and memory traffic (a roofline), and no less than
-    the host needs to launch the kernels."""
+    """`Rates` computed from a device's specification.
+
+    The time of an operation is the longer of arithmetic and memory traffic (a roofline), and at least the time that the
+    host needs to launch the kernels.
+    """
 
     device: Device
     sharing: Sharing | None = None
@@ -254,7 +284,7 @@ class AnalyticRates:
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         flops = (
             2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
-        )  # causal: half the pairs
+        )  # causal attention computes half of the pairs
         read = spec.layer_elements * spec.bytes_per_element / self._read
         return max(flops / self._flops / tp, read / tp, self.device.launch)
 
@@ -279,7 +309,7 @@ class AnalyticRates:
         return self.head(spec, samples, tp)
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
-        # gradient read, float32 weight and two moments read and written, the weight written once more
+        # Reads the gradient, reads and writes the float32 weight and two moments, and writes the weight once more.
         return elements * (2 * element_bytes + 24) / self._read
 
     @property
@@ -294,5 +324,5 @@ class AnalyticRates:
         return None
 
     def changed(self, **values: float) -> AnalyticRates:
-        """The same with other numbers of the device."""
+        """A copy with other values of the fields of `device`."""
         return AnalyticRates(replace(self.device, **values), self.sharing)  # type: ignore[arg-type]
