@@ -1,7 +1,8 @@
 """The candidates of each call: every legal mesh, engine, strategy, micro-batch size and offload, with its cost.
 
-The cost of a call depends on the size of its mesh and not on the position, so it is computed once for each size. A
-candidate that another one on the same mesh beats in both time and memory is left out.
+The cost of a call depends on the size of its mesh and not on its position, so it is computed once for each size. A
+candidate is left out if another candidate on the same mesh needs less time and less memory. `search` chooses one
+candidate for each call.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ..plan.model_spec import ModelSpec
 from .cost import CallCost, Pricing
 
 
-MOST_MESHES = 512  # of a cluster; beyond, only aligned powers of two of its nodes, and none below a 64th
-KEPT = 8  # candidates of one call on one mesh
+MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
+KEPT = 8  # largest number of candidates of one call on one mesh
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """The assignments to choose from.
+    """The set of assignments that the search chooses from.
 
     Args:
-        engines: names of the engines that calls may have.
-        deep_generation: generation may use pipeline stages. No engine of this package does; those of the papers do.
+        engines: names of the engines that may run calls.
+        deep_generation: whether generation may use pipeline stages. The systems in the papers do. No engine here does.
         offload: whether frozen roles may be kept in host memory between their calls.
-        zero_stages: stages that the engine zero may use.
-        smallest_mesh: least number of devices of a mesh.
-        train_width: largest tp x dp of a training call.
-        deepest: largest pp.
-        micro_per_stage: number of micro-batches for each pipeline stage in training, for systems that fix it (and score
-            with one for each stage). `None`: the number is chosen.
+        zero_stages: ZeRO stages that the `zero` engine may use.
+        smallest_mesh: smallest number of devices in a mesh.
+        train_width: largest tp x dp of a training call. `None`: no limit.
+        deepest: largest pp. `None`: no limit.
+        micro_per_stage: number of micro-batches for each pipeline stage in training, for systems that fix this number
+            and use one micro-batch for each stage in scoring. `None`: the planner chooses the number.
     """
 
     cluster: Cluster
@@ -64,10 +65,10 @@ class Space:
     micro_per_stage: int | None = None
 
     def candidates(self) -> dict[str, list[Candidate]]:
-        """The candidates of each call, by the call's name; each list in order of seconds.
+        """The candidates of each call, by the name of the call. Each list is sorted by seconds.
 
         Raises:
-            PlanError: a call fits on no mesh; names the least memory that it needs.
+            PlanError: a call fits on no mesh. The message states the least memory that the call needs.
         """
         return {name: self._of_call(self.graph.call(name)) for name in self.graph.order}
 
@@ -107,7 +108,7 @@ class Space:
             degrees = (*ability.degrees, *(("pp",) if deep else ()))
             for dp, tp, pp in self._degrees(call, mesh.size, degrees):
                 if engine == "megatron" and tp == pp == 1 and "zero" in self.engines:
-                    continue  # the zero engine's layouts
+                    continue  # the `zero` engine has the same layout
                 for stage in self._stages(call, ability.zero_stages, dp):
                     for tokens in self._micro_batches(call, dp, pp):
                         strategy = ParallelStrategy(dp, tp, pp, stage, tokens)
@@ -118,7 +119,7 @@ class Space:
                             yield Assignment(mesh, strategy, engine, drop=True)
 
     def _degrees(self, call: Call, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-        # a tensor group lies within a node: on several nodes its size divides the node's
+        # A tensor-parallel group is within a node. On several nodes, tp divides the number of devices per node.
         for tp in _divisors(min(size, self.cluster.devices_per_node)) if "tp" in degrees else (1,):
             for pp in _divisors(size // tp) if "pp" in degrees and size % tp == 0 else (1,):
                 dp, rest = divmod(size, tp * pp)
@@ -144,8 +145,11 @@ class Space:
                     yield stage
 
     def _micro_batches(self, call: Call, dp: int, pp: int) -> Iterator[int | None]:
-        """Token budgets to try: the default; smaller ones for pipelines, and where memory is limited halves of the
-        default down to one sample."""
+        """The micro-batch sizes to try, in tokens. `None` is the default size.
+
+        Pipelines also get smaller sizes. If the memory of a device is known, the default is also halved repeatedly, as
+        long as the longest sample fits in it.
+        """
         work = self.pricing.workload
         tokens = self.pricing.budget(call.kind, ParallelStrategy())
         share = work.tokens / dp / (work.mini_batches if call.trains else 1)
@@ -165,7 +169,10 @@ class Space:
                 yield tokens
 
     def fixed_micro_batch(self, call: Call, dp: int, pp: int) -> int | None:
-        """Tokens of a training pipeline's micro-batch where a system has their number fixed; `None`: the default."""
+        """Tokens of a micro-batch of a training pipeline, if `micro_per_stage` fixes the number of micro-batches.
+
+        `None` means the default size.
+        """
         if self.micro_per_stage is None or not call.trains or pp == 1:
             return None
         work = self.pricing.workload
@@ -176,13 +183,20 @@ class Space:
         return self.offload and frozen and call.kind is CallKind.FORWARD and stage < 3
 
     def _may_drop(self, call: Call, engine: str, stage: int) -> bool:
-        """Whether a copy of trained parameters may be freed between calls; only where a device's memory is known."""
+        """Whether a copy of trained parameters may be freed between calls.
+
+        This is considered only if the memory of a device is known.
+        """
         trained = self.graph.train_call(call.role) is not None and not call.trains
         return self.pricing.memory is not None and trained and engine != "vllm" and stage < 3
 
 
 def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
-    """The legal meshes; of a large cluster a selection."""
+    """The legal meshes of a cluster.
+
+    If there are more than `MOST_MESHES`, only meshes with at least a 64th of the devices are returned: aligned ones of
+    a power of two of devices or nodes, and the rest of the cluster on either side of them.
+    """
     if cluster.nodes * (cluster.nodes + 1) // 2 + 2 * cluster.size <= MOST_MESHES:
         return list(dict.fromkeys([*legal_meshes(cluster), cluster.mesh]))
     smallest = max(1, cluster.size // 64)
@@ -198,7 +212,7 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
         if count * per_node >= smallest:
             starts = range(0, cluster.nodes - count + 1, count)
             meshes += [DeviceMesh(start * per_node, count * per_node) for start in starts]
-            rest = cluster.nodes - count  # the complement on either side, so that both can be used at once
+            rest = cluster.nodes - count  # the remaining nodes, so that two calls can run at once
             if rest and cluster.nodes * per_node - count * per_node >= smallest:
                 meshes += [DeviceMesh(count * per_node, rest * per_node), DeviceMesh(0, rest * per_node)]
         count *= 2
@@ -206,8 +220,11 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
 
 
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates that no other one beats in seconds, bytes held and bytes added while the call runs: at most
-    `KEPT`, the fastest ones and the smallest."""
+    """The candidates that no other candidate beats in all of seconds, static bytes and transient bytes.
+
+    Some slower candidates with another layout are kept too (`_new_layout`). At most `KEPT` candidates are returned: the
+    fastest ones and the one with the least memory.
+    """
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.seconds, c.cost.static, c.cost.transient)):
         if not any(
@@ -222,8 +239,10 @@ def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _new_layout(candidate: Candidate, kept: Sequence[Candidate]) -> bool:
-    """Whether it has a layout that no kept candidate has, and is at most 1.5 times as slow as the fastest: a layout
-    that saves a reallocation can make up for that."""
+    """Whether the candidate has a layout that no kept candidate has, in less than 1.5 times the fastest seconds.
+
+    A layout that saves a reallocation can compensate for a slower call.
+    """
     layout = candidate.assignment.engine, candidate.assignment.strategy.layout
     same = any((k.assignment.engine, k.assignment.strategy.layout) == layout for k in kept)
     return not same and candidate.seconds < 1.5 * kept[0].seconds
