@@ -1,7 +1,7 @@
-"""Time and memory of one call under one assignment, and time of one reallocation.
+"""The cost model: time and memory of one call under one assignment, and time of one reallocation.
 
-Every second has a cause (`PARTS`). docs/planner.md has the formulas with their sources. `search` chooses between
-assignments.
+The time of a call is the sum of its causes (`PARTS`). docs/planner.md has the formulas with their sources. The choice
+between assignments is in `search`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .hardware import Link, Rates
 from .workload import Workload
 
 
-# The causes of a call's seconds, for messages.
+# The causes of a call's seconds, with the text that messages show.
 PARTS = {
     "compute": "arithmetic",
     "memory": "reading weights and caches (memory bandwidth)",
@@ -34,7 +34,7 @@ PARTS = {
 }
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
-PREFILL_TOKENS = 8192  # of one forward over prompts, in an engine that generates
+PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class CallCost:
     """Seconds and memory of one call.
 
     Args:
-        parts: seconds by cause, of the device that works longest.
+        parts: seconds by cause, of the device that takes longest.
         static: bytes that each device of the mesh holds during the whole iteration.
-        transient: further bytes while the call runs.
+        transient: additional bytes that each device holds while the call runs.
     """
 
     parts: Mapping[str, float]
@@ -56,7 +56,7 @@ class CallCost:
         return sum(self.parts.values())
 
     def __add__(self, other: CallCost) -> CallCost:
-        """Both, one after the other."""
+        """The cost of both calls, one after the other."""
         names = dict.fromkeys([*self.parts, *other.parts])
         parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
         return CallCost(parts, self.static + other.static, max(self.transient, other.transient))
@@ -67,10 +67,10 @@ class Pricing:
     """The cost model of a job: cluster, workload, unit costs and memory.
 
     Args:
-        memory: bytes of a device; `None` where unknown, and then no plan is too large.
-        vllm_share: share of a device's memory that a vLLM engine takes.
-        moments: bytes of optimizer state for each trained element, without its float32 master.
-        default_cap: most tokens of one forward where the plan has no `micro_batch_tokens`.
+        memory: bytes of a device. `None` if unknown; then no plan is refused for its memory.
+        vllm_share: fraction of a device's memory that a vLLM engine reserves.
+        moments: bytes of optimizer state for each trained element, without the float32 master weight.
+        default_cap: largest number of tokens of one forward if the plan has no `micro_batch_tokens`. `None`: no cap.
     """
 
     cluster: Cluster
@@ -82,7 +82,7 @@ class Pricing:
     default_cap: int | None = None
 
     def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
-        """The cost of a call that runs these models one after the other."""
+        """The cost of a call that runs the models of `specs` one after the other."""
         if call.passes > 1:
             work = replace(self.workload, episodes=call.passes * self.workload.episodes)
             return replace(self, workload=work).price(replace(call, passes=1), specs, assignment)
@@ -98,18 +98,18 @@ class Pricing:
         return self._shared(total, assignment)
 
     def budget(self, kind: CallKind, strategy: ParallelStrategy) -> int:
-        """Most tokens of one forward."""
+        """The largest number of tokens of one forward."""
         tokens = self.workload.train_tokens if kind is CallKind.TRAIN else self.workload.forward_tokens
         return strategy.micro_batch_tokens or (tokens if self.default_cap is None else min(tokens, self.default_cap))
 
     # --- links of the groups of a mesh -------------------------------------------------------------------------------
 
     def _link(self, devices: int) -> Link:
-        """Of so many neighbouring devices: a group that leaves its node is as slow as what joins the nodes."""
+        """The link of a group of neighbouring devices. A group across nodes is as slow as the link between nodes."""
         return self.rates.inside if devices <= self.cluster.devices_per_node else self.rates.between
 
     def _links(self, assignment: Assignment) -> tuple[Link, Link, Link]:
-        """(tensor, pipeline, data)."""
+        """The links of the tensor-parallel, pipeline-parallel and data-parallel groups."""
         strategy = assignment.strategy
         inner = strategy.tp * strategy.pp
         return self._link(strategy.tp), self._link(inner), self._link(inner * strategy.dp)
@@ -133,14 +133,22 @@ class Pricing:
     def _pass(
         self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float, micro: int, *, train: bool = False
     ) -> tuple[dict[str, float], float]:
-        """Forwards (and backwards) of so many micro-batches through the stages; and one stage's arithmetic for one.
+        """Forwards, and with `train` backwards, of `micro` micro-batches through all pipeline stages.
 
-        ReaL's (micro + pp - 1) stages, with what its code leaves out: the messages between them.
+        The formula is that of ReaL, (micro + pp - 1) times the time of a stage, plus the messages between stages, which
+        ReaL's code leaves out.
+
+        Args:
+            tokens: number of tokens of a micro-batch.
+            squared: sum of the squared lengths of the samples of a micro-batch.
+
+        Returns:
+            Seconds by cause, and the compute seconds of one stage for one micro-batch.
         """
         strategy, rates, work = assignment.strategy, self.rates, self.workload
         tensor_link, pipeline_link, _ = self._links(assignment)
         layers = math.ceil(_layers(spec) / strategy.pp)
-        answered = tokens * work.mean_response / work.mean_length  # the head sees only positions that matter
+        answered = tokens * work.mean_response / work.mean_length  # the head runs only at response positions
         compute = layers * rates.layer(spec, tokens, squared, strategy.tp) + rates.head(spec, answered, strategy.tp)
         sweeps = 1
         if train:
@@ -160,7 +168,7 @@ class Pricing:
         return parts, compute
 
     def _exposed_gather(self, spec: ModelSpec, strategy: ParallelStrategy, link: Link, compute: float) -> float:
-        """ZeRO-3: what of gathering all parameters once does not run under the arithmetic."""
+        """ZeRO-3: seconds of gathering all parameters once that do not overlap with the arithmetic."""
         gather = link.gather(spec.bytes, strategy.dp) + (_layers(spec) - 1) * link.collective_latency / 2
         return gather - self.rates.overlap * min(gather, compute)
 
@@ -182,13 +190,16 @@ class Pricing:
         parts = {name: work.updates * seconds for name, seconds in parts.items()}
         static = size / (dp if stage == 3 else 1) + size / (dp if stage >= 2 else 1)
         static += elements * state_bytes(spec.bytes_per_element, self.moments) / (dp if stage else 1)
-        held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # 1F1B: the first stage holds one for each stage
+        held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
         return CallCost(parts, static, self._working(spec, tokens / micro, strategy, backward=True, held=held))
 
     def _reduction(
         self, spec: ModelSpec, strategy: ParallelStrategy, link: Link, size: float, micro: int, compute: float
     ) -> float:
-        """Of one optimizer step, beyond what runs under the backward (Rajbhandari et al. 2020, section 7)."""
+        """Seconds of one optimizer step's data-parallel communication that do not overlap with the backward.
+
+        The formulas are from Rajbhandari et al. 2020, section 7.
+        """
         dp, under = strategy.dp, self.rates.overlap * compute * 2 / 3
         match strategy.zero_stage:
             case 0 | 1:
@@ -210,7 +221,7 @@ class Pricing:
         tp, pp, layers = strategy.tp, strategy.pp, math.ceil(_layers(spec) / strategy.pp)
         share = math.ceil(work.episodes / strategy.dp)
         slots, static, cache = self._slots(spec, assignment, share)
-        if assignment.engine == "transformers":  # whole batches, each as long as its longest sample
+        if assignment.engine == "transformers":  # no slot is refilled before the whole batch ends
             steps = work.response_tokens[-1]
             mean = work.prompt_tokens + steps / 2
             phases: Sequence[tuple[int, int, float]] = [(steps * math.ceil(share / slots), min(share, slots), mean)]
@@ -218,7 +229,7 @@ class Pricing:
             phases = work.decoding(share, slots)
         compute = memory = launch = tensor = pipeline = 0.0
         for steps, batch, cached in phases:
-            part = batch / pp  # as many micro-batches as stages keep all of them busy
+            part = batch / pp  # pp micro-batches keep all stages busy
             busy, reading = rates.decode(spec, part, cached, tp)
             once = steps * pp
             if reading > busy:
@@ -244,8 +255,11 @@ class Pricing:
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
 
     def _slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float]:
-        """(samples decoded at once, bytes held, bytes of cache added while generating) of an engine that generates
-        `share` samples."""
+        """The batch and the memory of an engine that generates `share` samples.
+
+        Returns:
+            Number of samples decoded at once, static bytes, and bytes of cache that are added while generating.
+        """
         strategy = assignment.strategy
         weights = spec.bytes / (strategy.tp * strategy.pp)
         cache = self.workload.longest * spec.kv_bytes_per_token / strategy.pp  # bytes of one sample
@@ -257,7 +271,8 @@ class Pricing:
             return share, weights, share * cache
         reserved = self.memory * self.vllm_share
         slots = int((reserved - weights) / cache) if cache else share
-        # an engine too large for its share is priced with room for one sample, and the memory check refuses it
+        # If the weights leave no room for a sample in the reserved memory, the weights and the cache of one sample are
+        # counted instead, so that the memory check can refuse the plan.
         return (min(share, slots), reserved, 0.0) if slots >= 1 else (1, weights + cache, 0.0)
 
     # --- memory and shared processors --------------------------------------------------------------------------------
@@ -265,9 +280,15 @@ class Pricing:
     def _working(
         self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
     ) -> float:
-        """Activations of one forward: as measured; else 34 bytes per token and channel of a layer at 16 bits
-        (Korthikanti et al. 2022, equation 1, without the attention matrix), a layer's input alone where they are
-        computed again. And the logits' float32 twice."""
+        """Bytes of the activations and logits of one forward.
+
+        The bytes of a layer are as measured. If they were not measured, they are 34 bytes per token and channel at 16
+        bits (Korthikanti et al. 2022, equation 1, without the attention matrix). If activations are recomputed, only
+        the input of a layer is kept. Logits take two float32 copies.
+
+        Args:
+            held: number of micro-batches whose activations a stage holds at the same time.
+        """
         width = spec.hidden * spec.activation_bytes / 2
         layers = math.ceil(_layers(spec) / strategy.pp)
         one_layer = 34 * tokens * width / strategy.tp
@@ -280,21 +301,23 @@ class Pricing:
         return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
 
     def _shared(self, cost: CallCost, assignment: Assignment) -> CallCost:
-        """The cost where devices share processors and slow each other down."""
+        """The cost of a call, with the slowdown of devices that share processors."""
         sharing = self.rates.sharing
         slowdown = sharing.slowdown(min(assignment.mesh.size, self.cluster.devices_per_node)) if sharing else 1.0
         if slowdown == 1.0:
             return cost
         parts = dict(cost.parts)
-        waiting = parts.pop("bubble", 0.0)  # others compute while a stage waits
+        waiting = parts.pop("bubble", 0.0)  # while a stage waits, other stages use its processors
         parts = {name: seconds * slowdown for name, seconds in parts.items()}
         parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
         return CallCost(parts, cost.static, cost.transient)
 
 
 def move_seconds(schedule: TransferSchedule, rates: Rates) -> float:
-    """Seconds of one reallocation: those of the device that sends or receives longest. A device sends and receives at
-    the same time."""
+    """Seconds of one reallocation: the time of the device that takes longest to send or receive.
+
+    A device sends and receives at the same time.
+    """
     inside, between = schedule.traffic()
     seconds = 0.0
     for sent_in, received_in, sent_out, received_out in zip(*inside, *between, strict=True):
@@ -305,8 +328,10 @@ def move_seconds(schedule: TransferSchedule, rates: Rates) -> float:
 
 
 def quick_move_seconds(spec: ModelSpec, home: Assignment, other: Assignment, pricing: Pricing) -> float:
-    """An estimate of `move_seconds` without a schedule, for a search that ranks thousands of plans: from the most bytes
-    that a receiver gets and the least that a sender gives."""
+    """An estimate of `move_seconds` without a transfer schedule, for a search that ranks thousands of plans.
+
+    It uses the larger of the bytes that a device receives and the mean number of bytes that a device sends.
+    """
     rates = pricing.rates
     split = other.strategy.tp * other.strategy.pp if other.engine == "megatron" else 1
     receivers = other.mesh.size // (other.strategy.tp if other.engine == "vllm" else 1)
@@ -324,5 +349,5 @@ def _layers(spec: ModelSpec) -> int:
 
 
 def _micro_batches(tokens: float, budget: float, pp: int) -> int:
-    """How many forwards so many tokens take; a pipeline wants one for each stage."""
+    """The number of micro-batches for `tokens` tokens. A pipeline has at least one for each stage."""
     return max(1, math.ceil(tokens / budget), pp if pp > 1 else 1)
