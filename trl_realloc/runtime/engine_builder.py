@@ -28,7 +28,6 @@ from ..plan.execution_plan import ExecutionPlan
 from .process_groups import ReallocationGroups
 from .reallocation import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Reallocation, Sink
 from .residency import DroppedCopy, Residency, Versioned
-from .roles import Roles
 from .vllm_start import start_vllm
 
 
@@ -303,6 +302,3 @@ def has_part(plan: ExecutionPlan, role: Role, rank: int, roles_adapted: bool) ->
         return True
     calls = [call for call in plan.order if plan.graph.call(call).role is role and call != home]
     return any(holds_copy(plan, call, rank, roles_adapted) for call in calls)
-
-
-__all__ = ["EngineBuilder", "Roles", "has_part", "holds_copy"]

@@ -1,1 +1,0 @@
-"""Makes `tiny` importable by the tests beside it."""
