@@ -15,7 +15,7 @@ from namespaces import Host, Hosts, missing
 
 
 if TYPE_CHECKING:
-    from faults import Row
+    from faults_table import Row
 
 LIMIT_S = 240.0
 START_S = 900.0
@@ -85,7 +85,8 @@ def _reference(row: Row, work: Path) -> Path:
 
 
 def _launch(hosts: Hosts, row: Row, fault: str, *, name: str = "fault", resume: str | None = None) -> HostsJob:
-    from faults import PLANS, ROOT
+    from faults import ROOT
+    from faults_table import PLANS
 
     run: dict[str, Any] = {"plan": PLANS[row.plan]["plan"], "per_device_train_batch_size": 4, "num_ppo_epochs": 1}
     run |= {"response_length": 8, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}

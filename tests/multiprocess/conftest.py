@@ -63,7 +63,7 @@ class Job:
             "TRL_REALLOC_PLAN": "flatten",
             **os.environ,
             # the tree that is tested, whichever one is installed
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent / "trainer"), str(HERE.parent.parent)]),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent / folder) for folder in ("trainer", "runtime", "..")]),
             "TRL_REALLOC_TEST_JOB": self.mark,
         }
         environment["DS_ACCELERATOR"] = "cpu"

@@ -6,7 +6,7 @@ import torch
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.timeline import Span
-from trl_realloc.runtime.executor import Iteration
+from trl_realloc.runtime.results import Iteration
 from trl_realloc.trainer.metrics import RunMetrics
 
 
@@ -20,6 +20,6 @@ def test_of_a_long_run_the_spans_of_the_latest_updates_are_kept() -> None:
         metrics = RunMetrics(spans=most)
         for step in range(20):
             spans = tuple(Span("actor.generate", rank, step, step + 1.0, step) for rank in range(3))
-            metrics.add(["actor.generate"], Iteration(samples, {}, spans), 1.0)
+            metrics.add(Iteration({}, {}, 3, samples, spans), 1.0)
         assert sorted({span.step for span in metrics.timeline.spans}) == kept
         assert len(metrics.timeline.spans) == 3 * len(kept)

@@ -61,14 +61,16 @@ class Algorithm(Protocol):
     def prepare(self, samples: Rollouts) -> Rollouts:
         """Add the columns that the losses read and that no call adds, such as advantages.
 
-        Called once per iteration and rank, before any role is trained.
+        Called once per iteration, before any role is trained, on the ranks that have the whole global batch: rank 0 and
+        the first rank of each mesh that trains.
 
         Args:
             samples: the whole global batch, with every column that a training call reads.
         """
 
     def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
-        """The samples of each optimizer step of iteration `step`, in order, with their weights as columns.
+        """The samples of each optimizer step of iteration `step`, in order, with their weights as columns. The columns
+        of `samples` stay as they are: a sample is sent to a rank once, and for each step only what is added to it.
 
         Args:
             samples: the global batch after `prepare`.

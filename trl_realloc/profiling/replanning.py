@@ -45,10 +45,10 @@ class Replanner:
             move_seconds: seconds that a change of plan takes.
         """
         profile = self.job_plan.profile
-        if self.job_plan.decision is None or profile is None or not self._lengths:
+        if self.job_plan.decision is None or profile is None:
             return None
         decision: Decision | None = None
-        if self.job.rank == 0:
+        if self.job.rank == 0 and self._lengths:
             decision = self._search(profile, updates_left, move_seconds, time_limit_s)
         # Rank 0 decides whether as well as which: estimates depend on a device's memory, and devices may differ.
         self._searched_at, decision = from_first_rank((self._searched_at, decision))

@@ -34,8 +34,10 @@ from ..plan.timeline import Timeline
 from ..planner.profile import Observation, model_key
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
-from ..runtime.executor import Iteration, make_executor
+from ..runtime.executor import make_executor
 from ..runtime.placement import Placement
+from ..runtime.process_groups import from_first_rank
+from ..runtime.results import Iteration
 from ..runtime.roles import RoleModels, Roles
 from .job import Job
 from .job_models import POLICIES
@@ -110,7 +112,7 @@ class Runs:
         return ExecutionPlan(self.cluster, assignments, graph, f"tp {tp} pp {pp}")
 
     def observe(self, plan: ExecutionPlan, samples: Rollouts | None) -> tuple[list[Observation], Rollouts | None]:
-        """Runs a plan a few times. Returns its observations, and samples for later plans.
+        """Runs a plan a few times. Returns its observations, on rank 0, and samples for later plans.
 
         Args:
             samples: of an earlier plan. Scoring and training run on them; generation runs only where the plan splits
@@ -136,9 +138,9 @@ class Runs:
                     iteration = executor.run(batch, at, rates, known=of_call)
                 else:
                     iteration = executor.run(batch, at, rates, sampling=Sampling(response, 1.0))
-                if at:
+                if at and "responses" in iteration.samples:
                     observations += self._observations(plan, iteration, time.perf_counter() - start)
-            generated = iteration.samples if samples is None else samples
+            generated = from_first_rank(iteration.samples) if samples is None else samples
             executor.exchange.flush()
             if dist.is_initialized():  # a rank that destroys its groups closes them for ranks that still read
                 dist.barrier()

@@ -1,13 +1,13 @@
 """What one rank does for each kind of call: `generate`, `forward` and `train` take the rank's share of the samples and
 return the call's output columns.
 
-The loop over the calls is in `executor`. Only the engines communicate here. The functions read a call's kind and
-columns from the graph, never its name.
+The loop over the calls is in `executor`, the division of the samples in `shares`. Only the engines communicate here.
+The functions read a call's kind and columns from the graph, never its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,16 +16,17 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from ..algorithms.base import Algorithm
+from ..algorithms.base import TokenLoss
 from ..algorithms.nonfinite import NonFiniteError, all_finite, check_rates, with_text
 from ..algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
-from ..algorithms.rollout import Ragged, Rollouts, balance
+from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Completion, GenerationRequest, Rate, Sampling
 from ..plan.dataflow import Call, Role
-from .exchange import sources
 from .placement import Placement
 from .process_groups import from_every_rank
 from .replica_check import check_replicas, is_due
+from .routes import sources
+from .shares import as_responses
 
 
 logger = logging.get_logger(__name__)
@@ -73,18 +74,6 @@ class Step:
     sampling: Sampling | None = None
 
 
-def share(placement: Placement, call: str, lengths: Sequence[int]) -> list[int]:
-    """Positions in the global batch of this rank's samples. The tokens are balanced over the call's data-parallel
-    replicas.
-
-    Args:
-        lengths: tokens of every sample of the global batch.
-    """
-    assignment = placement.plan[call]
-    replica = assignment.mesh.index(placement.rank) // (assignment.strategy.tp * assignment.strategy.pp)
-    return balance(lengths, assignment.strategy.dp)[replica]
-
-
 def sample_seed(seed: int, step: int, index: int, label: str = "") -> int:
     """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
     in the batch, and the call's label."""
@@ -102,16 +91,12 @@ def generate(
     Returns:
         The call's two output columns (token ids int64 and log-probabilities float32, ragged) and `has_eos`.
     """
-    assignment, generator = placement.plan[call.name], placement.generators.get(call.name)
+    generator = placement.generators.get(call.name)
     if generator is None:
         return Rollouts()
-    replica = assignment.mesh.index(placement.rank) // assignment.strategy.tp
-    rows, index = samples.ragged(call.inputs[0]).rows(), samples.tensor("index").tolist()
     requests = [
-        GenerationRequest(
-            index[at], tuple(rows[at].tolist()), sample_seed(settings.seed, step.number, index[at], call.label)
-        )
-        for at in range(replica, len(samples), assignment.strategy.dp)
+        GenerationRequest(index, tuple(row.tolist()), sample_seed(settings.seed, step.number, index, call.label))
+        for index, row in zip(samples.tensor("index").tolist(), samples.ragged(call.inputs[0]).rows(), strict=True)
     ]
     # also without requests: where the parameters are sharded, generating in place is a collective of the mesh
     sampling = step.sampling or settings.sampling_of.get(call.name, settings.sampling)
@@ -152,19 +137,10 @@ def forward(placement: Placement, settings: CallSettings, call: Call, samples: R
     samples = as_responses(call, samples)
     if placement.roles[call.role].kind == "score":
         return score(placement, settings, call, samples, step.rows)
-    own_samples = samples.select(share(placement, call.name, samples.lengths.tolist()))
     with placement.scoring(call.name) as (engine,):
-        out = engine.forward(own_samples, placement.budget(call.name))
+        out = engine.forward(samples, placement.budget(call.name))
     column = "logprobs" if placement.roles[call.role].kind == "policy" else "values"
-    return Rollouts(index=own_samples.tensor("index"), **{call.outputs[0]: out[column]}) if out else Rollouts()
-
-
-def as_responses(call: Call, samples: Rollouts) -> Rollouts:
-    """The samples with the call's first two input columns renamed to `prompts` and `responses`."""
-    prompts, responses = call.inputs[:2]
-    if (prompts, responses) == ("prompts", "responses"):
-        return samples
-    return samples.plus(prompts=samples[prompts], responses=samples[responses])
+    return Rollouts(index=samples.tensor("index"), **{call.outputs[0]: out[column]}) if out else Rollouts()
 
 
 def score(
@@ -172,12 +148,13 @@ def score(
 ) -> Rollouts:
     """Score this rank's samples by all reward models and functions.
 
+    Args:
+        rows: the other columns of every sample of the global batch.
+
     Returns:
         The call's first output column, the weighted sum of all scores, (n,) float32. Where there are several scores,
         also `reward/<name>` for each.
     """
-    positions = share(placement, call.name, samples.lengths.tolist())
-    own_samples = samples.select(positions)
     budget, roles = placement.budget(call.name), placement.roles[call.role]
     models = [
         ModelReward(name, partial(engine.forward, micro_batch_tokens=budget), processing_class)
@@ -192,20 +169,28 @@ def score(
         models,
         settings.functions if is_source else (),
         settings.reward_weights,
-        own_samples,
-        lambda: decode(own_samples, [rows[index[at]] for at in positions], settings.processing_class),
+        samples,
+        lambda: decode(samples, [rows[at] for at in index], settings.processing_class),
         refuse=not settings.skip_nonfinite,
     )
-    if not len(own_samples) or not is_source:
+    if not len(samples) or not is_source:
         return Rollouts()
     parts = {f"reward/{name}": scores for name, scores in table.items()} if len(table) > 1 else {}
-    return Rollouts(index=own_samples.tensor("index"), **{call.outputs[0]: scores}, **parts)
+    return Rollouts(index=samples.tensor("index"), **{call.outputs[0]: scores}, **parts)
 
 
 def train(
-    placement: Placement, settings: CallSettings, algorithm: Algorithm, call: Call, samples: Rollouts, step: Step
+    placement: Placement,
+    settings: CallSettings,
+    loss: TokenLoss,
+    call: Call,
+    mini_batches: Iterable[Rollouts],
+    step: Step,
 ) -> Rollouts:
     """Train one role for all epochs and mini-batches.
+
+    Args:
+        mini_batches: this rank's share of the samples of each optimizer step.
 
     Returns:
         A row for each sample of each optimizer step: `index` (the sample), `update` (the step) and the loss's
@@ -219,22 +204,20 @@ def train(
     engine, learning_rate = placement.trained(call.role), step.learning_rates[call.role]
     assert engine is not None, "only the ranks of a call's mesh run it"
     check_rates({call.name: learning_rate})
-    loss, parts = algorithm.loss(call.name).of_tokens, []
-    for update, batch in enumerate(algorithm.mini_batches(samples, step.number)):
-        own_samples = batch.select(share(placement, call.name, batch.lengths.tolist()))
+    parts = []
+    for update, samples in enumerate(mini_batches):
         try:
-            statistics = engine.train(own_samples, loss, placement.budget(call.name), learning_rate)
+            statistics = engine.train(samples, loss, placement.budget(call.name), learning_rate)
         except NonFiniteError as error:
-            error = with_text(error, batch, settings.processing_class)
             what = f"optimizer step {update + 1} of {call.name} in update {step.number + 1}"
             if not settings.skip_nonfinite:
                 raise NonFiniteError(f"{what} was refused before it was taken: {error}", error.sample) from None
-            if placement.group(call.name).is_leader:
-                logger.warning(f"{what} was left out: {error}.")
+            if _reports(placement, call.name, error, samples):
+                logger.warning(f"{what} was left out: {with_text(error, samples, settings.processing_class)}.")
             continue
         if statistics:
-            order = torch.full((len(own_samples),), update)
-            parts.append(Rollouts(index=own_samples.tensor("index"), update=order, **statistics))
+            order = torch.full((len(samples),), update)
+            parts.append(Rollouts(index=samples.tensor("index"), update=order, **statistics))
     rates = [learning_rate] if isinstance(learning_rate, (int, float)) else [group["lr"] for group in learning_rate]
     check_weights(
         placement, call.name, f"after update {step.number + 1}, at learning rate {', '.join(map(str, rates))}"
@@ -242,6 +225,13 @@ def train(
     if is_due(step.number):
         check_replicas(engine, placement.group(call.name), str(call.role))
     return Rollouts.cat(parts) if parts else Rollouts()
+
+
+def _reports(placement: Placement, call: str, error: NonFiniteError, samples: Rollouts) -> bool:
+    """Whether this rank, of all ranks of the mesh, reports the error: the one that has its sample."""
+    if error.sample < 0:
+        return placement.group(call).is_leader
+    return placement.rank in sources(placement.plan, call) and error.sample in samples.tensor("index").tolist()
 
 
 def check_weights(placement: Placement, call: str, when: str) -> None:

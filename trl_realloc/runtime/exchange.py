@@ -1,49 +1,58 @@
-"""`Exchange`: sends each call's output columns to all ranks, and waits for those that a call reads.
+"""`Exchange`: one rank's sends and receives of samples under one plan.
 
-A rank sends its part of a call's outputs without waiting, and waits for the outputs of other calls only when it reads
-them. So calls on disjoint meshes overlap. Samples are sent as ragged columns over gloo from host memory: a batch of 512
-samples of 1,024 tokens is some 15 MB. Parameters are moved by `reallocation`.
+A rank sends its part of a call's outputs without waiting, and waits for the samples of a call only when it runs it. So
+calls on disjoint meshes overlap. Which ranks send to which is in `routes`, how samples are divided in `shares`.
+Samples are sent as ragged columns over gloo from host memory: a batch of 512 samples of 1,024 tokens is some 15 MB.
+Parameters are moved by `reallocation`.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from ..algorithms.rollout import Rollouts
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span
-from .failures.alarm import JobFailed
 from .failures.watchdog_client import HOST
+from .messages import GlooMessages, Messages, spread
+from .routes import RESULTS, receivers, sources
+from .shares import Share
 
 
 @dataclass(frozen=True)
 class CallFailure:
-    """Sent instead of a `CallOutput` where a rank's call failed.
+    """Sent instead of samples where a rank's call failed. A call whose inputs have failed is not run, and sends their
+    failures on.
 
     Args:
         is_unharmed: every role is what it was before the iteration, and the engines work. The samples or their scores
             are at fault.
+        sample: position in the global batch of the sample at fault; -1 if it is no single one.
     """
 
     rank: int
     call: str
     message: str
     is_unharmed: bool = False
+    sample: int = -1
     host: str = HOST
 
     def __str__(self) -> str:
         return f"{self.call} failed on rank {self.rank} (host {self.host}): {self.message}"
 
 
-def sources(plan: ExecutionPlan, call: str) -> tuple[int, ...]:
-    """The ranks that send the call's outputs: the first of each data-parallel replica."""
-    assignment = plan[call]
-    return tuple(assignment.mesh.devices)[:: assignment.strategy.tp * assignment.strategy.pp]
+Failures = tuple[CallFailure, ...]
+
+
+class CallsFailed(RuntimeError):
+    """Samples that were waited for do not exist, because calls have failed."""
+
+    def __init__(self, failures: Failures) -> None:
+        super().__init__("; ".join(map(str, failures)))
+        self.failures = failures
 
 
 @dataclass(frozen=True)
@@ -52,112 +61,146 @@ class CallOutput:
 
     Args:
         samples: the call's output columns, and `index`.
-        span: when the rank ran the call.
-        reallocations: when the rank took part in reallocations for the call before.
+        spans: when the rank ran the call, and took part in reallocations for it before.
     """
 
     samples: Rollouts
-    span: Span
-    reallocations: tuple[Span, ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 class Exchange:
-    """One rank's sends and receives of samples under one plan. Each output is sent once per step and call.
+    """Sends and receives samples. Each call's outputs are sent once per step. Every message that a rank waits for is
+    sent, as samples or as a failure.
 
     Args:
         rank: this process.
         group: a gloo group over all ranks; `None` in a job of one process.
+        messages: replaces those over `group`.
     """
 
-    def __init__(self, plan: ExecutionPlan, rank: int, group: Any = None) -> None:
-        self.plan, self.rank, self.group = plan, rank, group
-        self._tags = {name: 2 * at for at, name in enumerate(plan.order)}
-        self._collected: dict[str, tuple[Rollouts, tuple[Span, ...]]] = {}
-        self._own_outputs: dict[str, CallOutput | CallFailure] = {}
-        self._sends: list[tuple[Any, Any]] = []  # handles, and buffers that must live until these are done
+    def __init__(self, plan: ExecutionPlan, rank: int, group: Any = None, messages: Messages | None = None) -> None:
+        self.plan, self.rank = plan, rank
+        self.messages = GlooMessages(group) if messages is None else messages
+        self._tags = {name: at for at, name in enumerate(plan.order)}
+        self._collected: dict[str, CallOutput | Failures] = {}
+        self._own_outputs: dict[str, CallOutput | Failures] = {}
+        self._running: frozenset[str] = frozenset()
 
-    def begin(self) -> None:
-        """Begin a new step. Waits until the last step's messages have been received."""
+    def begin(self, running: Collection[str] = ()) -> None:
+        """Begin a new step. Waits until the last step's messages have been received.
+
+        Args:
+            running: the calls whose outputs are sent to their readers. Those of other calls are sent to rank 0 alone.
+        """
         self.flush()
+        self._running = frozenset(running)
         self._collected.clear()
         self._own_outputs.clear()
 
     def flush(self) -> None:
         """Wait until all messages have been received. Must be called before an exchange is deleted, because gloo then
         drops messages that are in flight, and other ranks would wait for them."""
-        for work, _buffer in self._sends:
-            work.wait()
-        self._sends.clear()
+        self.messages.flush()
 
-    def publish(self, call: str, output: CallOutput | CallFailure) -> None:
-        """Send this rank's part of a call's outputs to every other rank. Does not wait."""
+    # --- the outputs of a call --------------------------------------------------------------------------------------
+
+    def publish(self, call: str, output: CallOutput | Failures) -> None:
+        """Send this rank's part of a call's outputs to the ranks that receive them. Does not wait."""
         if self.rank not in sources(self.plan, call):
             return
         self._own_outputs[call] = output
-        payload = torch.frombuffer(bytearray(_pack(output)), dtype=torch.uint8)
-        size = torch.tensor([payload.numel()])
-        for other in range(self.plan.cluster.size):
-            if other != self.rank:
-                for tag, buffer in ((self._tags[call], size), (self._tags[call] + 1, payload)):
-                    self._sends.append((dist.isend(buffer, other, group=self.group, tag=tag), buffer))
+        others = [rank for rank in receivers(self.plan, call, self._running) if rank != self.rank]
+        content = _pack(output) if others else b""
+        for other in others:
+            self.messages.send(content, other, self._tags[call])
 
     def know(self, call: str, samples: Rollouts) -> None:
         """Set the outputs of a call that is not run. Every rank calls this with the same samples."""
-        self._collected[call] = (samples, ())
+        self._collected[call] = CallOutput(samples)
 
     def forget(self, call: str) -> None:
-        """Allow a call to be run again in this step. All ranks together, after each has collected the call's
-        outputs."""
+        """Allow a call to be run again in this step. All ranks together, after the call's outputs have been
+        collected."""
         self._collected.pop(call, None)
         self._own_outputs.pop(call, None)
-
-    def collect(self, call: str) -> Rollouts:
-        """A call's outputs from all ranks, in the order of the global batch. Waits for those that have not arrived.
-
-        Raises:
-            JobFailed: the call failed on some rank, this one included.
-        """
-        if call not in self._collected:
-            received = [self._receive(call, rank) for rank in sources(self.plan, call)]
-            failures = [output for output in received if isinstance(output, CallFailure)]
-            if failures:
-                raise JobFailed("; ".join(map(str, failures)), is_unharmed=all(f.is_unharmed for f in failures))
-            outputs = [output for output in received if isinstance(output, CallOutput)]
-            samples = Rollouts.cat([output.samples for output in outputs]).sorted()
-            self._collected[call] = (
-                samples,
-                tuple(span for output in outputs for span in (*output.reallocations, output.span)),
-            )
-        return self._collected[call][0]
 
     def has(self, call: str) -> bool:
         """Whether a call's outputs have been collected or set."""
         return call in self._collected
 
-    def spans(self, call: str) -> tuple[Span, ...]:
-        """When each rank ran a call of this step and reallocated for it. Valid after `collect`."""
-        return self._collected[call][1]
+    def collect(self, call: str) -> CallOutput:
+        """A call's outputs from all ranks, in the order of the global batch. Waits for those that have not arrived.
+        Only on a rank that receives them.
 
-    def _receive(self, call: str, source: int) -> CallOutput | CallFailure:
+        Raises:
+            CallsFailed: the call, or one whose outputs it needed, failed on some rank.
+        """
+        if call not in self._collected:
+            received = [self._receive_output(call, rank) for rank in sources(self.plan, call)]
+            failures = tuple(dict.fromkeys(f for output in received if isinstance(output, tuple) for f in output))
+            outputs = [output for output in received if isinstance(output, CallOutput)]
+            samples = Rollouts.cat([output.samples for output in outputs]) if outputs else Rollouts()
+            self._collected[call] = failures or CallOutput(
+                samples.sorted() if "index" in samples else samples,  # no rank has any
+                tuple(span for output in outputs for span in output.spans),
+            )
+        collected = self._collected[call]
+        if isinstance(collected, tuple):
+            raise CallsFailed(collected)
+        return collected
+
+    def _receive_output(self, call: str, source: int) -> CallOutput | Failures:
         if source == self.rank:
             return self._own_outputs[call]
-        size = torch.zeros(1, dtype=torch.long)
-        dist.recv(size, source, group=self.group, tag=self._tags[call])
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(payload, source, group=self.group, tag=self._tags[call] + 1)
-        return _unpack(payload.numpy().tobytes())
+        return _unpack(self.messages.receive(source, self._tags[call]))
+
+    # --- the inputs of a call ---------------------------------------------------------------------------------------
+
+    def distribute(self, call: str, shares: Sequence[Share] | CallsFailed) -> None:
+        """Send its share to each other rank of the call's mesh. Only on the mesh's leader. Does not wait.
+
+        Args:
+            shares: by data-parallel replica; or why there are none.
+        """
+        devices, dp = self.plan.mesh(call).devices, self.plan[call].strategy.dp
+        size, content = len(devices) // dp, b""
+        for at, rank in enumerate(devices):
+            if at % size == 0:  # the ranks of a replica get the same
+                packed = shares.failures if isinstance(shares, CallsFailed) else shares[at // size].packed()
+                content = pickle.dumps(packed)
+            if rank != self.rank:
+                self.messages.send(content, rank, len(self._tags) + self._tags[call])
+
+    def receive_share(self, call: str) -> Share:
+        """This rank's share of a call's inputs, from the leader of the call's mesh. Waits for it.
+
+        Raises:
+            CallsFailed: a call whose outputs it needs has failed.
+        """
+        content = pickle.loads(self.messages.receive(self.plan.mesh(call).leader, len(self._tags) + self._tags[call]))
+        if _are_failures(content):
+            raise CallsFailed(content)
+        return Share.of(content)
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def spread(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. All ranks together."""
+        assert RESULTS == 0, "the first of the ranks"
+        return spread(self.messages, range(self.plan.cluster.size), self.rank, value, 2 * len(self._tags))
 
 
-def _pack(output: CallOutput | CallFailure) -> bytes:
-    if isinstance(output, CallFailure):
-        return pickle.dumps(output)
-    return pickle.dumps((output.span, output.samples.to_bytes(), output.reallocations))
+def _pack(output: CallOutput | Failures) -> bytes:
+    return pickle.dumps(output if isinstance(output, tuple) else (output.samples.to_bytes(), output.spans))
 
 
-def _unpack(data: bytes) -> CallOutput | CallFailure:
-    content = pickle.loads(data)  # safe: from another rank of this job
-    return (
-        content
-        if isinstance(content, CallFailure)
-        else CallOutput(Rollouts.from_bytes(content[1]), content[0], content[2])
-    )
+def _unpack(data: bytes) -> CallOutput | Failures:
+    content: Any = pickle.loads(data)  # safe: from another rank of this job
+    if _are_failures(content):
+        failures: Failures = content
+        return failures
+    return CallOutput(Rollouts.from_bytes(content[0]), content[1])
+
+
+def _are_failures(content: tuple[Any, ...]) -> bool:
+    return isinstance(content[0], CallFailure)

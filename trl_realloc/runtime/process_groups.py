@@ -41,21 +41,24 @@ def from_every_rank(value: Any, group: Any) -> list[Any]:
 
 
 def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
-    """(groups, control): a group for every mesh of the plan and for each rank alone, and a gloo group over all ranks
+    """(groups, control): a group for every mesh of the plan and for this rank alone, and a gloo group over all ranks
     for samples, which are in host memory. `control` is `None` in a job of one process. All ranks call this together.
 
     Args:
         timeout: of every collective and message (the config's `ddp_timeout`).
     """
-    singles = {DeviceMesh(device, 1) for device in range(plan.cluster.size)}
-    meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | singles)
+    alone = DeviceMesh(rank, 1)
+    meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | {alone})
     if not dist.is_initialized():
         return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
-    device = _device()
-    groups = {
-        mesh: MeshGroup(tuple(mesh.devices), rank, dist.new_group(list(mesh.devices), timeout=timeout), device)
-        for mesh in meshes
-    }
+    device, groups = _device(), dict[DeviceMesh, MeshGroup]()
+    for mesh in meshes:
+        group = dist.new_group(list(mesh.devices), timeout=timeout) if mesh.size > 1 else None
+        groups[mesh] = MeshGroup(tuple(mesh.devices), rank, group, device)
+    if any(a.strategy.zero_stage and rank in a.mesh for a in plan.assignments.values()):
+        # DeepSpeed calls collectives also on a rank alone. Only this rank takes part in making the group.
+        group = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+        groups[alone] = MeshGroup((rank,), rank, group, device)
     return groups, dist.new_group(backend="gloo", timeout=timeout)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,12 @@ from ..plan.model_spec import ModelSpec
 from ..realloc.layout import Box, Layout, whole
 from ..realloc.schedule import TransferSchedule, make_schedule
 from ..realloc.transfer import Parts, Transfer, TransferError, TransferOptions
+from .messages import GlooMessages, combined
 from .process_groups import ReallocationGroups
 
 
 STALE = -1  # the version of parameters that are absent or incomplete
+AGREEMENT_TAG = 1 << 28  # above the tags of a transfer's messages, which may use the same group
 
 
 class Holder(Protocol):
@@ -166,6 +168,26 @@ class Moved:
     end: float
 
 
+class _Versions(NamedTuple):
+    """The versions that ranks have: of the source, each with one rank that has it, and of the target."""
+
+    of_source: dict[int, int]
+    of_target: set[int]
+
+    def plus(self, other: _Versions) -> _Versions:
+        return _Versions({**other.of_source, **self.of_source}, self.of_target | other.of_target)
+
+
+class _Outcome(NamedTuple):
+    """What became of a transfer on some ranks: why it was not accepted, and the bytes that they sent."""
+
+    problems: tuple[str, ...]
+    sent_bytes: int
+
+    def plus(self, other: _Outcome) -> _Outcome:
+        return _Outcome(self.problems + other.problems, self.sent_bytes + other.sent_bytes)
+
+
 class Reallocation:
     """One rank's side of one reallocation. Making it and `refresh` are collective over `groups.ranks`.
 
@@ -191,6 +213,7 @@ class Reallocation:
     ) -> None:
         self.name, self.rank = f"{groups.source} -> {groups.target}", rank
         self.ranks, self.control = groups.ranks, groups.control
+        self._messages = GlooMessages(groups.control)
         self.holder, self.sink = holder, sink
         self.version = STALE  # the one that all ranks have agreed on
         self._is_complete = False  # whether this rank has sent and received everything of the latest transfer
@@ -229,12 +252,12 @@ class Reallocation:
                 raise
             # sent to all ranks below: none may use an update that not all have accepted
             problem = f"rank {self.rank}: {error}"
-        rank_outcomes = self._gather((problem, self.transfer.sent_bytes))
-        problems = [text for text, _ in rank_outcomes if text]
-        if problems:
+        outcome = self._combined(_Outcome((problem,) if problem else (), self.transfer.sent_bytes), _Outcome.plus)
+        if outcome.problems:
             self.version = STALE
-            raise EngineError(f"{self.name}: the update to version {wanted} was not taken: {'; '.join(problems)}")
-        return Moved(self.name, sum(sent for _, sent in rank_outcomes), start, time.time())
+            reasons = "; ".join(outcome.problems)
+            raise EngineError(f"{self.name}: the update to version {wanted} was not taken: {reasons}")
+        return Moved(self.name, outcome.sent_bytes, start, time.time())
 
     def _stream(self) -> Iterator[Parts]:
         """The transfer's buckets. Sets `_is_complete` when this rank has sent and received everything."""
@@ -264,14 +287,20 @@ class Reallocation:
 
     def _agree_on_versions(self) -> tuple[int, int]:
         """(the source's version, the target's): the latter `STALE` where any rank's differs from the source's."""
-        own_versions = (self.holder.version if self.holder else None, self.sink.version if self.sink else None)
-        versions = self._gather(own_versions)
-        sources = {rank: source for rank, (source, _) in zip(self.ranks, versions, strict=True) if source is not None}
-        if len(set(sources.values())) != 1:
-            raise TransferError(f"{self.name}: the ranks of the source hold different versions: {sources}.")
-        targets = {version for _, version in versions if version is not None}
-        wanted = next(iter(sources.values()))
-        return wanted, wanted if targets == {wanted} else STALE
+        own = _Versions(
+            {self.holder.version: self.rank} if self.holder else {}, {self.sink.version} if self.sink else set()
+        )
+        versions = self._combined(own, _Versions.plus)
+        if len(versions.of_source) != 1:
+            which = {rank: version for version, rank in versions.of_source.items()}
+            raise TransferError(f"{self.name}: the ranks of the source hold different versions: {which}.")
+        (wanted,) = versions.of_source
+        return wanted, wanted if versions.of_target == {wanted} else STALE
+
+    def _combined(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        result = combined(self._messages, self.ranks, self.rank, value, combine, AGREEMENT_TAG)
+        self._messages.flush()
+        return result
 
     def _agree_on_layouts(self, cluster: Cluster) -> tuple[TransferSchedule, dict[str, torch.dtype]]:
         """The schedule and the dtype of every parameter, which all ranks derive from the parts that each of them holds.

@@ -98,7 +98,8 @@ class EvaluationMixin:
                 Only the first batch of prompts.
 
         Returns:
-            `list[dict]`: `query`, `model response` and `score` of each prompt; empty without an evaluation dataset.
+            `list[dict]`: `query`, `model response` and `score` of each prompt; empty without an evaluation dataset, and
+            on ranks other than 0.
         """
         if self.eval_dataset is None:
             return []
@@ -111,7 +112,8 @@ class EvaluationMixin:
             only = (*graph.calls_of(CallKind.GENERATE), *graph.calls_of(CallKind.FORWARD, Role.REWARD))
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
                 iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=only, sampling=near_greedy)
-                table += completion_rows(iteration.samples, self.processing_class)
+                if "responses" in iteration.samples:  # on rank 0
+                    table += completion_rows(iteration.samples, self.processing_class)
                 if sampling:
                     break
             self._end_together()

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
 
 from ..plan.timeline import Span, Timeline
-from ..runtime.executor import Iteration
+from ..runtime.results import Iteration
 
 
 LENGTHS = 20_000  # number of latest responses whose lengths are kept
@@ -51,32 +50,19 @@ class RunMetrics:
         """The spans of the latest updates."""
         return Timeline(tuple(span for spans in self._spans for span in spans))
 
-    def add(self, order: Sequence[str], iteration: Iteration, seconds: float) -> None:
-        """Add the metrics of an update.
-
-        Args:
-            order: the names of the plan's calls.
-            seconds: duration of the update.
-        """
+    def add(self, iteration: Iteration, seconds: float) -> None:
+        """Add the metrics of an update that took `seconds`."""
         self._spans.append(iteration.spans)
         self._kept_spans += len(iteration.spans)
         while self._kept_spans > self._most_spans and len(self._spans) > 1:
             self._kept_spans -= len(self._spans.popleft())
-        samples = iteration.samples
-        longest: dict[str, float] = defaultdict(float)
-        for span in iteration.spans:
-            longest[span.call] = max(longest[span.call], span.seconds)
-        lengths = samples.ragged("responses").lengths
-        self.lengths.extend(lengths.tolist())
-        rewards = [name for name in samples if name.startswith("reward/")]
+        if "responses" in iteration.samples:
+            self.lengths.extend(iteration.samples.ragged("responses").lengths.tolist())
         metrics = {
             **iteration.metrics,
-            **{f"rewards/{n.removeprefix('reward/')}": float(samples.tensor(n).nanmean()) for n in rewards},
-            "completions/mean_length": float(lengths.float().mean()),
-            **{f"time/{call}": longest[call] for call in order if call in longest},
-            **_moved(iteration.spans),
+            **iteration.observed,
             "time/step": seconds,
-            "tokens/s": samples.tokens / seconds,
+            "tokens/s": iteration.tokens / seconds,
         }
         if "loss/policy_avg" in metrics and "loss/value_avg" in metrics:
             self._losses.append((metrics["loss/policy_avg"], metrics["loss/value_avg"]))
@@ -92,15 +78,3 @@ class RunMetrics:
         }
         self._window.clear()
         return means
-
-
-def _moved(spans: Iterable[Span]) -> dict[str, float]:
-    """`realloc/bytes/<call>` and `realloc/seconds/<call>` of every reallocation; the call is the one that received the
-    parameters."""
-    metrics: dict[str, float] = {}
-    for span in spans:
-        if " -> " in span.call:
-            edge = span.call.partition(" -> ")[2]
-            metrics[f"realloc/bytes/{edge}"] = float(span.bytes)
-            metrics[f"realloc/seconds/{edge}"] = max(span.seconds, metrics.get(f"realloc/seconds/{edge}", 0.0))
-    return metrics

@@ -16,9 +16,10 @@ from transformers.utils import logging
 from ..plan.dataflow import Role
 from ..profiling.auto_plan import JobPlan
 from ..profiling.replanning import Replanner
-from ..runtime.executor import Executor, Iteration
+from ..runtime.executor import Executor
 from ..runtime.failures.alarm import Alarm
 from ..runtime.placement import Placement
+from ..runtime.results import Iteration
 from ..runtime.run_state import RunState
 from .accelerate_plugin import ReallocationPlugin
 from .optimizer_sharding import can_be_sharded
@@ -66,7 +67,8 @@ class PlanChangeMixin:
         """Move to another plan where it is now faster. Collective over the job."""
         if self.replanner is None:
             return
-        self.replanner.note(iteration.samples.ragged("responses").lengths.tolist())
+        if "responses" in iteration.samples:  # on rank 0, which decides
+            self.replanner.note(iteration.samples.ragged("responses").lengths.tolist())
         job_plan = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
         if job_plan is not None:
             self._move_to(job_plan)

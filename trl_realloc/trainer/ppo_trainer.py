@@ -168,8 +168,8 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
 
     @property
     def timeline(self) -> Timeline:
-        """The start and the end of the calls of the latest updates, as this rank received them. Rank 0 keeps up to
-        `metrics.SPANS` of them, the other ranks those of the latest update."""
+        """The start and the end of the calls of the latest updates. Rank 0 keeps up to `metrics.SPANS` of them, the
+        other ranks none."""
         return self.metrics.timeline
 
     # --- methods of Trainer that are replaced -------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             self.state.episode += len(batch)
             self.state.global_step += 1
             self.state.epoch = self.state.episode / len(self.train_dataset)
-            self.metrics.add(self.plan.order, iteration, time.time() - update_start)
+            self.metrics.add(iteration, time.time() - update_start)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
             self._show_completions()

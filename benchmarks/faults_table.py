@@ -1,0 +1,146 @@
+"""The faults of `benchmarks/faults.py`: under which plan, what goes wrong, and at which moment."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "multiprocess"))
+
+from test_plans import CALLS, ZERO3, split  # noqa: E402
+from test_plans import plan as written_plan  # noqa: E402
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "flatten": {"processes": 2, "plan": "flatten"},
+    "separate": {"processes": 2, "plan": "separate"},
+    "tensor x pipeline": {
+        "processes": 4,
+        "plan": written_plan(4, changed={n: split("0-3", tp=2, pp=2) for n in CALLS}),
+    },
+    "zero 3": {"processes": 2, "plan": written_plan(2, stage=3)},
+    "replan": {
+        "processes": 2,
+        "plan": written_plan(2),
+        "to": written_plan(
+            2, changed={"actor.train": split("0-1", pp=2), "critic.train": {"mesh": "0-1", "dp": 2, **ZERO3}}
+        ),
+    },
+    "auto": {"processes": 2, "plan": "auto"},
+    "vllm": {"processes": 2, "plan": "flatten", "options": {"generation_engine": "vllm", "response_length": 64}},
+    "vllm tp 2": {
+        "processes": 2,
+        "plan": written_plan(2, changed={"actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2, "engine": "vllm"}}),
+        "options": {"generation_engine": "vllm", "response_length": 64},
+    },
+    "two hosts": {"processes": 2, "plan": "flatten", "hosts": True},
+}
+TRAINING = ("actor.train", "critic.train")
+INSIDE = ("actor.generate", "critic.forward", *TRAINING)
+# plan -> fault -> moments
+TABLE: dict[str, dict[str, tuple[str, ...]]] = {
+    "flatten": {
+        "kill": ("start", *INSIDE, "save"),
+        "stop": ("start", "actor.generate", "critic.forward", "actor.train", "save"),
+        "error": INSIDE,
+        "oom": TRAINING,
+        "nan": TRAINING,
+        "launcher-kill": ("actor.generate", "actor.train"),
+        "launcher-stop": ("actor.train",),
+        "launcher-term": ("actor.generate", "actor.train"),
+        "launcher-int": ("actor.train",),
+        "launcher-int2": ("actor.train",),
+        "disk-full": ("save",),
+        "disk-readonly": ("save",),
+    },
+    "separate": {
+        "kill": (*INSIDE, "reallocation", "save"),
+        "stop": ("actor.train", "reallocation"),
+        "error": ("reallocation", "actor.train"),
+        "oom": ("reallocation",),
+    },
+    "tensor x pipeline": {
+        "kill": ("critic.forward", *TRAINING, "save"),
+        "stop": ("actor.train",),
+        "error": ("critic.forward", *TRAINING),
+        "oom": TRAINING,
+        "nan": ("actor.train",),
+    },
+    "zero 3": {
+        "kill": ("start", *INSIDE, "save"),
+        "stop": ("actor.train",),
+        "error": INSIDE,
+        "oom": ("actor.train",),
+        "nan": ("actor.train",),
+    },
+    "replan": {"kill": ("replan",), "stop": ("replan",), "error": ("replan",)},
+    "auto": {"kill": ("measuring",), "stop": ("measuring",), "error": ("measuring",)},
+    "vllm": {"engine-kill": ("actor.generate",), "engine-stop": ("actor.generate",), "kill": ("actor.generate",)},
+    "vllm tp 2": {"worker-kill": ("actor.generate",), "worker-stop": ("actor.generate",)},
+    "two hosts": {
+        "host-lost": ("actor.train",),
+        "link-down": ("actor.generate", "actor.train", "save"),
+        "link-drop": ("actor.train",),
+        "kill": ("critic.train",),
+        "stop": ("actor.train",),
+        "error": ("actor.train",),
+        "launcher-kill": ("actor.train",),
+    },
+}
+# What the message must say of the cause, beside rank, host and call.
+CAUSES = {
+    "kill": r"was ended by SIGKILL",
+    "stop": r"stopped by a signal \(SIGSTOP\)",
+    "error": r"an error made by benchmarks/faults\.py",
+    "oom": r"out of memory",
+    "nan": r"not finite|nan",
+    "launcher-kill": r"the launcher on host \S+ \(pid \d+\) ended",
+    "launcher-stop": r"the launcher of rank",
+    "launcher-term": r"was ended by SIGTERM",
+    "launcher-int": r"SIGINT|KeyboardInterrupt",
+    "launcher-int2": r"SIGINT|KeyboardInterrupt|SIGKILL",
+    "engine-kill": r"was ended by SIGKILL",
+    "engine-stop": r"was stopped by a signal \(SIGSTOP; it",
+    "worker-kill": r"vLLM's worker \S+ \(pid \d+\) was ended by SIGKILL",
+    "worker-stop": r"was stopped by a signal \(SIGSTOP; its worker",
+    "disk-full": r"MB are needed, .* MB are free",
+    "disk-readonly": r"Read-only file system",
+    "host-lost": r"ended at once with (the|its) watchdog|nothing was heard",
+    "link-down": r"nothing was heard from",
+}
+
+
+@dataclass
+class Row:
+    """One fault.
+
+    Args:
+        seconds: from the fault until nothing of the job runs; `None` where it did not end.
+        resumed_equal: `None` where what resuming needs was lost with a host, and resuming says so.
+    """
+
+    plan: str
+    fault: str
+    moment: str
+    seconds: float | None = None
+    cause_named: bool = False
+    left: list[str] = field(default_factory=list)
+    resumed_equal: bool | None = False
+    message: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.plan}/{self.fault}/{self.moment}"
+
+
+def rows() -> list[Row]:
+    return [
+        Row(plan, fault, moment)
+        for plan, faults in TABLE.items()
+        for fault, moments in faults.items()
+        for moment in moments
+    ]

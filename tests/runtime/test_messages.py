@@ -1,0 +1,85 @@
+"""Collectives over a tree of messages: every rank gets the value, and sends a number of messages that does not grow."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from trl_realloc.runtime.messages import combined, spread
+
+
+class Mailboxes:
+    """Messages between threads that play the ranks."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
+        self.sent = Counter[int]()
+        self._lock = threading.Lock()
+
+    def of(self, rank: int) -> Mailbox:
+        return Mailbox(self, rank)
+
+    def box(self, source: int, target: int, tag: int) -> queue.Queue[bytes]:
+        with self._lock:
+            return self._boxes[source, target, tag]
+
+
+class Mailbox:
+    """`runtime.messages.Messages` of one thread."""
+
+    def __init__(self, all_boxes: Mailboxes, rank: int) -> None:
+        self.all, self.rank = all_boxes, rank
+
+    def send(self, content: bytes, rank: int, tag: int) -> None:
+        self.all.sent[self.rank] += 1
+        self.all.box(self.rank, rank, tag).put(content)
+
+    def receive(self, rank: int, tag: int) -> bytes:
+        return self.all.box(rank, self.rank, tag).get(timeout=60)
+
+    def flush(self) -> None:
+        pass
+
+
+def on_every_rank(ranks: Sequence[int], work: Callable[[int, Mailbox], Any]) -> tuple[list[Any], Mailboxes]:
+    """What each rank's work returned, and the messages."""
+    boxes, results = Mailboxes(), dict[int, Any]()
+    threads = [
+        threading.Thread(target=lambda rank=rank: results.__setitem__(rank, work(rank, boxes.of(rank))))
+        for rank in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[rank] for rank in ranks], boxes
+
+
+@pytest.mark.parametrize("ranks", [range(1), range(2), range(3, 10), (5, 2, 9, 1), range(33)])
+def test_the_first_ranks_value_reaches_all_and_a_rank_sends_two_messages_at_most(ranks: Sequence[int]) -> None:
+    results, boxes = on_every_rank(ranks, lambda rank, box: spread(box, ranks, rank, {"from": rank}, 7))
+    assert results == [{"from": ranks[0]}] * len(ranks)
+    assert max(boxes.sent.values(), default=0) <= 2 and boxes.sent.total() == len(ranks) - 1
+
+
+@pytest.mark.parametrize("ranks", [range(1), range(2), range(3, 10), (5, 2, 9, 1), range(33)])
+def test_a_combination_is_of_every_rank_once_and_a_rank_sends_three_messages_at_most(ranks: Sequence[int]) -> None:
+    results, boxes = on_every_rank(
+        ranks, lambda rank, box: combined(box, ranks, rank, [rank], lambda a, b: sorted(a + b), 7)
+    )
+    assert results == [sorted(ranks)] * len(ranks)
+    assert max(boxes.sent.values(), default=0) <= 3 and boxes.sent.total() == 2 * (len(ranks) - 1)
+
+
+def test_two_collectives_in_a_row_do_not_mix() -> None:
+    def work(rank: int, box: Mailbox) -> tuple[int, int]:
+        first = combined(box, range(7), rank, rank, max, 3)
+        return first, combined(box, range(7), rank, -rank, min, 3)
+
+    results, _ = on_every_rank(range(7), work)
+    assert results == [(6, -6)] * 7

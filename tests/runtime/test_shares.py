@@ -1,0 +1,91 @@
+"""However a call is laid out, its replicas' shares are the batch, each sample once, with what the call reads."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_realloc.algorithms.ppo import PPO, PPOSettings
+from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.dataflow import ppo_graph
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.shares import Share, shares_of_samples, shares_of_training
+
+
+GRAPH = ppo_graph()
+LIMIT = 6
+lengths = st.lists(st.integers(1, LIMIT), min_size=1, max_size=12)
+
+
+def batch(responses: list[int]) -> Rollouts:
+    """A global batch with every column of PPO's calls."""
+    n, draw = len(responses), torch.Generator().manual_seed(len(responses))
+    tokens = Ragged.of([torch.randint(2, 90, (k,), generator=draw) for k in responses], torch.long)
+
+    def numbers(extra: int = 0) -> Ragged:
+        return Ragged.of([torch.randn(k + extra, generator=draw) for k in responses], torch.float32)
+
+    return Rollouts(
+        index=torch.arange(n),
+        prompts=Ragged.of([torch.randint(2, 90, (1 + i % 4,), generator=draw) for i in range(n)], torch.long),
+        responses=tokens,
+        logprobs=numbers(),
+        ref_logprobs=numbers(),
+        values=numbers(1),
+        scores=torch.randn(n, generator=draw),
+        has_eos=tokens.lengths < LIMIT,
+    )
+
+
+def plan_of(devices: int) -> ExecutionPlan:
+    return flatten(Cluster(1, devices), generation_engine="transformers")
+
+
+def sent(share: Share, prompts: Rollouts) -> Share:
+    """The share as another rank receives it."""
+    return Share.of(share.without(GRAPH.sources).packed()).with_columns_of(prompts)
+
+
+@given(lengths, st.sampled_from([1, 2, 4, 8]), st.sampled_from([c.name for c in GRAPH.calls if not c.trains]))
+def test_the_shares_of_a_call_are_the_batch_and_survive_the_way(responses: list[int], devices: int, call: str) -> None:
+    whole, plan = batch(responses), plan_of(devices)
+    shares = shares_of_samples(plan, GRAPH.call(call), whole)
+    assert len(shares) == plan[call].strategy.dp
+    index = torch.cat([share.samples.tensor("index") for share in shares])
+    assert sorted(index.tolist()) == list(range(len(whole)))
+    for share in shares:
+        got = sent(share, whole.only(("index", "prompts"))).samples
+        assert set(got) == {"index", *GRAPH.call(call).inputs}
+        equal(got, whole.select(share.samples.tensor("index").tolist()))
+
+
+@given(lengths, st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(1, 3))
+def test_the_shares_of_a_training_are_every_mini_batch_and_each_sample_is_sent_once(
+    responses: list[int], devices: int, epochs: int, parts: int
+) -> None:
+    algorithm = PPO(PPOSettings(LIMIT, num_ppo_epochs=epochs, num_mini_batches=min(parts, len(responses))), seed=3)
+    whole, plan = algorithm.prepare(batch(responses)), plan_of(devices)
+    shares = shares_of_training(plan, GRAPH.call("actor.train"), algorithm, whole, 5)
+    received = [sent(share, whole.only(("index", "prompts"))) for share in shares]
+    for share in received:
+        index = share.samples.tensor("index").tolist()
+        assert len(set(index)) == len(index)
+    own_batches = [list(share.mini_batches()) for share in received]
+    for at, mini_batch in enumerate(algorithm.mini_batches(whole, 5)):
+        for replica, own in enumerate(balance(mini_batch.lengths.tolist(), devices)):
+            equal(own_batches[replica][at], mini_batch.select(own))
+
+
+def equal(got: Rollouts, expected: Rollouts) -> None:
+    """The columns of `got` are those of `expected`, to the bit."""
+    assert len(got) == len(expected)
+    for name, column in got.items():
+        other = expected[name]
+        if isinstance(column, Ragged):
+            assert isinstance(other, Ragged)
+            assert torch.equal(column.values, other.values) and torch.equal(column.lengths, other.lengths), name
+        else:
+            assert torch.equal(column, expected.tensor(name)), name

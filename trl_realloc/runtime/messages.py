@@ -1,0 +1,105 @@
+"""Messages of bytes between ranks, and two collectives made of them: `spread` from the first rank to all, and
+`combined` from all to all, both along a binary tree.
+
+gloo's own collectives of objects send as many messages per rank as there are ranks. Along the tree a rank sends at most
+three, whatever their number.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Messages(Protocol):
+    """Messages of one process. Those with the same sender, receiver and tag arrive in the order in which they were
+    sent."""
+
+    def send(self, content: bytes, rank: int, tag: int) -> None:
+        """Send to a rank. Does not wait."""
+
+    def receive(self, rank: int, tag: int) -> bytes:
+        """The next message of a rank under a tag. Waits for it."""
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has been received."""
+
+
+class GlooMessages:
+    """`Messages` over a gloo group, from host memory. A message is its length and its content, under two of the group's
+    tags.
+
+    Args:
+        group: a gloo group; `None` in a job of one process, which sends none.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._sends: list[tuple[Any, torch.Tensor]] = []  # handles, and buffers that must live until these are done
+
+    def send(self, content: bytes, rank: int, tag: int) -> None:
+        payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        size = torch.tensor([payload.numel()])
+        for part, buffer in ((2 * tag, size), (2 * tag + 1, payload)):
+            work = dist.isend(buffer, rank, group=self.group, tag=part)
+            assert work is not None, "both ranks are in the group"
+            self._sends.append((work, buffer))
+
+    def receive(self, rank: int, tag: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.long)
+        dist.recv(size, rank, group=self.group, tag=2 * tag)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(payload, rank, group=self.group, tag=2 * tag + 1)
+        return payload.numpy().tobytes()
+
+    def flush(self) -> None:
+        for work, _buffer in self._sends:
+            work.wait()
+        self._sends.clear()
+
+
+def spread(messages: Messages, ranks: Sequence[int], rank: int, value: Any, tag: int) -> Any:
+    """The first rank's value, on every rank. All ranks call this together; the other ranks' values are ignored.
+
+    Args:
+        ranks: that take part; in the same order on each.
+        value: anything that can be pickled.
+        tag: of the messages.
+    """
+    parent, children = _relatives(ranks, rank)
+    content = pickle.dumps(value) if parent is None and children else b""
+    if parent is not None:
+        content = messages.receive(parent, tag)
+        value = pickle.loads(content)  # safe: from another rank of this job
+    for child in children:
+        messages.send(content, child, tag)
+    return value
+
+
+def combined(
+    messages: Messages, ranks: Sequence[int], rank: int, value: Any, combine: Callable[[Any, Any], Any], tag: int
+) -> Any:
+    """The combination of all ranks' values, on every rank. All ranks call this together.
+
+    Args:
+        value: anything that can be pickled.
+        combine: makes one value of two; associative. Applied to the values in an order that depends on the number of
+            ranks alone.
+        tag: of the messages; `tag + 1` is used too.
+    """
+    parent, children = _relatives(ranks, rank)
+    for child in children:
+        value = combine(value, pickle.loads(messages.receive(child, tag)))
+    if parent is not None:
+        messages.send(pickle.dumps(value), parent, tag)
+    return spread(messages, ranks, rank, value, tag + 1)
+
+
+def _relatives(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
+    """(parent, children) of a rank in the binary tree over `ranks`."""
+    at = ranks.index(rank)
+    return ranks[(at - 1) // 2] if at else None, [ranks[i] for i in (2 * at + 1, 2 * at + 2) if i < len(ranks)]

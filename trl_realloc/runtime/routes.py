@@ -1,0 +1,47 @@
+"""Which ranks send a call's samples to which: pure functions of the plan.
+
+The first rank of each data-parallel replica of a call sends its outputs to the leader (the first rank) of every mesh
+that reads them. The leader divides the samples among the replicas of its call, and sends each rank of its mesh its
+share. So a sample goes to the ranks that read it, and the messages of a rank do not grow with the number of devices,
+except those of a leader. The sending is in `exchange`, the division in `shares`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..plan.execution_plan import ExecutionPlan
+
+
+RESULTS = 0  # the rank that receives the outputs of every call, for metrics, logs and the timeline
+
+
+def sources(plan: ExecutionPlan, call: str) -> tuple[int, ...]:
+    """The ranks that send the call's outputs: the first of each data-parallel replica."""
+    return tuple(plan.mesh(call).devices)[:: _replica_size(plan, call)]
+
+
+def receivers(plan: ExecutionPlan, call: str, running: Collection[str]) -> tuple[int, ...]:
+    """The ranks that receive all of the call's outputs, ascending.
+
+    Args:
+        running: the calls of this iteration that are run.
+    """
+    readers = {edge.consumer for edge in plan.graph.data_edges if edge.producer == call and edge.consumer in running}
+    return tuple(sorted({RESULTS, *(plan.mesh(reader).leader for reader in readers)}))
+
+
+def replica(plan: ExecutionPlan, call: str, rank: int) -> int:
+    """The data-parallel replica of the call that a rank of its mesh belongs to."""
+    return plan.mesh(call).index(rank) // _replica_size(plan, call)
+
+
+def is_divided_by_each(plan: ExecutionPlan, call: str) -> bool:
+    """Whether every rank of the mesh can take its share by itself: all inputs are in the data set, of which every rank
+    reads the whole batch."""
+    return all(plan.graph.producer(column) is None for column in plan.graph.call(call).inputs)
+
+
+def _replica_size(plan: ExecutionPlan, call: str) -> int:
+    strategy = plan[call].strategy
+    return strategy.tp * strategy.pp

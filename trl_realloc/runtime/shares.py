@@ -1,0 +1,113 @@
+"""Divides a call's samples among its data-parallel replicas.
+
+`Share` is what the leader of a call's mesh sends to the ranks of one replica. Columns of the data set are not sent,
+because every rank has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..algorithms.base import Algorithm
+from ..algorithms.rollout import Rollouts, balance
+from ..plan.dataflow import Call, CallKind
+from ..plan.execution_plan import ExecutionPlan
+
+
+@dataclass(frozen=True)
+class Share:
+    """One replica's samples of one call.
+
+    Args:
+        samples: each sample once, with the columns that the call reads.
+        steps: of a call that trains: for each optimizer step the columns `index` and those that the algorithm adds to
+            a mini-batch, of the replica's samples of it. Empty for other calls.
+        is_skipped: the call is not run, because its batch is not finite and the run skips such batches.
+    """
+
+    samples: Rollouts
+    steps: tuple[Rollouts, ...] = ()
+    is_skipped: bool = False
+
+    def mini_batches(self) -> Iterator[Rollouts]:
+        """The replica's samples of each optimizer step, with every column."""
+        for step in self.steps:
+            yield _rows(self.samples, step.tensor("index")).plus(**step)
+
+    def without(self, columns: Collection[str]) -> Share:
+        """The share without these columns."""
+        return Share(self.samples.only(n for n in self.samples if n not in columns), self.steps, self.is_skipped)
+
+    def with_columns_of(self, batch: Rollouts) -> Share:
+        """The share with the columns of `batch`, the data set's columns of the global batch."""
+        if self.is_skipped:
+            return self
+        own = _rows(batch, self.samples.tensor("index"))
+        return Share(own.plus(**self.samples), self.steps, self.is_skipped)
+
+    def packed(self) -> tuple[bytes, list[bytes], bool]:
+        """The share as bytes."""
+        return self.samples.to_bytes(), [step.to_bytes() for step in self.steps], self.is_skipped
+
+    @staticmethod
+    def of(packed: tuple[bytes, list[bytes], bool]) -> Share:
+        """The inverse of `packed`."""
+        samples, steps, is_skipped = packed
+        return Share(Rollouts.from_bytes(samples), tuple(map(Rollouts.from_bytes, steps)), is_skipped)
+
+
+def shares_of_samples(plan: ExecutionPlan, call: Call, samples: Rollouts) -> list[Share]:
+    """The share of every replica of a call that does not train, in the order of the replicas: prompts in turn, samples
+    with responses so that the tokens are balanced.
+
+    Args:
+        samples: the global batch with the columns that the call reads.
+    """
+    dp = plan[call.name].strategy.dp
+    read = samples.only(("index", *call.inputs))
+    if call.kind is CallKind.GENERATE:
+        positions = [list(range(first, len(samples), dp)) for first in range(dp)]
+    else:
+        positions = balance(as_responses(call, samples).lengths.tolist(), dp)
+    return [Share(read.select(own)) for own in positions]
+
+
+def shares_of_training(
+    plan: ExecutionPlan, call: Call, algorithm: Algorithm, prepared: Rollouts, step: int
+) -> list[Share]:
+    """The share of every replica of a call that trains. The tokens of every mini-batch are balanced over the replicas.
+
+    Args:
+        prepared: the global batch after `Algorithm.prepare`.
+        step: the number of the iteration.
+    """
+    dp, made = plan[call.name].strategy.dp, {column for other in plan.graph.calls for column in other.outputs}
+    steps: list[list[Rollouts]] = [[] for _ in range(dp)]
+    for batch in algorithm.mini_batches(prepared, step):
+        added = ("index", *(name for name in batch if name not in prepared))
+        for replica, own in enumerate(balance(batch.lengths.tolist(), dp)):
+            steps[replica].append(batch.only(added).select(own))
+    # without the outputs of other calls that this call does not read
+    read = prepared.only(n for n in prepared if n in (*call.inputs, "index") or n not in made)
+    shares = []
+    for own_steps in steps:
+        index = torch.cat([own.tensor("index") for own in own_steps]).unique() if own_steps else torch.zeros(0).long()
+        shares.append(Share(_rows(read, index), tuple(own_steps)))
+    return shares
+
+
+def as_responses(call: Call, samples: Rollouts) -> Rollouts:
+    """The samples with the call's first two input columns renamed to `prompts` and `responses`."""
+    prompts, responses = call.inputs[:2]
+    if (prompts, responses) == ("prompts", "responses"):
+        return samples
+    return samples.plus(prompts=samples[prompts], responses=samples[responses])
+
+
+def _rows(samples: Rollouts, index: torch.Tensor) -> Rollouts:
+    """The samples with these `index` values, in this order."""
+    ascending, order = samples.tensor("index").sort()
+    return samples.select(order[torch.searchsorted(ascending, index)])
