@@ -16,6 +16,8 @@ from trl_realloc.runtime.failures.watchdog_client import WatchdogClient
 
 
 def main() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, where the tests were started in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     store = torch.distributed.FileStore(place, size)
     watchdog = WatchdogClient(rank, size, store, 5.0)
