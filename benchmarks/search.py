@@ -21,6 +21,7 @@ from rich.table import Table
 from trl_realloc.plan.dataflow import Role, ppo_graph
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.device_memory import DeviceMemory
 from trl_realloc.planner.hardware import AnalyticRates, parse_cluster
 from trl_realloc.planner.workload import Workload
 
@@ -36,7 +37,7 @@ def measure(actor: int, critic: int, nodes: int, time_limit_s: float) -> dict[st
     models = {name: [spec_of(settings, *size)] for name, size in sizes.items()}
     lengths = tuple(range(32, 1025, 32))
     workload = Workload(64 * nodes, 512, lengths, mini_batches=4, epochs=1, recompute=True)
-    pricing = Pricing(cluster, workload, AnalyticRates(device), memory=device.memory)
+    pricing = Pricing(cluster, workload, AnalyticRates(device), memory=DeviceMemory(device.memory))
     begun = time.perf_counter()
     chosen = choose(models, pricing, time_limit_s=time_limit_s)
     seconds = time.perf_counter() - begun

@@ -10,6 +10,7 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import DataflowGraph, Role, ppo_graph
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.device_memory import DeviceMemory
 from trl_realloc.planner.hardware import DEVICES, AnalyticRates
 from trl_realloc.planner.workload import Workload
 
@@ -53,4 +54,4 @@ def pricing(nodes: int = 1, per_node: int = 8, workload: Workload | None = None,
     h100 = DEVICES["h100"]
     rates = AnalyticRates(h100).changed(**device)
     cluster = Cluster(nodes, per_node, h100.memory / 1e9)
-    return Pricing(cluster, workload or work(), rates, memory=h100.memory)
+    return Pricing(cluster, workload or work(), rates, memory=DeviceMemory(h100.memory))

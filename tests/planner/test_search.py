@@ -120,7 +120,7 @@ def test_a_choice_that_another_beats_in_everything_is_left_out() -> None:
 def test_a_plan_that_would_not_fit_is_never_proposed() -> None:
     prices = pricing(1)
     chosen = choose(specs(7, 7), prices)
-    assert chosen.best.estimate.memory <= prices.memory
+    assert chosen.best.estimate.memory <= prices.memory.usable
     assert chosen.best.fits
     assert all(each.plan is None or each.plan.fits for each in chosen.alternatives)
     flat = next(each for each in chosen.alternatives if each.name.startswith("flatten"))

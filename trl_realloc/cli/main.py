@@ -29,11 +29,12 @@ from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
 from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
+from ..planner.device_memory import gpu_memory
 from ..planner.hardware import AnalyticRates, parse_cluster
 from ..planner.measured_rates import MeasuredRates
 from ..planner.profile import Profile, model_key
 from ..planner.recipe import Recipe, is_plan, read_recipe
-from ..planner.show import alternatives_table, draw_estimate, explained, plan_cost_table
+from ..planner.show import alternatives_table, draw_estimate, explained, memory_table, plan_cost_table
 from ..realloc.memory import MOMENTS
 from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
 
@@ -180,8 +181,9 @@ def _choose(
 ) -> Decision:
     if cluster is not None:
         machine, device = parse_cluster(cluster)
-        workload, share = recipe.workload(machine), recipe.settings["vllm_gpu_memory_utilization"]
-        pricing = Pricing(machine, workload, AnalyticRates(device), memory=device.memory, vllm_share=share)
+        share, headroom = (recipe.settings[key] for key in ("vllm_gpu_memory_utilization", "memory_headroom"))
+        memory, rates = gpu_memory(device.memory, headroom), AnalyticRates(device)
+        pricing = Pricing(machine, recipe.workload(machine), rates, memory=memory, vllm_share=share)
         specs = recipe.specs()
     else:
         if measured is None:
@@ -224,6 +226,8 @@ def _show_choice(chosen: Decision, calls: Sequence[str], output: Path) -> None:
     )
     console.print(f"{chosen.summary[0].upper()}{chosen.summary[1:]}.")
     console.print(plan_cost_table(chosen.best))
+    if chosen.best.space.pricing.memory is not None:
+        console.print(memory_table(chosen.best))
     if chosen.alternatives:
         console.print(alternatives_table(chosen))
     for call in calls:

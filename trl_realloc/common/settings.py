@@ -128,6 +128,7 @@ SETTINGS: Mapping[str, Setting] = {
     "lam": _number(least=0, most=1),
     "generation_engine": _one_of("vllm", "transformers", optional=True),
     "vllm_gpu_memory_utilization": _number(above=0, most=1),
+    "memory_headroom": _number(least=0, most=0.9),
     "heartbeat_timeout": _number(least=5, optional=True),
 }
 

@@ -199,9 +199,14 @@ def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan 
 
 
 def _too_large(plan: PricedPlan) -> str:
-    memory = plan.space.pricing.memory or 0.0
-    needed = plan.estimate.memory / 1e9
-    return f"device {plan.estimate.fullest} would hold {needed:.1f} GB, and has {memory / 1e9:.0f} GB"
+    memory, estimate = plan.space.pricing.memory, plan.estimate
+    usable = memory.usable if memory else 0.0
+    largest = sorted(estimate.holds, key=lambda name: -estimate.holds[name])[:3]
+    parts = ", ".join(f"{name} {estimate.holds[name] / 1e9:.1f}" for name in largest)
+    return (
+        f"device {estimate.fullest} would hold {estimate.memory / 1e9:.1f} GB ({parts}), and has {usable / 1e9:.0f} GB "
+        f"for a plan"
+    )
 
 
 def smallest_cluster(

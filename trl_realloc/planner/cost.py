@@ -16,6 +16,7 @@ from ..plan.dataflow import Call, CallKind
 from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, state_bytes
 from ..realloc.schedule import TransferSchedule
+from .device_memory import DeviceMemory
 from .hardware import Link, Rates
 from .workload import Workload
 
@@ -67,7 +68,7 @@ class Pricing:
     """The cost model of a job: cluster, workload, unit costs and memory.
 
     Args:
-        memory: bytes of a device. `None` if unknown; then no plan is refused for its memory.
+        memory: of a device. `None` if unknown; then no plan is refused for its memory.
         vllm_share: fraction of a device's memory that a vLLM engine reserves.
         moments: bytes of optimizer state for each trained element, without the float32 master weight.
         default_cap: largest number of tokens of one forward if the plan has no `micro_batch_tokens`. `None`: no cap.
@@ -76,7 +77,7 @@ class Pricing:
     cluster: Cluster
     workload: Workload
     rates: Rates
-    memory: float | None = None
+    memory: DeviceMemory | None = None
     vllm_share: float = 0.3
     moments: int = MOMENTS
     default_cap: int | None = None
@@ -269,7 +270,7 @@ class Pricing:
             return slots, weights, slots * cache
         if self.memory is None:
             return share, weights, share * cache
-        reserved = self.memory * self.vllm_share
+        reserved = self.memory.total * self.vllm_share
         slots = int((reserved - weights) / cache) if cache else share
         # If the weights leave no room for a sample in the reserved memory, the weights and the cache of one sample are
         # counted instead, so that the memory check can refuse the plan.

@@ -27,12 +27,15 @@ class Estimate:
         moves: seconds of each reallocation, by the call that receives the parameters.
         memory: bytes that the fullest device holds.
         fullest: the number of that device.
+        holds: the parts of `memory`: of each call what it holds during the whole iteration, and, each under its name,
+            what the call with the most adds while it runs, the processes' contexts and the communicators.
     """
 
     seconds: float
     moves: Mapping[str, float]
     memory: float
     fullest: int
+    holds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class PricedPlan:
 
     @property
     def fits(self) -> bool:
-        limit = self.space.pricing.memory
-        return limit is None or self.estimate.memory <= limit
+        memory = self.space.pricing.memory
+        return memory is None or self.estimate.memory <= memory.usable
 
     @property
     def timeline(self) -> Timeline:
@@ -133,9 +136,9 @@ class Problem:
         """What the search minimises: seconds, or for a plan that does not fit in memory 1e9 times the share by which it
         exceeds the memory, which is more than any plan that fits."""
         estimate = self.estimate(state)
-        limit = self.space.pricing.memory
-        if limit is not None and estimate.memory > limit:
-            return 1e9 * estimate.memory / limit
+        memory = self.space.pricing.memory
+        if memory is not None and estimate.memory > memory.usable:
+            return 1e9 * estimate.memory / memory.usable
         return estimate.seconds
 
     def _move(self, state: State, source: int, target: int, exact: bool) -> float:
@@ -190,15 +193,60 @@ class Problem:
         """
         most, fullest = 0.0, 0
         for device in {candidate.assignment.mesh.first for candidate in state}:
-            static = transient = 0.0
+            static, transient = self._overhead(state, stays, device), 0.0
             for at, candidate in enumerate(state):
                 if device in candidate.assignment.mesh:
-                    shares = at in stays and candidate.assignment.engine != "vllm"  # computes on the trained parameters
-                    static += 0.0 if shares else candidate.cost.static
+                    static += 0.0 if self._shares(at, candidate, stays) else candidate.cost.static
                     transient = max(transient, candidate.cost.transient)
             if static + transient > most:
                 most, fullest = static + transient, device
         return most, fullest
+
+    def _shares(self, at: int, candidate: Candidate, stays: set[int]) -> bool:
+        """Whether a call computes on the parameters that its role's training holds."""
+        return at in stays and candidate.assignment.engine != "vllm"
+
+    def _overhead(self, state: State, stays: set[int], device: int) -> float:
+        """Bytes of a device's contexts and communicators."""
+        memory = self.space.pricing.memory
+        if memory is None or not (memory.context or memory.communicator):
+            return 0.0
+        return memory.context * self._processes(state, device) + memory.communicator * self._communicators(
+            state, stays, device
+        )
+
+    def _processes(self, state: State, device: int) -> int:
+        """The number of processes on a device: a vLLM engine is one of its own."""
+        return 1 + sum(c.assignment.engine == "vllm" and device in c.assignment.mesh for c in state)
+
+    def holds(self, state: State, stays: set[int], device: int) -> dict[str, float]:
+        """Bytes that a device holds, by what holds them (`Estimate.holds`)."""
+        on_device = [(at, c) for at, c in enumerate(state) if device in c.assignment.mesh]
+        holds = {self.names[at]: c.cost.static for at, c in on_device if not self._shares(at, c, stays)}
+        at, most = max(on_device, key=lambda item: item[1].cost.transient)
+        holds[f"while {self.names[at]} runs"] = most.cost.transient
+        memory = self.space.pricing.memory
+        if memory is not None:
+            holds["contexts"] = memory.context * self._processes(state, device)
+            holds["communicators"] = memory.communicator * self._communicators(state, stays, device)
+        return {name: size for name, size in holds.items() if size}
+
+    def _communicators(self, state: State, stays: set[int], device: int) -> int:
+        """The number of NCCL communicators that a device is in, as `runtime.process_groups` makes them."""
+        groups: set[object] = set()
+        for candidate in state:
+            mesh, strategy = candidate.assignment.mesh, candidate.assignment.strategy
+            if device not in mesh or mesh.size == 1:
+                continue
+            groups.add(mesh)
+            if candidate.assignment.engine == "megatron":
+                degrees = {"dp": strategy.dp, "tp": strategy.tp, "pp": strategy.pp, "ends": strategy.pp}
+                groups |= {(kind, mesh, strategy.tp, strategy.pp) for kind, size in degrees.items() if size > 1}
+        for source, target in self._edges:
+            meshes = state[source].assignment.mesh, state[target].assignment.mesh
+            if target not in stays and any(device in mesh for mesh in meshes):
+                groups.add(("reallocation", target))
+        return len(groups)
 
     def priced_plan(self, state: State, name: str, *, exact: bool = True) -> PricedPlan:
         """The state with its estimate. `drop` is removed from calls that run in their role's training layout.
@@ -212,6 +260,10 @@ class Problem:
                 kept = self._priced(self.names[target], replace(assignment, drop=False))
                 state = (*state[:target], kept, *state[target + 1 :])
         estimate = self.estimate(state, exact_moves=exact)
+        stays = {
+            target for source, target in self._edges if in_place(state[source].assignment, state[target].assignment)
+        }
+        estimate = replace(estimate, holds=self.holds(state, stays, estimate.fullest))
         return PricedPlan(name, self.space, dict(zip(self.names, state, strict=True)), estimate)
 
     def state_of(self, assignments: Mapping[str, Assignment]) -> State:

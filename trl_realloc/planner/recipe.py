@@ -14,6 +14,7 @@ from ..common.settings import SETTINGS, number_of_text, read_settings
 from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, Role, ppo_graph
 from ..plan.model_spec import Head, ModelSpec
+from .device_memory import HEADROOM
 from .workload import Workload
 
 
@@ -28,6 +29,7 @@ DEFAULTS: Mapping[str, Any] = {
     "gradient_checkpointing": True,
     "generation_engine": "vllm",
     "vllm_gpu_memory_utilization": 0.3,
+    "memory_headroom": HEADROOM,
     "bf16": True,
     "fp16": False,
 }

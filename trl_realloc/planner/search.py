@@ -68,12 +68,13 @@ def search(
     else:
         climb.run(starts)
     best = sorted(climb.seen.items(), key=lambda item: item[1][0])[:keep]
-    limit = problem.space.pricing.memory
+    memory = problem.space.pricing.memory
+    limit = memory.usable if memory else None
     if limit is not None and best[0][1][0] >= 1e9:
         needed = best[0][1][0] / 1e9 * limit
         raise PlanError(
             f"the models fit on no plan of {problem.space.cluster}: the smallest found takes {needed / 1e9:.1f} GB of "
-            f"a device, and a device has {limit / 1e9:.0f} GB."
+            f"a device, and a device has {limit / 1e9:.0f} GB for a plan."
         )
     fitting = [value for _, value in best if limit is None or value[0] < 1e9]
     return SearchResult(
@@ -216,10 +217,10 @@ class _Climb:
 
     def _fastest_that_fits(self, state: list[Candidate], at: int, candidates: Sequence[Candidate]) -> Candidate:
         """The first candidate of a call that fits in memory; where none does, the one that holds least."""
-        limit = self.problem.space.pricing.memory
+        memory = self.problem.space.pricing.memory
         for candidate in candidates:
             changed = (*state[:at], candidate, *state[at + 1 :])
-            if limit is None or self.problem.memory(changed, set())[0] <= limit:
+            if memory is None or self.problem.memory(changed, set())[0] <= memory.usable:
                 return candidate
         return min(candidates, key=lambda c: c.cost.static)
 

@@ -28,6 +28,20 @@ def plan_cost_table(plan: PricedPlan) -> Table:
     return table
 
 
+def memory_table(plan: PricedPlan) -> Table:
+    """What the fullest device holds, the largest part first, and what is left of its memory."""
+    title = f"memory of device {plan.estimate.fullest}, the fullest"
+    table = Table("part", "GB", title=title, title_justify="left")
+    for name, size in sorted(plan.estimate.holds.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{size / 1e9:.2f}")
+    memory = plan.space.pricing.memory
+    if memory is not None:
+        table.add_section()
+        free = memory.total - plan.estimate.memory
+        table.add_row(f"free ({memory.headroom:.0%} of {memory.total / 1e9:.0f} GB at least)", f"{free / 1e9:.2f}")
+    return table
+
+
 def alternatives_table(decision: Decision) -> Table:
     """A row for each plan that was not chosen, with the reason."""
     table = Table("instead", "time", "why not", title="alternatives", title_justify="left")

@@ -88,16 +88,16 @@ class Space:
                 by_size[mesh.size] = undominated(self._fitting(priced))
             candidates += [Candidate(replace(c.assignment, mesh=mesh), c.cost) for c in by_size[mesh.size]]
         if not candidates:
-            memory = (self.pricing.memory or 0.0) / 1e9
+            usable = self.pricing.memory.usable if self.pricing.memory else 0.0
             raise PlanError(
                 f"{call.name} fits on no mesh of {self.cluster}: it takes {least / 1e9:.1f} GB of a device at least, "
-                f"and a device has {memory:.0f} GB."
+                f"and a device has {usable / 1e9:.0f} GB for a plan."
             )
         return sorted(candidates, key=lambda candidate: candidate.seconds)
 
     def _fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         memory = self.pricing.memory
-        return [c for c in candidates if memory is None or c.cost.static + c.cost.transient <= memory]
+        return [c for c in candidates if memory is None or c.cost.static + c.cost.transient <= memory.usable]
 
     def _assignments(self, call: Call, mesh: DeviceMesh) -> Iterator[Assignment]:
         for engine in self.engines:

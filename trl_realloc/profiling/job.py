@@ -12,6 +12,7 @@ import torch
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
 from ..planner.cost import Pricing
+from ..planner.device_memory import HEADROOM, DeviceMemory, gpu_memory
 from ..planner.measured_rates import MeasuredRates
 from ..planner.profile import Profile
 from ..planner.workload import Workload
@@ -27,6 +28,7 @@ class Job:
     Args:
         engine: name of the engine that generates.
         vllm_share: share of a GPU's memory that a vLLM engine takes.
+        headroom: share of a device's memory that a plan leaves free.
     """
 
     cluster: Cluster
@@ -36,6 +38,7 @@ class Job:
     options: EngineOptions
     workload: Workload
     vllm_share: float = 0.3
+    headroom: float = HEADROOM
 
     def pricing(self, profile: Profile, workload: Workload | None = None) -> Pricing:
         """The cost model of this job on the measured machine; a device's memory is that of this rank's.
@@ -45,9 +48,10 @@ class Job:
         """
         device = self.options.device
         on_gpu = device.type == "cuda"
-        memory = float(torch.cuda.get_device_properties(device).total_memory) * 0.95 if on_gpu else None
+        total = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None
         if self.cluster.memory_gb is not None:
-            memory = self.cluster.memory_gb * 1e9
+            total = self.cluster.memory_gb * 1e9
+        memory = None if total is None else gpu_memory(total, self.headroom) if on_gpu else DeviceMemory(total)
         return Pricing(
             self.cluster,
             workload or self.workload,

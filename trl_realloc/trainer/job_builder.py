@@ -55,7 +55,8 @@ def make_job(
         train_tokens=args.per_device_train_batch_size * context_length,
     )
     options = engine_options(args, plugin, context_length=context_length, pad_token_id=pad_token_id)
-    return Job(cluster, rank, generation_engine, models, options, workload, args.vllm_gpu_memory_utilization)
+    share, headroom = args.vllm_gpu_memory_utilization, args.memory_headroom
+    return Job(cluster, rank, generation_engine, models, options, workload, share, headroom)
 
 
 def engine_options(

@@ -120,6 +120,9 @@ class PPOConfig(ConfigBase):
             docs/differences.md.
         vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
             Share of a GPU's memory that a vLLM engine takes beside training.
+        memory_headroom (`float`, *optional*, defaults to `0.1`):
+            Share of a GPU's memory that a plan of `plan: auto` leaves free: for fragments of the allocator, and for
+            what the estimate of a plan's memory does not count.
         skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
             Leave out an update whose samples, losses or gradients are not finite, and count it in
             `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
@@ -257,6 +260,10 @@ class PPOConfig(ConfigBase):
     vllm_gpu_memory_utilization: float = field(
         default=0.3,
         metadata={"help": "Share of a GPU's memory that a vLLM engine takes beside training."},
+    )
+    memory_headroom: float = field(
+        default=0.1,
+        metadata={"help": "Share of a GPU's memory that a plan of `plan: auto` leaves free."},
     )
     skip_nonfinite_updates: bool = field(
         default=False,

@@ -1,0 +1,38 @@
+"""What a plan leaves of a device's memory to what is not parameters and activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from llamas import pricing, specs
+
+from trl_realloc.planner.choose import choose
+from trl_realloc.planner.device_memory import CONTEXT, DeviceMemory, gpu_memory
+from trl_realloc.planner.show import memory_table
+
+
+def test_a_plan_for_gpus_leaves_the_headroom_and_counts_contexts_and_communicators() -> None:
+    bare = pricing(1)
+    total = bare.memory.total
+    full = choose(specs(7, 7), bare).best.estimate
+    chosen = choose(specs(7, 7), replace(bare, memory=gpu_memory(total))).best
+    estimate = chosen.estimate
+    assert full.memory > 0.9 * total, "without a headroom these models fill the devices"
+    assert estimate.memory <= 0.9 * total
+    assert estimate.holds["contexts"] >= 2 * CONTEXT, "the trainer's process and the generation engine's"
+    assert estimate.holds["communicators"] > 0
+    assert sum(estimate.holds.values()) == pytest.approx(estimate.memory)
+
+
+def test_the_parts_of_the_fullest_device_are_shown_with_what_is_free() -> None:
+    chosen = choose(specs(7, 7), replace(pricing(1), memory=gpu_memory(80e9, 0.2))).best
+    table = memory_table(chosen)
+    parts = list(table.columns[0].cells)
+    assert {"actor.train", "contexts", "communicators", "free (20% of 80 GB at least)"} <= set(parts)
+    sizes = [float(text) for text in table.columns[1].cells]
+    assert sum(sizes) == pytest.approx(80, abs=0.1) and sizes[:-1] == sorted(sizes[:-1], reverse=True)
+
+
+def test_usable_is_what_the_headroom_leaves() -> None:
+    assert DeviceMemory(80e9, 0.25).usable == 60e9

@@ -1,0 +1,44 @@
+"""What of a device's memory is not parameters, activations or caches: the processes' contexts, the communicators, and a
+share that is left free.
+
+The numbers of bytes are assumptions for NVIDIA GPUs, not measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device.
+
+    Args:
+        total: bytes.
+        headroom: share of `total` that a plan leaves free, for fragments of the allocator and for what the estimate
+            does not count. 0 or more and below 1.
+        context: bytes of one process's CUDA context, with the kernels and workspaces of its libraries.
+        communicator: bytes of the buffers of one NCCL communicator.
+    """
+
+    total: float
+    headroom: float = 0.0
+    context: float = 0.0
+    communicator: float = 0.0
+
+    @property
+    def usable(self) -> float:
+        """Bytes that a plan may take, contexts and communicators included."""
+        return self.total * (1 - self.headroom)
+
+
+# NVIDIA's driver takes 0.3 to 0.5 GB of a data-centre GPU for a process; kernels and cuBLAS's workspace add as much.
+CONTEXT = 0.8e9
+# By NCCL's default buffers: 4 MiB for each of some 16 to 32 channels and each of the neighbours in a ring or a tree.
+COMMUNICATOR = 0.2e9
+HEADROOM = 0.1
+
+
+def gpu_memory(total: float, headroom: float = HEADROOM) -> DeviceMemory:
+    """The memory of a GPU with so many bytes."""
+    return DeviceMemory(total, headroom, CONTEXT, COMMUNICATOR)
