@@ -21,9 +21,10 @@ class Forced:
         self.plan, self.updates = ExecutionPlan.from_dict(plan), 0
 
     def note(self, lengths: Sequence[int]) -> None:
-        self.updates += 1
+        pass
 
     def better(self, updates_left: int, move_seconds: float) -> JobPlan | None:
+        self.updates += 1
         return JobPlan(self.plan) if self.updates == 2 else None
 
 
