@@ -14,6 +14,7 @@ from peft import LoraConfig
 
 from trl_realloc import PPOTrainer
 from trl_realloc.engines.training.tensor_parallel import box_of, local
+from trl_realloc.engines.weight_source import fill
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.runtime.replica_check import ReplicaError, check_replicas
 
@@ -26,6 +27,7 @@ def main() -> None:
         made = trainer(folder, case)
         rank = made.accelerator.process_index
         models = made.policy_model, made.setup.roles[Role.CRITIC].load[0]()
+        fill(models[1], torch.device("cpu"))  # by path: its parameters are read by its engine
         expected = [{n: p.detach().clone() for n, p in model.named_parameters()} for model in models]
         made.placement.start()
         dist.broadcast_object_list(expected, 0)

@@ -1,6 +1,6 @@
-"""Loads and prepares the roles' models: from a loaded model or from a name or path, without weights, with adapters,
-frozen.
+"""Makes the roles' models: from a loaded model or from a name or path, without weights, with adapters, frozen.
 
+A model given by name or path is on the meta device and is read by its engine (`checkpoint_files`, `weight_source`).
 Which rank loads which model is decided in `runtime/engine_builder`; making the ranks' copies equal is in
 `training/replica_sync`.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,7 +19,9 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from .checkpoint_files import open_model
 from .training.zero_init import created_whole
+from .weight_source import Uninitialized, forget_stand_ins, set_source, stand_in
 
 
 class ModelError(ValueError):
@@ -76,22 +79,30 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def load_policy(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
-    """A causal language model. From a name or path it is loaded in float32 if it is trained (mixed precision uses
-    autocast), and in the checkpoint's dtype otherwise."""
-    if not isinstance(model, str):
-        return model
-    with created_whole():
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32 if trained else "auto")
+def load_policy(model: PreTrainedModel | str, trained: bool, *, in_parts: bool = True) -> PreTrainedModel:
+    """A causal language model. From a name or path it is in float32 if it is trained (mixed precision uses autocast),
+    and in the checkpoint's dtype otherwise.
+
+    Args:
+        in_parts: from a name or path, on the meta device; its engine reads the parts that its rank needs. A checkpoint
+            that cannot be read in parts is loaded whole.
+    """
+    return _load(AutoModelForCausalLM, model, trained, in_parts)
 
 
-def load_classifier(model: PreTrainedModel | str, trained: bool) -> PreTrainedModel:
+def load_classifier(model: PreTrainedModel | str, trained: bool, *, in_parts: bool = True) -> PreTrainedModel:
     """A sequence classifier with one output, loaded as `load_policy` loads."""
+    return _load(AutoModelForSequenceClassification, model, trained, in_parts, num_labels=1)
+
+
+def _load(kind: Any, model: PreTrainedModel | str, trained: bool, in_parts: bool, **kwargs: Any) -> PreTrainedModel:
     if not isinstance(model, str):
         return model
-    dtype = torch.float32 if trained else "auto"
+    kwargs["dtype"] = torch.float32 if trained else "auto"
     with created_whole():
-        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype)
+        opened = open_model(kind, model, **kwargs) if in_parts else None
+        loaded: PreTrainedModel = kind.from_pretrained(model, **kwargs) if opened is None else opened
+    return loaded
 
 
 def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
@@ -105,7 +116,7 @@ def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
 
 
 def blank(config: Any, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> PreTrainedModel:
-    """A model with uninitialized parameters and initialized buffers.
+    """A model with initialized buffers, whose parameters get uninitialized memory from their engine.
 
     Args:
         dtypes: of the parameters by name; parameters without an entry get the first one.
@@ -116,9 +127,11 @@ def blank(config: Any, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> Pr
     usual = next(iter(dtypes.values()))
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        memory = torch.empty(parameter.shape, dtype=dtypes.get(name, usual))
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(memory, parameter.requires_grad))
+        empty = torch.empty_like(parameter, dtype=dtypes.get(name, usual))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, parameter.requires_grad))
     model.tie_weights()
+    names = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
+    set_source(model, Uninitialized(names))
     return model
 
 
@@ -168,10 +181,33 @@ def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None)
                 "model is a PeftModel and a peft_config is given too; merge and unload its adapter first, or leave "
                 "peft_config out to train the adapter it has."
             )
+        stand_in(model)
         model = get_peft_model(model, peft_config)
+        forget_stand_ins(model)
     if adapter is not None:
         model.set_adapter(adapter)
     return model
+
+
+# Settings of a `LoraConfig` with which adapters are created without reading the weights that they adapt.
+_WITHOUT_WEIGHTS = frozenset(
+    {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"}
+    | {"inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"}
+    | {"modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type"}
+    | {"use_rslora"}
+)
+
+
+def adapts_unread(peft_config: Any) -> bool:
+    """Whether the adapters can be created before the weights that they adapt are read: LoRA whose matrices are not
+    computed from the weights, with settings that are known here."""
+    is_lora = str(getattr(peft_config, "peft_type", "")).rpartition(".")[2] == "LORA"
+    if not is_lora or not dataclasses.is_dataclass(peft_config):
+        return False
+    make_default: Any = type(peft_config)
+    default, settings = make_default(), [setting.name for setting in dataclasses.fields(peft_config)]
+    changed = {name for name in settings if getattr(peft_config, name) != getattr(default, name)}
+    return changed <= _WITHOUT_WEIGHTS and getattr(peft_config, "init_lora_weights", None) in (True, False, "gaussian")
 
 
 def check_trains(model: nn.Module, argument: str) -> None:

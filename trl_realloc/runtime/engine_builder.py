@@ -228,7 +228,8 @@ class EngineBuilder:
         if self.rank == source == target:
             copy_tensors(trained, copied, adapted=adapted)
         elif self.rank in (source, target):
-            follow(trained if self.rank == source else copied, source, target, self.rank, control, adapted=adapted)
+            model, role = trained if self.rank == source else copied, str(self.placement.role_of(call))
+            follow(model, source, target, self.rank, control, role, adapted=adapted)
         self._equalize(call, copied)
 
     # --- reallocations ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 from ..algorithms.rewards import Rewards, read_rewards
 from ..engines.models import (
     adapters_off,
+    adapts_unread,
     check_trains,
     frozen_copy,
     has_adapters,
@@ -68,8 +69,8 @@ def build_roles(
         configs: from `role_configs`.
 
     Returns:
-        The policy as this rank loaded it, or its structure without weights on a rank that has no part of it; and the
-        roles.
+        The policy: the loaded model, or a model whose weights its engine reads, or the structure alone on a rank that
+        has no part of it; and the roles.
 
     Raises:
         ConfigError: `ref_adapter_name` under a plan that gives the reference parameters of its own.
@@ -107,8 +108,10 @@ def _policy_and_reference(
     without its adapters is the reference."""
     model, peft_config = inputs.model, inputs.peft_config
     has_policy = has_part(plan, Role.ACTOR, rank, peft_config is not None or has_adapters(model))
+    in_parts = peft_config is None or adapts_unread(peft_config)
     with seeded(args.seed):
-        policy = load_policy(model, trained=True) if has_policy or not isinstance(model, str) else shell(config)
+        is_used = has_policy or not isinstance(model, str)
+        policy = load_policy(model, trained=True, in_parts=in_parts) if is_used else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
     reference = _reference_loader(args, plan, inputs, policy, adapted)
     if has_policy:

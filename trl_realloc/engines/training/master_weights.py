@@ -9,7 +9,7 @@ and the parameter is the rounded master weight. A float32 parameter is its own m
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,10 +140,15 @@ class NamedOptimizer:
     state: Mapping[str, Mapping[str, Any]]
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
-        """Remove the parameters and the state from the optimizer."""
+    def of(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> NamedOptimizer:
+        """Make the optimizer of a full model, which may be on the meta device, and remove the parameters and the state
+        from it."""
+        optimizer = make(model)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         state = {names[p]: values for p, values in optimizer.state.items()}
+        if any(p.is_meta for p in optimizer.state):  # its state is on the meta device too
+            (example,) = make(nn.Linear(1, 1, bias=False)).state.values()
+            state = {names[p]: _repeated(example, p.shape) for p in optimizer.state}
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
         optimizer.state.clear()
         for group in optimizer.param_groups:
@@ -301,6 +306,12 @@ class SplitMasters:
 
 def _master_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if is_low(parameter) else parameter.dtype
+
+
+def _repeated(example: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+    """The state that an optimizer's constructor makes for a parameter of a shape, from that for one element, whose
+    memory it shares."""
+    return {key: v.reshape(()).expand(shape) if torch.is_tensor(v) and v.dim() else v for key, v in example.items()}
 
 
 def _owners(sizes: Sequence[int], ranks: int) -> list[int]:

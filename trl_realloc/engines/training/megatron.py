@@ -23,6 +23,7 @@ from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
+from ..weight_source import fill, source_of
 from .master_weights import NamedOptimizer, SplitMasters
 from .nonfinite_guard import guarded, refusal
 from .packed_attention import base_of
@@ -43,7 +44,8 @@ class MegatronEngine:
     stages) get the same samples and return the same results.
 
     Args:
-        head: the role's full model, in its head; reduced here to this rank's part.
+        head: the role's full model, in its head; reduced here to this rank's part. Of a model on the meta device only
+            that part is read.
         groups: the process groups of the mesh.
         device: of the model.
         shard_optimizer: shard the optimizer state over the data-parallel group (ZeRO stage 1).
@@ -85,15 +87,18 @@ class MegatronEngine:
         self._tied = next((name for name, p in model.named_parameters() if p is tied), None)
         # made before the model is split: a user's optimizer has the full model's parameters, and a stage in which no
         # parameter is trained has none to make an optimizer of
-        optimizer = NamedOptimizer.of(make_optimizer(model), model) if make_optimizer is not None else None
+        optimizer = NamedOptimizer.of(make_optimizer, model) if make_optimizer is not None else None
         if groups.pp.size > 1:
             keep_stage(model, groups.pp.index, groups.pp.size)
-        head.to(device)
+        if source_of(model) is None:
+            head.to(device)
         partial_gradients: frozenset[str] = frozenset()
         if groups.tp.size > 1:
             partial_gradients = split_tensors(model, groups.tp)
             if isinstance(head, PolicyHead):
                 head.token_logprobs = self._split_logprobs
+        fill(model, device)
+        head.to(device)
         self.pipeline: Pipeline | None = None
         if groups.pp.size > 1:
             self.pipeline = Pipeline(head, groups.pp, device, base_of(model).config.hidden_size)

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...common.notices import notice
+from .probe_model import probe_model
 
 
 @dataclass
@@ -95,8 +96,9 @@ def packs(model: PreTrainedModel) -> bool:
     `PACKED`, which is plain sdpa for every other caller.
 
     No flag of Transformers tells this. A recurrent layer, a custom attention or learned absolute positions would mix or
-    misplace samples, so the model is run on five tokens. Windows and chunks that its attention layers do not know would
-    be lost, so the masks that it asks for are compared with the layers' windows.
+    misplace samples, so the model, or a `probe_model` if its weights are not read yet, is run on five tokens. Windows
+    and chunks that its attention layers do not know would be lost, so the masks that it asks for are compared with the
+    layers' windows.
 
     The answer is kept in `model.packs_rows`. A model whose weights are filled later gets it from the model whose
     weights it will have.
@@ -120,6 +122,7 @@ def _packs(model: PreTrainedModel) -> bool:
     implementation = getattr(backbone.config, "_attn_implementation", None)
     if implementation not in ("sdpa", PACKED) or getattr(backbone.config, "is_encoder_decoder", False):
         return False
+    whole, backbone = backbone, probe_model(backbone) if any(p.is_meta for p in backbone.parameters()) else backbone
     device = next(backbone.parameters()).device
     ids = torch.tensor([[1, 2, 3, 1, 2]], device=device) % backbone.config.get_text_config().vocab_size
     was_training = backbone.training
@@ -144,8 +147,7 @@ def _packs(model: PreTrainedModel) -> bool:
     finally:
         _probed.reset(token)
         backbone.train(was_training)
-    if not kept_apart:
-        backbone.set_attn_implementation(implementation)
+    whole.set_attn_implementation(PACKED if kept_apart else implementation)
     return kept_apart
 
 

@@ -21,13 +21,7 @@ from ...plan.model_spec import stage_layers
 from ..mesh_group import MeshGroup
 from .packed_attention import backbone_of, base_of
 from .packed_forward import RoleHead, tied_weight
-
-
-class _Identity(nn.Module):
-    """Replaces a module of another stage; returns its first argument."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden
+from .probe_model import Identity
 
 
 def keep_stage(model: Any, stage: int, stages: int) -> None:
@@ -37,7 +31,7 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
     kept_layers = stage_layers(len(backbone.layers), stages)[stage]
     for at in range(len(backbone.layers)):
         if at not in kept_layers:
-            backbone.layers[at] = _Identity()
+            backbone.layers[at] = Identity()
     first, last = stage == 0, stage == stages - 1
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not first and not (last and tied_weight(model) is not None):
@@ -45,7 +39,7 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
     if not last:
         for name in ("norm", "final_layer_norm"):
             if hasattr(backbone, name):
-                setattr(backbone, name, _Identity())
+                setattr(backbone, name, Identity())
         for module in (head, getattr(base, "score", None)):
             if module is not None:
                 _replace(base, module)
@@ -54,7 +48,7 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
 def _replace(model: nn.Module, module: nn.Module) -> None:
     name = next(name for name, other in model.named_modules() if other is module)
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, _Identity())
+    setattr(model.get_submodule(parent), leaf, Identity())
 
 
 class Pipeline:

@@ -1,6 +1,7 @@
 """Makes the copies of a role's model equal before training: copies parameters and persistent buffers from one rank.
 
-Only tensors whose digests differ are sent. The check that replicas stay equal during training is in
+Only tensors whose digests differ are sent. Parameters that are read later from a checkpoint's files are not sent, but
+the ranks must have the same files. The check that replicas stay equal during training is in
 `runtime/replica_check`.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ..base import EngineError
 from ..buckets import in_buckets
 from ..mesh_group import BUCKET_BYTES, MeshGroup
+from ..weight_source import source_of
 
 
 _ByteRange = tuple[int, int, int]  # number of a tensor, first byte, end
@@ -59,21 +61,26 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
     """Overwrite every rank's model with that of the mesh's first rank, in place. Collective over the mesh.
 
     Args:
-        model: full, on any device; `None` on a rank without one. The first rank has one.
+        model: full, on any device, or to be read from files; `None` on a rank without one. The first rank has one.
         role: for the error message.
 
     Returns:
         The names of the tensors that differed on some rank.
 
     Raises:
-        EngineError: the models have different parameters; on every rank.
+        EngineError: the models have different parameters, or are read from different files; on every rank.
     """
     if group.size == 1:
         return []
     named = model_tensors(model) if model is not None else {}
-    header = _from_first(torch.tensor([len(named), _structure(named)]), group).tolist()
-    differs = model is not None and header != [len(named), _structure(named)]
-    if group.max(int(differs)):
+    local_header = [len(named), _structure(named), fingerprint(model)]
+    header = _from_first(torch.tensor(local_header), group).tolist()
+    differs = 0
+    if model is not None and header != local_header:
+        differs = 2 if header[2] != local_header[2] else 1
+    if (differs := group.max(differs)) == 2:
+        raise EngineError(_other_files(role))
+    if differs:
         raise EngineError(
             f"the {role}'s model has other parameters, shapes or dtypes on one rank than on rank {group.ranks[0]}; "
             f"give every rank the same model."
@@ -101,7 +108,7 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
     return [names[row] for row in rows] if names else []
 
 
-def follow(model: Any, source: int, target: int, rank: int, control: Any, *, adapted: bool = False) -> None:
+def follow(model: Any, source: int, target: int, rank: int, control: Any, role: str, *, adapted: bool = False) -> None:
     """Copy the tensors of the source rank's model to the target rank's, where both have one of the same name and shape.
     Only tensors that differ are sent, from rank to rank over the host. Called by these two ranks alone.
 
@@ -109,22 +116,31 @@ def follow(model: Any, source: int, target: int, rank: int, control: Any, *, ada
         model: this rank's model.
         source, target, rank: global ranks; `rank` is this process.
         control: a gloo group with both ranks.
+        role: for the error message.
         adapted: the source's model has adapters and the target's has none.
+
+    Raises:
+        EngineError: the models are read from different files; on both ranks.
     """
     if rank == target:
         tensors = model_tensors(model)
         described = {name: (tuple(t.shape), t.dtype, int(digest(t.cpu()))) for name, t in tensors.items()}
-        dist.send_object_list([described], source, group=control)
+        dist.send_object_list([described, fingerprint(model)], source, group=control)
         answer: list[Any] = [None]
         dist.recv_object_list(answer, source, group=control)
+        if answer[0] is None:
+            raise EngineError(_other_files(role))
         for name in answer[0]:
             received = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
             for part in _slices(received):
                 dist.recv(part, source, group=control)
             tensors[name].copy_(received)
         return
-    request: list[Any] = [None]
+    request: list[Any] = [None, None]
     dist.recv_object_list(request, target, group=control)
+    if request[1] != fingerprint(model):
+        dist.send_object_list([None], target, group=control)
+        raise EngineError(_other_files(role))
     named = base_names(model) if adapted else model_tensors(model)
     changed = {}
     for name, (shape, dtype, target_digest) in request[0].items():
@@ -139,6 +155,19 @@ def follow(model: Any, source: int, target: int, rank: int, control: Any, *, ada
     for name, dtype in changed.items():
         for part in _slices(named[name].to("cpu", dtype).contiguous()):
             dist.send(part, target, group=control)
+
+
+def fingerprint(model: Any) -> int:
+    """Of the files that the model's parameters will be read from; 0 for a model in memory, and for `None`."""
+    source = source_of(model)
+    return 0 if source is None else source.fingerprint
+
+
+def _other_files(role: str) -> str:
+    return (
+        f"the {role}'s model is not the same on all ranks: they read different files under its name or path, or some "
+        f"were given a loaded model; put the same checkpoint on every host."
+    )
 
 
 def copy_tensors(source: Any, target: Any, *, adapted: bool = False) -> None:

@@ -22,6 +22,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, GROUP, Bucket, Rate
 from ..mesh_group import MeshGroup
+from ..weight_source import fill
 from .master_weights import MasterWeights, in_dtype_of, is_low
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
@@ -36,7 +37,7 @@ class ReplicatedEngine:
     """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods.
 
     Args:
-        head: the role's model, in its head.
+        head: the role's model, in its head. Parameters on the meta device are read onto `device`.
         group: the mesh.
         device: that the model computes on.
         compute_dtype: bfloat16 or float16 for mixed precision (float32 parameters, autocast); `None` to compute in the
@@ -56,6 +57,7 @@ class ReplicatedEngine:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         max_grad_norm: float = 0.0,
     ) -> None:
+        fill(head.model, device)
         self.head, self.group, self.device = head.to(device), group, device
         self.compute_dtype, self.max_grad_norm = compute_dtype, max_grad_norm
         self.optimizer = make_optimizer(head.model) if make_optimizer else None

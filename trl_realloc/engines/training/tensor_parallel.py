@@ -88,14 +88,19 @@ def _prefixed(plan: Mapping[str, str], prefix: str) -> dict[str, str]:
     return {pattern if pattern.startswith(prefix) else prefix + pattern: style for pattern, style in plan.items()}
 
 
+def base_name(name: str) -> str:
+    """The name in the base model of a module or parameter of a model with adapters."""
+    plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+    return re.sub(r"\.modules_to_save\.[^.]+", "", plain)  # a trained copy of the module
+
+
 def _base_name(name: str) -> tuple[str, str]:
     """A module's name in the base model; and `lora_A` or `lora_B` if the module is part of an adapter, else ""."""
-    plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
-    plain = re.sub(r"\.modules_to_save\.[^.]+", "", plain)  # a trained copy of the module
+    plain = base_name(name)
     for adapter in ("lora_A", "lora_B"):
-        base_name, separator, _ = plain.partition(f".{adapter}.")
+        before, separator, _ = plain.partition(f".{adapter}.")
         if separator:
-            return base_name, adapter
+            return before, adapter
     return plain, ""
 
 

@@ -8,7 +8,6 @@ A job has several of these engines on different meshes. Accelerate's DeepSpeed i
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,15 +17,16 @@ from torch import Tensor, nn
 
 from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
-from ...realloc.layout import Box, flat_boxes
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, Rate
 from ..mesh_group import MeshGroup
+from ..weight_source import fill
 from .compiled_ops import clear_stale_locks, compiles, extensions_folder
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
 from .weight_export import buckets, check_state
+from .zero_partition import partition_of, partition_unread
 from .zero_setup import Topology, deepspeed_config, initializing, memory_efficient_linear, parameter_dtype
 
 
@@ -68,12 +68,17 @@ class ZeroEngine:
             head.requires_grad_(False).eval()
         if compiles(settings):
             clear_stale_locks(extensions_folder())
+        topology = Topology(group, alone)
         with initializing(group, device):
+            if stage == 3:
+                partition_unread(head.model, settings, topology, device)
+            else:
+                fill(head.model, device)
             self.engine, *_ = deepspeed.initialize(
                 model=head,
                 optimizer=make_optimizer(head.model) if make_optimizer else None,
                 config=settings,
-                mpu=Topology(group, alone),
+                mpu=topology,
                 dist_init_required=False,
             )
         self.version = 0
@@ -133,16 +138,7 @@ class ZeroEngine:
             return whole_parts(self.head.model)
         named = list(self.head.model.named_parameters())
         trained = [(name, p) for name, p in named if p.requires_grad] or named
-        return {name: self._partition(p) for name, p in trained}
-
-    def _partition(self, parameter: Any) -> list[tuple[Box, Tensor]]:
-        """This rank's boxes of a parameter in stage 3."""
-        shape, flat = tuple(parameter.ds_shape), parameter.ds_tensor.data
-        first = self.group.index * flat.numel()
-        boxes = flat_boxes(shape, first, min(first + flat.numel(), parameter.ds_numel))
-        sizes = [math.prod(stop - start for start, stop in box) for box in boxes]
-        cells = flat[: sum(sizes)].split(sizes) if sizes else ()
-        return [(box, cell.view([stop - start for start, stop in box])) for box, cell in zip(boxes, cells, strict=True)]
+        return {name: partition_of(p, self.group) for name, p in trained}
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:

@@ -1,0 +1,76 @@
+"""A copy of a model's structure that can compute without the model's weights, to find out how the model computes.
+
+What is found out with it is in `packed_attention`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...plan.model_spec import FAMILIES
+
+
+class Identity(nn.Module):
+    """Replaces a module of a model; returns its first argument."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+def probe_model(backbone: Any) -> Any:
+    """A copy of a backbone on the meta device, in float32 on the CPU, with other weights: each matrix shows a vector of
+    random numbers from another position in every row, so it takes the memory of a row and a column. Of layers that
+    differ only by their number one is left."""
+    probe = copy.deepcopy(backbone)
+    layers = getattr(probe, "layers", None)
+    if probe.config.model_type in FAMILIES and isinstance(layers, nn.ModuleList):
+        kinds: set[str] = set()
+        for at, layer in enumerate(layers):
+            kind = _kind(layer)
+            if kind in kinds:
+                layers[at] = Identity()
+            kinds.add(kind)
+    draws = torch.Generator().manual_seed(0)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in probe.modules():
+        vars(module).pop("_is_hf_initialized", None)
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[leaf] = made.setdefault(parameter, _drawn(parameter, draws))
+    with torch.random.fork_rng(devices=[]):
+        probe.initialize_weights()  # of vectors, such as the weights of norms
+    return probe.float()
+
+
+def _drawn(parameter: Tensor, draws: torch.Generator) -> nn.Parameter:
+    """A parameter of the shape of one on the meta device; uninitialized if it is a vector."""
+    if parameter.dim() < 2:
+        return nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
+    numbers = torch.randn(sum(parameter.shape), generator=draws) * parameter.shape[-1] ** -0.5
+    drawn = nn.Parameter(numbers.as_strided(parameter.shape, [1] * parameter.dim()), requires_grad=False)
+    drawn._is_hf_initialized = True  # type: ignore[attr-defined]  # Transformers leaves it as it is
+    return drawn
+
+
+def _kind(layer: nn.Module) -> str:
+    """The classes and the settings of a layer's modules, without the layer's number."""
+    return repr(
+        [
+            (
+                type(module).__name__,
+                sorted(
+                    (name, value)
+                    for name, value in vars(module).items()
+                    if isinstance(value, (bool, int, float, str)) and name not in ("layer_idx", "layer_number")
+                ),
+            )
+            for module in layer.modules()
+        ]
+    )
+
+
+__all__ = ["Identity", "probe_model"]

@@ -1,0 +1,80 @@
+"""Partitions a model on the meta device as DeepSpeed's stage 3 does, one parameter at a time, and reads only this
+rank's partition of each.
+
+DeepSpeed itself partitions models that are in memory (`deepspeed.initialize`). The layout of its partitions is in
+`realloc/layout` (`zero3_layout`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...realloc.layout import Box, flat_boxes, whole
+from ..mesh_group import MeshGroup
+from ..weight_source import reading, source_of
+from .zero_setup import Topology, parameter_dtype
+
+
+def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> None:
+    """Partition the parameters on the meta device over the mesh, and read this rank's partitions. Does nothing for a
+    model in memory. DeepSpeed partitions parameters in memory later.
+
+    Args:
+        settings: DeepSpeed's config of the engine.
+        device: that the model computes on.
+    """
+    if source_of(model) is None:
+        return
+    import deepspeed
+
+    dtype = parameter_dtype(settings)
+    group = topology.group
+    convert = deepspeed.zero.Init(
+        module=nn.Module(), data_parallel_group=group.group, config_dict_or_path=dict(settings), mpu=topology
+    )
+    for tensor in (*model.parameters(), *model.buffers()):  # DeepSpeed moves and casts no model with partitions
+        if not tensor.is_meta:
+            is_cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            tensor.data = tensor.data.to(device, dtype if is_cast else tensor.dtype)
+    with reading(model) as (parameters, read), torch.no_grad():
+        for item in parameters:
+            shape, kind = item.parameter.shape, item.parameter.dtype
+            if dtype is not None and kind.is_floating_point:
+                kind = dtype
+            memory = torch.empty(shape, dtype=kind, device=device)
+            if not _has_plain_partitions(settings):
+                read(item.name, whole(shape), memory)
+            parameter: Any = item.replace(memory)
+            del memory
+            convert._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+            if _has_plain_partitions(settings):
+                for box, cell in partition_of(parameter, group):
+                    read(item.name, box, cell)
+
+
+def partition_of(parameter: Any, group: MeshGroup) -> list[tuple[Box, Tensor]]:
+    """This rank's boxes of a partitioned parameter, as views of DeepSpeed's partition."""
+    shape, flat = tuple(parameter.ds_shape), parameter.ds_tensor.data
+    first = group.index * flat.numel()
+    boxes = flat_boxes(shape, first, min(first + flat.numel(), parameter.ds_numel))
+    sizes = [math.prod(stop - start for start, stop in box) for box in boxes]
+    cells = flat[: sum(sizes)].split(sizes) if sizes else ()
+    return [(box, cell.view([stop - start for start, stop in box])) for box, cell in zip(boxes, cells, strict=True)]
+
+
+def _has_plain_partitions(settings: Mapping[str, Any]) -> bool:
+    """Whether a partition is a flat tensor of the parameter's values that stays in memory. Otherwise (NVMe offload,
+    quantized weights, secondary partitions) DeepSpeed must make it of the whole parameter."""
+    zero = settings["zero_optimization"]
+    swaps = (zero.get("offload_param") or {}).get("device") == "nvme"
+    quantizes = zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights")
+    return not (swaps or quantizes or zero.get("zero_hpz_partition_size", 1) > 1)
+
+
+__all__ = ["partition_of", "partition_unread"]
