@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,23 @@ def test_in_bfloat16_the_ratio_of_the_first_pass_is_1_to_rounding(tmp_path: Path
     (row,) = tiny.updates(made)
     assert row["val/ratio"] == pytest.approx(1.0, abs=2e-3)
     assert row["policy/approxkl_avg"] < 1e-3 and abs(row["objective/kl"]) < 0.1
+
+
+def test_after_the_start_only_the_engines_have_the_models_that_were_given(tmp_path: Path) -> None:
+    """A rank of many that has no part of a model would otherwise keep the whole of it."""
+    given = {"model": tiny.policy(), "ref_model": tiny.policy(seed=2), "value_model": tiny.classifier()}
+    parameters = {name: weakref.ref(model.get_parameter("model.norm.weight")) for name, model in given.items()}
+    made = tiny.trainer(tmp_path, given=given)
+    del given
+    made.train()
+    made.close()
+    made.placement.engines.clear()
+    made.placement.trainers.clear()
+    made.placement.generators.clear()
+    made.model.hold(torch.nn.Module(), torch.nn.Module())
+    made.setup = replace(made.setup, models_before_start=())
+    gc.collect()
+    assert [name for name, parameter in parameters.items() if parameter() is not None] == []
 
 
 def test_the_config_of_a_policy_by_path_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
 
 from torch import nn
 
@@ -57,8 +57,17 @@ class Roles:
     def __getitem__(self, role: Role) -> RoleModels:
         return self.models[role]
 
+    def loaded(self) -> Roles:
+        """The roles after their models have been loaded, without references to models that the user passed. A rank
+        without a part of such a model would keep it in memory."""
+        return replace(self, models={r: replace(m, load=[_loaded] * len(m.load)) for r, m in self.models.items()})
+
     def copies_of(self, role: Role, graph: DataflowGraph) -> Iterator[Role]:
         """The roles of the graph whose model is a copy of this role's model."""
         for other in graph.roles:
             if other in self.models and self[other].copy_of is role and self[other].inside is None:
                 yield other
+
+
+def _loaded() -> NoReturn:
+    raise AssertionError("a placement loads its models once")

@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,11 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         if self.placement.started:
             return
         self.placement.start()
-        self.model.hold(*(self._module_of(role) for role in (Role.ACTOR, Role.CRITIC)))
+        policy, critic = self._module_of(Role.ACTOR), self._module_of(Role.CRITIC)
+        self.model.hold(policy, critic)
+        self.placement.roles = self.setup.roles.loaded()
+        self.setup = replace(self.setup, policy=None, roles=self.placement.roles, models_before_start=(policy, critic))
+        self._ref_model = None
 
     def _module_of(self, role: Role) -> Any:
         """This rank's module of a trained role; the structure without weights on a rank without a part of the role."""

@@ -47,7 +47,8 @@ class Setup:
     """A run that is checked and planned. No engine has been built.
 
     Args:
-        policy: as this rank loaded it, or its structure without weights on a rank that has no part of it.
+        policy: the loaded model, or a model whose weights its engine reads, or the structure alone on a rank that has
+            no part of it; `None` after the start.
         rates: the learning rate of each role, which the scheduler changes. The optimizers themselves are made by the
             engines.
         context_length: the longest prompt with the longest response, tokens.
@@ -55,7 +56,8 @@ class Setup:
         job_plan: the plan with its estimate.
         job: what the planner used.
         models_before_start: policy and critic as this rank has them before its engines are built: the loaded model, or
-            the structure without weights of a model that is given by path or has no part on this rank.
+            the structure without weights of a model that is given by path or has no part on this rank. After the start
+            they are the engines' modules.
         value_shell: makes the critic's structure without weights.
     """
 
@@ -87,7 +89,7 @@ class Setup:
 def prepare(
     args: PPOConfig, plugin: ReallocationPlugin, request: PlanRequest, rank: int, inputs: TrainerInputs
 ) -> Setup:
-    """Check everything that the user passed, choose the plan, and then load the policy. No other model is loaded.
+    """Check everything that the user passed, choose the plan, and then make the policy. No weights are read.
 
     All ranks together. Fills in the computed fields of `args`.
 
