@@ -26,13 +26,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trl_realloc.engines import checkpoint_files
-from trl_realloc.engines.checkpoint_files import CheckpointFiles
 from trl_realloc.engines.models import adapts_unread, blank, load_classifier, load_policy, seeded, with_adapters
+from trl_realloc.engines.training import checkpoint_files
+from trl_realloc.engines.training.checkpoint_files import CheckpointFiles
 from trl_realloc.engines.training.master_weights import NamedOptimizer
 from trl_realloc.engines.training.packed_attention import packs
 from trl_realloc.engines.training.pipeline import keep_stage
-from trl_realloc.engines.weight_source import fill, source_of, unread
+from trl_realloc.engines.training.weight_source import fill, source_of, unread
 
 
 CPU = torch.device("cpu")

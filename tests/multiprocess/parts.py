@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trl_realloc.engines import checkpoint_files
 from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
 from trl_realloc.engines.models import load_classifier, load_policy, seeded
+from trl_realloc.engines.training import checkpoint_files
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
 from trl_realloc.engines.training.replica_sync import equalize, follow

@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 from trl_realloc import PPOTrainer
 from trl_realloc.engines.training.tensor_parallel import box_of, local
-from trl_realloc.engines.weight_source import fill
+from trl_realloc.engines.training.weight_source import fill
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.runtime.replica_check import ReplicaError, check_replicas
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trl_realloc.engines import checkpoint_files
+from trl_realloc.engines.training import checkpoint_files
 
 
 PIECES: list[int] = []  # bytes of every piece that was read

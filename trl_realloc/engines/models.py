@@ -1,6 +1,6 @@
 """Makes the roles' models: from a loaded model or from a name or path, without weights, with adapters, frozen.
 
-A model given by name or path is on the meta device and is read by its engine (`checkpoint_files`, `weight_source`).
+A model given by name or path is on the meta device and is read by its engine (`training/weight_source`).
 Which rank loads which model is decided in `runtime/engine_builder`; making the ranks' copies equal is in
 `training/replica_sync`.
 """
@@ -19,9 +19,10 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from .checkpoint_files import open_model
+from ..common.notices import notice
+from .training.checkpoint_files import CannotReadParts, open_model
+from .training.weight_source import Uninitialized, forget_stand_ins, set_source, stand_in
 from .training.zero_init import created_whole
-from .weight_source import Uninitialized, forget_stand_ins, set_source, stand_in
 
 
 class ModelError(ValueError):
@@ -100,8 +101,15 @@ def _load(kind: Any, model: PreTrainedModel | str, trained: bool, in_parts: bool
         return model
     kwargs["dtype"] = torch.float32 if trained else "auto"
     with created_whole():
-        opened = open_model(kind, model, **kwargs) if in_parts else None
-        loaded: PreTrainedModel = kind.from_pretrained(model, **kwargs) if opened is None else opened
+        reason = None
+        if in_parts:
+            try:
+                return open_model(kind, model, **kwargs)
+            except CannotReadParts as error:
+                reason = error
+        loaded: PreTrainedModel = kind.from_pretrained(model, **kwargs)
+    if reason is not None:
+        notice(f"{model}: every rank loads the whole model, because {reason}.")
     return loaded
 
 

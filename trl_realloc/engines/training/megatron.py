@@ -23,7 +23,6 @@ from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
-from ..weight_source import fill, source_of
 from .master_weights import NamedOptimizer, SplitMasters
 from .nonfinite_guard import guarded, refusal
 from .packed_attention import base_of
@@ -33,6 +32,7 @@ from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_split, local, split_tensors, vocabulary_start
 from .vocab_parallel import SplitLogprobs
 from .weight_export import check_state, checkpoint_names
+from .weight_source import fill, to_device
 
 
 if TYPE_CHECKING:
@@ -90,15 +90,13 @@ class MegatronEngine:
         optimizer = NamedOptimizer.of(make_optimizer, model) if make_optimizer is not None else None
         if groups.pp.size > 1:
             keep_stage(model, groups.pp.index, groups.pp.size)
-        if source_of(model) is None:
-            head.to(device)
+        to_device(head, device)
         partial_gradients: frozenset[str] = frozenset()
         if groups.tp.size > 1:
             partial_gradients = split_tensors(model, groups.tp)
             if isinstance(head, PolicyHead):
                 head.token_logprobs = self._split_logprobs
         fill(model, device)
-        head.to(device)
         self.pipeline: Pipeline | None = None
         if groups.pp.size > 1:
             self.pipeline = Pipeline(head, groups.pp, device, base_of(model).config.hidden_size)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..base import EngineError
 from ..buckets import in_buckets
 from ..mesh_group import BUCKET_BYTES, MeshGroup
-from ..weight_source import source_of
+from .weight_source import source_of
 
 
 _ByteRange = tuple[int, int, int]  # number of a tensor, first byte, end

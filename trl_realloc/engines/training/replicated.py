@@ -22,11 +22,11 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, GROUP, Bucket, Rate
 from ..mesh_group import MeshGroup
-from ..weight_source import fill
 from .master_weights import MasterWeights, in_dtype_of, is_low
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .weight_export import buckets, check_state
+from .weight_source import fill
 
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, Rate
 from ..mesh_group import MeshGroup
-from ..weight_source import fill
 from .compiled_ops import clear_stale_locks, compiles, extensions_folder
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
 from .weight_export import buckets, check_state
+from .weight_source import fill
 from .zero_partition import partition_of, partition_unread
 from .zero_setup import Topology, deepspeed_config, initializing, memory_efficient_linear, parameter_dtype
 

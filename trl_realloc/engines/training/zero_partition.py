@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ...realloc.layout import Box, flat_boxes, whole
 from ..mesh_group import MeshGroup
-from ..weight_source import reading, source_of
-from .zero_setup import Topology, parameter_dtype
+from .weight_source import reading, source_of, to_device
+from .zero_setup import Topology, cast_parameters, parameter_dtype
 
 
 def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> None:
@@ -37,16 +37,13 @@ def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: To
     convert = deepspeed.zero.Init(
         module=nn.Module(), data_parallel_group=group.group, config_dict_or_path=dict(settings), mpu=topology
     )
-    for tensor in (*model.parameters(), *model.buffers()):  # DeepSpeed moves and casts no model with partitions
-        if not tensor.is_meta:
-            is_cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            tensor.data = tensor.data.to(device, dtype if is_cast else tensor.dtype)
+    to_device(model, device)  # DeepSpeed moves and casts no model that has partitions
+    if dtype is not None:
+        cast_parameters(model, dtype)
     with reading(model) as (parameters, read), torch.no_grad():
         for item in parameters:
-            shape, kind = item.parameter.shape, item.parameter.dtype
-            if dtype is not None and kind.is_floating_point:
-                kind = dtype
-            memory = torch.empty(shape, dtype=kind, device=device)
+            shape = item.parameter.shape
+            memory = torch.empty(shape, dtype=item.parameter.dtype, device=device)
             if not _has_plain_partitions(settings):
                 read(item.name, whole(shape), memory)
             parameter: Any = item.replace(memory)

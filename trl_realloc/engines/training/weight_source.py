@@ -2,7 +2,7 @@
 device and notes where they come from (`WeightSource`).
 
 An engine splits the model on the meta device; `fill` then gives each parameter that is left its memory. Reading a
-checkpoint's files is in `checkpoint_files`, the parts that a layout gives a rank are in `training`.
+checkpoint's files is in `checkpoint_files`, splitting a model in the engines.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..realloc.layout import Box
-from .base import EngineError
-from .training.packed_attention import base_of
-from .training.tensor_parallel import base_name, box_of
+from ...realloc.layout import Box
+from ..base import EngineError
+from .packed_attention import base_of
+from .tensor_parallel import base_name, box_of
 
 
 # Writes a box of a parameter, by its name in the model, into a tensor of the box's shape.
@@ -119,6 +119,13 @@ def fill(model: nn.Module, device: torch.device) -> None:
             memory = torch.empty([stop - start for start, stop in box], dtype=item.parameter.dtype, device=device)
             read(item.name, box, memory)
             item.replace(memory)
+
+
+def to_device(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of a module that are in memory to a device."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
 
 
 @contextlib.contextmanager

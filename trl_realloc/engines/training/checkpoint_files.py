@@ -2,7 +2,7 @@
 builds the model on the meta device (`open_model`) with Transformers' own loading.
 
 Which part of a parameter a rank reads is decided by its engine (`weight_source.fill`). Models that are loaded whole are
-in `models`.
+in `engines/models`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, modeling_utils
 
-from ..common.notices import notice
-from ..realloc.layout import Box, whole
+from ...common.notices import notice
+from ...realloc.layout import Box, whole
 from .weight_source import Read, set_source
 
 
@@ -144,7 +144,7 @@ def _fingerprint(files: Sequence[str]) -> int:
 # --- building a model on the meta device ------------------------------------------------------------------------------
 
 
-def open_model(kind: Any, name: str, **kwargs: Any) -> PreTrainedModel | None:
+def open_model(kind: Any, name: str, **kwargs: Any) -> PreTrainedModel:
     """A checkpoint's model on the meta device, with the files that `fill` reads. Parameters that the checkpoint lacks
     (the score layer of a new critic) are in memory, drawn by the module's own initialization from torch's generator as
     `from_pretrained` draws them; buffers are in memory too.
@@ -154,27 +154,28 @@ def open_model(kind: Any, name: str, **kwargs: Any) -> PreTrainedModel | None:
         name: of the model, or its path.
         kwargs: of `from_pretrained`.
 
-    Returns:
-        `None` if the checkpoint must be loaded whole: it has no safetensors files, or Transformers cannot load it on
-        the meta device. `from_pretrained` then gives the reason, if the checkpoint cannot be loaded at all.
+    Raises:
+        CannotReadParts: `from_pretrained` may be able to load the checkpoint whole; if not, it says why. Torch's
+            generator is then as it was.
     """
     folder = Path(name)
-    if folder.is_dir() and ((folder / "adapter_config.json").exists() or not any(folder.glob("*.safetensors"))):
-        return None
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise CannotReadParts("its checkpoint has no safetensors files")
+    if (folder / "adapter_config.json").exists():
+        raise CannotReadParts("its checkpoint has adapters")
     random_state = torch.get_rng_state()
     try:
         with _headers_only() as headers:
             model: PreTrainedModel = kind.from_pretrained(name, device_map={"": "meta"}, **kwargs)
         source = _checkpoint_files(model, headers)
-    except CannotReadParts as reason:
-        notice(f"{name}: every rank loads the whole model, because {reason}.")
+        _untie_different(model, source)
+        _complete(model, source)
+    except Exception as error:  # loading whole raises it too, or works
         torch.set_rng_state(random_state)
-        return None
-    except Exception:  # whatever it is, loading whole raises it too, or works
-        torch.set_rng_state(random_state)
-        return None
-    _untie_different(model, source)
-    _complete(model, source)
+        if isinstance(error, CannotReadParts):
+            raise
+        message = (str(error) or type(error).__name__).splitlines()[0]
+        raise CannotReadParts(f"building it without weights failed ({message})") from error
     set_source(model, source)
     return model
 
