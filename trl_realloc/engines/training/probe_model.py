@@ -24,8 +24,19 @@ class Identity(nn.Module):
 def probe_model(backbone: Any) -> Any:
     """A copy of a backbone on the meta device, in float32 on the CPU, with other weights: each matrix shows a vector of
     random numbers from another position in every row, so it takes the memory of a row and a column. Of layers that
-    differ only by their number one is left."""
-    probe = copy.deepcopy(backbone)
+    differ only by their number one is left. If the model cannot compute with such matrices, they are in memory whole.
+    """
+    probe = _with_numbers(backbone, shares_memory=True)
+    try:
+        with torch.no_grad():
+            probe(input_ids=torch.zeros((1, 2), dtype=torch.long))
+    except (RuntimeError, ValueError):
+        probe = _with_numbers(backbone, shares_memory=False)
+    return probe
+
+
+def _with_numbers(backbone: Any, *, shares_memory: bool) -> Any:
+    probe = copy.deepcopy(backbone).eval()
     layers = getattr(probe, "layers", None)
     if probe.config.model_type in FAMILIES and isinstance(layers, nn.ModuleList):
         kinds: set[str] = set()
@@ -40,18 +51,21 @@ def probe_model(backbone: Any) -> Any:
         vars(module).pop("_is_hf_initialized", None)
         for leaf, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                module._parameters[leaf] = made.setdefault(parameter, _drawn(parameter, draws))
+                module._parameters[leaf] = made.setdefault(parameter, _drawn(parameter, draws, shares_memory))
     with torch.random.fork_rng(devices=[]):
         probe.initialize_weights()  # of vectors, such as the weights of norms
+    if any(parameter.dim() == 3 for parameter in made) and hasattr(probe, "set_experts_implementation"):
+        probe.set_experts_implementation("eager")  # one expert after the other; other ways need whole matrices
     return probe.float()
 
 
-def _drawn(parameter: Tensor, draws: torch.Generator) -> nn.Parameter:
+def _drawn(parameter: Tensor, draws: torch.Generator, shares_memory: bool) -> nn.Parameter:
     """A parameter of the shape of one on the meta device; uninitialized if it is a vector."""
     if parameter.dim() < 2:
         return nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
     numbers = torch.randn(sum(parameter.shape), generator=draws) * parameter.shape[-1] ** -0.5
-    drawn = nn.Parameter(numbers.as_strided(parameter.shape, [1] * parameter.dim()), requires_grad=False)
+    matrix = numbers.as_strided(parameter.shape, [1] * parameter.dim())
+    drawn = nn.Parameter(matrix if shares_memory else matrix.contiguous(), requires_grad=False)
     drawn._is_hf_initialized = True  # type: ignore[attr-defined]  # Transformers leaves it as it is
     return drawn
 
