@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_every_family_is_read_as_it_is_loaded(family: str, tmp_path: Path) -> No
             assert_equal(model, expected)
             assert model.generation_config == expected.generation_config if load is load_policy else True
             assert not model.training
+
+
+def test_without_a_dtype_in_the_config_it_is_that_of_the_files(tmp_path: Path) -> None:
+    tiny.policy().bfloat16().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: v for key, v in config.items() if "dtype" not in key}))
+    model, expected = (how(load_policy, tmp_path, trained=False) for how in (in_parts, at_once))
+    assert model.dtype is torch.bfloat16
+    fill(model, CPU)
+    assert_equal(model, expected)
 
 
 def test_a_new_score_layer_is_the_one_that_loading_draws_and_the_generator_stays(tmp_path: Path) -> None:
