@@ -32,7 +32,7 @@ def test_trainer_model_has_what_its_rank_has_and_rewards_are_asked_once_for_a_sa
         assert told["engines"] == [True, not without_critic]
         assert told["score"] == found["whole", 0]["score"], "one prompt on two ranks, whatever the plan"
     assert found["whole", 0]["meta before"] == {"policy": False, "value_model": False}
-    assert found["parts", 1]["meta before"] == {"policy": False, "value_model": True}, "loaded when training starts"
+    assert found["parts", 1]["meta before"] == {"policy": True, "value_model": True}, "read when training starts"
     assert [sum(found[name, 0]["asked"]) + sum(found[name, 1]["asked"]) for name in ("whole", "parts")] == [8, 8]
     for name in ("whole", "parts"):
         assert sorted([found[name, 0]["asked of one"], found[name, 1]["asked of one"]]) == [[], [1]]
