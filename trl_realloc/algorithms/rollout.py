@@ -66,9 +66,10 @@ class Ragged:
 
     def select(self, index: Sequence[int] | Tensor) -> Ragged:
         """The rows at these positions, in this order."""
-        rows = self.rows()
-        picked = [rows[int(i)] for i in index]
-        lengths = self.lengths[torch.as_tensor(index, dtype=torch.long)]
+        at = torch.as_tensor(index, dtype=torch.long)
+        starts, lengths = (torch.cumsum(self.lengths, 0) - self.lengths)[at], self.lengths[at]
+        # no list of all rows: the leader of a mesh selects a few rows of a large batch for each of many ranks
+        picked = [self.values[start : start + n] for start, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
         return Ragged(torch.cat(picked) if picked else self.values[:0], lengths)
 
     def crop(self, lengths: Tensor) -> Ragged:

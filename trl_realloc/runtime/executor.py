@@ -151,7 +151,8 @@ class Executor:
             batch: the data set's columns of the global batch.
         """
         if is_divided_by_each(self.plan, call.name):
-            return self._divide(call, batch)[replica(self.plan, call.name, self.rank)]
+            own = replica(self.plan, call.name, self.rank)
+            return shares_of_samples(self.plan, call, batch, [own])[0]
         if self.rank != self.plan.mesh(call.name).leader:
             self.alarm.at(f"waiting for its samples of {call.name} of {self._step_name}")
             try:

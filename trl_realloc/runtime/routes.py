@@ -37,9 +37,10 @@ def replica(plan: ExecutionPlan, call: str, rank: int) -> int:
 
 
 def is_divided_by_each(plan: ExecutionPlan, call: str) -> bool:
-    """Whether every rank of the mesh can take its share by itself: all inputs are in the data set, of which every rank
-    reads the whole batch."""
-    return all(plan.graph.producer(column) is None for column in plan.graph.call(call).inputs)
+    """Whether every rank of the mesh takes its share by itself: the call does not train, and all of its inputs are in
+    the data set, of which every rank reads the whole batch."""
+    of_data = all(plan.graph.producer(column) is None for column in plan.graph.call(call).inputs)
+    return of_data and not plan.graph.call(call).trains
 
 
 def _replica_size(plan: ExecutionPlan, call: str) -> int:

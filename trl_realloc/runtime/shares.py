@@ -6,7 +6,7 @@ because every rank has them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,20 +59,23 @@ class Share:
         return Share(Rollouts.from_bytes(samples), tuple(map(Rollouts.from_bytes, steps)), is_skipped)
 
 
-def shares_of_samples(plan: ExecutionPlan, call: Call, samples: Rollouts) -> list[Share]:
-    """The share of every replica of a call that does not train, in the order of the replicas: prompts in turn, samples
-    with responses so that the tokens are balanced.
+def shares_of_samples(
+    plan: ExecutionPlan, call: Call, samples: Rollouts, replicas: Iterable[int] | None = None
+) -> list[Share]:
+    """The share of each replica of a call that does not train: prompts in turn, samples with responses so that the
+    tokens are balanced.
 
     Args:
         samples: the global batch with the columns that the call reads.
+        replicas: whose shares are wanted; by default all.
     """
     dp = plan[call.name].strategy.dp
     read = samples.only(("index", *call.inputs))
     if call.kind is CallKind.GENERATE:
-        positions = [list(range(first, len(samples), dp)) for first in range(dp)]
+        positions: Sequence[Sequence[int]] = [range(first, len(samples), dp) for first in range(dp)]
     else:
         positions = balance(as_responses(call, samples).lengths.tolist(), dp)
-    return [Share(read.select(own)) for own in positions]
+    return [Share(read.select(positions[replica])) for replica in (range(dp) if replicas is None else replicas)]
 
 
 def shares_of_training(
