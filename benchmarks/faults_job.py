@@ -155,12 +155,13 @@ class Fault:
                 self.moment == "save"
                 and self.where.startswith("saving")
                 and self.here()
-                and not isinstance(file, io.IOBase)
+                and not isinstance(file, io.BytesIO)
             ):
                 whole = io.BytesIO()
                 save(content, whole, *given, **named)
                 if not self.kind.startswith("disk"):
-                    Path(file).write_bytes(whole.getvalue()[: whole.tell() // 2])
+                    half = whole.getvalue()[: whole.tell() // 2]
+                    file.write(half) if hasattr(file, "write") else Path(file).write_bytes(half)
                 self.happen()
             return save(content, file, *given, **named)
 

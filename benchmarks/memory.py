@@ -151,7 +151,7 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
     from trl_realloc.runtime.roles import RoleModels, Roles
     from trl_realloc.runtime.run_state import RunState
     from trl_realloc.trainer.checkpoint.models import save_models
-    from trl_realloc.trainer.checkpoint.training_state import load_training_state, save_training_state
+    from trl_realloc.trainer.checkpoint.training_state import StateWrite, load_training_state
     from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 
     with contextlib.suppress(ImportError):
@@ -194,7 +194,7 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
         problems = WriteErrors(rank, placement.control)
         with memory.phase("save"):
             save_models(placement, checkpoint, lambda folder: None, problems)
-            save_training_state(placement, checkpoint, problems)
+            StateWrite(placement, checkpoint, problems).finish()
     else:
         with memory.phase("resume"):
             load_training_state(placement, checkpoint, lambda files: None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from generating import SAMPLING, buckets, llama, requests, tokens, worst_differe
 from generating import samples as in_order
 from replay import rollouts
 from torch import Tensor, nn
+from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
@@ -115,7 +115,7 @@ def test_it_has_every_method_refuses_another_models_state_and_may_be_closed_twic
     assert made.parameter_names == [name for name, _ in tiny.policy().named_parameters()]
     assert isinstance(made, InPlaceEngine) == (kind != "megatron")
     with pytest.raises(EngineError, match="the state to load has 1 parameters, the model trains"):
-        made.load_state_dict({"version": 3, "parameters": {"other.weight": {}}, "scalars": {}})
+        load_whole(made, {"version": 3, "parameters": {"other.weight": {}}, "scalars": {}})
     assert made.version == 0
     made.close()
     made.close()
@@ -225,22 +225,21 @@ def test_what_is_exported_loads_into_a_new_model_and_its_buckets_keep_the_limit(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_training_goes_on_from_a_state_in_any_engine_as_if_never_stopped(kind: str, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_state_in_any_engine_as_if_never_stopped(kind: str) -> None:
     samples, made = rollouts(4), build(kind, optimizer=adamw)
     for _ in range(2):
         made.train(samples, mean_logprob, 1000, 0.01)
-    torch.save(made.state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    state = whole_state(made)
     made.train(samples, mean_logprob, 1000, 0.01)
-    kept = made.state_dict()["parameters"]
+    kept = whole_state(made)["parameters"]
     for name, tensors in state["parameters"].items():
         assert set(tensors) == {"master", "exp_avg", "exp_avg_sq"}
         assert all(t.device == CPU and t.dtype is torch.float32 for t in tensors.values())
         assert all(t.shape == tensors["master"].shape for t in tensors.values())
-        assert not torch.equal(tensors["master"], kept[name]["master"]), "the state is no view of the parameters"
+        assert not torch.equal(tensors["master"], kept[name]["master"]), "the parts are live"
     for other in {kind, "replicated", "megatron"}:
         fresh = build(other, PolicyHead(tiny.policy(seed=5), TEMPERATURE), optimizer=adamw)
-        fresh.load_state_dict(state)
+        load_whole(fresh, state)
         assert fresh.version == 2
         fresh.train(samples, mean_logprob, 1000, 0.01)
         assert_same(exported(fresh), exported(made), 1e-5)

@@ -10,6 +10,7 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from replay import rollouts  # noqa: E402
 from torch import nn
+from whole_state import whole_state
 
 from trl_realloc.algorithms.base import TokenLoss
 from trl_realloc.engines.base import EngineError
@@ -40,7 +41,7 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_masters() -> None:
     name = "model.norm.weight"
     before = made.head.model.get_parameter(name).detach().clone()
     made.train(rollouts(4), LOSS, 100, learning_rate=1e-3)
-    state = made.state_dict()["parameters"][name]["master"]
+    state = whole_state(made)["parameters"][name]["master"]
     assert torch.equal(made.head.model.get_parameter(name), before), "too small a step to be seen"
     assert not torch.equal(state, before.float()), "but the master has it"
     assert made.head.model.get_parameter(name).dtype is torch.bfloat16 and state.dtype is torch.float32

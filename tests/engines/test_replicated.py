@@ -13,6 +13,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms import ppo
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance
@@ -193,7 +194,7 @@ def test_adapters_learn_and_their_base_does_not(samples: Rollouts) -> None:
 def test_a_bfloat16_role_goes_on_from_a_saved_state(samples: Rollouts) -> None:
     one, other = (engine(value_head().to(torch.bfloat16), optimizer=adamw) for _ in range(2))
     one.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    other.load_state_dict(one.state_dict())
+    load_whole(other, whole_state(one))
     for made in (one, other):
         made.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
     assert_same(state(other), state(one), tolerance=0)
@@ -205,7 +206,7 @@ def test_a_bfloat16_role_adds_up_steps_that_are_too_small_for_its_parameters(sam
     for _ in range(3):
         made.train(samples, VALUE_LOSS, 30, learning_rate=1e-5)
     layer = "model.layers.0.self_attn.q_proj.weight"
-    master = made.state_dict()["parameters"][layer]["master"]
+    master = whole_state(made)["parameters"][layer]["master"]
     assert master.dtype is torch.float32 and made.head.model.get_parameter(layer).dtype is torch.bfloat16
     moved = (master - before[layer].float()).abs()
     assert 2e-5 < moved.max() < 4e-5 and moved.median() > 1e-6
@@ -218,7 +219,7 @@ def test_gradients_of_a_bfloat16_role_are_added_up_in_float32(samples: Rollouts)
     for tokens in (1000, 12):  # one micro-batch, and one for each sample
         made = engine(value_head().to(torch.bfloat16), optimizer=lambda module: torch.optim.SGD(module.parameters()))
         made.train(samples, VALUE_LOSS, tokens, learning_rate=1.0)
-        masters.append({name: cells["master"] for name, cells in made.state_dict()["parameters"].items()})
+        masters.append({name: cells["master"] for name, cells in whole_state(made)["parameters"].items()})
     begun = {name: p.detach().float() for name, p in value_head().to(torch.bfloat16).model.named_parameters()}
     moved = sum(float((masters[0][n] - begun[n]).square().sum()) for n in begun) ** 0.5
     apart = sum(float((masters[0][n] - masters[1][n]).square().sum()) for n in begun) ** 0.5
@@ -241,7 +242,7 @@ def test_an_8_bit_optimizers_state_is_saved_and_loaded_as_it_is(samples: Rollout
         engine(value_head().to(dtype), optimizer=lambda module: _Quantised(module.parameters())) for _ in range(2)
     )
     one.train(samples, VALUE_LOSS, 30, learning_rate=0.01)
-    other.load_state_dict(one.state_dict())
+    load_whole(other, whole_state(one))
     for slots in other.optimizer.state.values():
         assert slots["state1"].dtype is torch.uint8 and (slots["state1"] == 200).all()
         assert torch.equal(slots["qmap1"], torch.arange(256.0)) and slots["step"] == 1
@@ -257,7 +258,7 @@ def test_a_float16_role_goes_on_with_the_loss_scale_it_had(samples: Rollouts) ->
     one, other = (engine(policy_head(), compute_dtype=torch.float16) for _ in range(2))
     one.scaler.scale(torch.ones(()))  # it begins with its first use
     one.scaler.update(1024.0)
-    other.load_state_dict(one.state_dict())
+    load_whole(other, whole_state(one))
     assert other.scaler.get_scale() == 1024.0 != engine(policy_head(), compute_dtype=torch.float16).scaler.get_scale()
 
 

@@ -15,12 +15,12 @@ def test_hosts_with_a_disk_each_resume_from_the_newest_checkpoint_that_is_whole_
     two_starts: TwoStarts,
 ) -> None:
     first, second = two_starts.hosts
-    assert (first.out / "stopped/checkpoint-1/optimizer.pt").is_file()
+    assert (first.out / "stopped/checkpoint-1/training_state/__0_0.distcp").is_file()
     assert not (first.out / "stopped/checkpoint-1" / CRITIC).exists(), "it has no part in the critic"
     again = second.out / "stopped/checkpoint-3"
     assert CRITIC not in damage(again, read_manifest(again) or pytest.fail()), "written again"
     assert two_starts.trained("stopped") == two_starts.unstopped, "as if it had not been stopped"
-    assert (first.out / "stopped/checkpoint-2" / CRITIC).is_file(), "handed over"
+    assert not (first.out / "stopped/checkpoint-2" / CRITIC).exists(), "not read there, and so not handed over"
     assert "resuming from" in two_starts.logs[1] and "checkpoint-2; passed over" in two_starts.logs[1]
 
 

@@ -18,7 +18,7 @@ from namespaces import Hosts
 
 EPISODES = 16  # of an update, however many processes share them
 SLOW = 200e6 / 8  # bytes/s, of the second start's network
-CRITIC = "value_model/optimizer.pt"
+CRITIC = "training_state/__1_0.distcp"  # written by the second host, which trains the critic
 SCRIPT = str(Path(__file__).parent / "runs.py")
 
 

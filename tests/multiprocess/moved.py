@@ -1,4 +1,5 @@
-"""A rank of a run that moves from one written plan to another after its second update, whatever the planner thinks."""
+"""A rank of a run that moves from one written plan to another after its second update, whatever the planner thinks, and
+counts what it keeps meanwhile."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import tiny
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.profiling.auto_plan import JobPlan
+from trl_realloc.runtime.placement import Placement
+from trl_realloc.trainer import plan_change
 
 
 class Forced:
@@ -28,8 +31,27 @@ class Forced:
         return JobPlan(self.plan) if self.updates == 2 else None
 
 
+class Counted(plan_change.RunState):
+    """Writes the bytes of this rank's parts, and of what it has kept of them."""
+
+    folder: Path
+
+    def __init__(self, placement: Placement) -> None:
+        live = 0
+        for call, _, engine in placement.home_engines():
+            trained = placement.plan.graph.call(call).trains
+            parts = [cell for *_, cell in engine.training_state().cells()] if trained else []  # type: ignore[attr-defined]
+            parts = parts or [cell for cells in engine.parts().values() for _, cell in cells]
+            live += sum(cell.nbytes for cell in parts)
+        super().__init__(placement)
+        kept = sum(t.nbytes for held in self._parts.values() for cells in held.tensors.values() for _, t in cells)
+        (self.folder / f"kept-{placement.rank}.json").write_text(json.dumps([kept, live]))
+
+
 def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    Counted.folder = folder
+    plan_change.RunState = Counted  # type: ignore[misc]
     to = options.pop("to", None)
     made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
     made.replanner = Forced(to) if to else None

@@ -10,6 +10,7 @@ from pathlib import Path
 import tiny
 import torch
 from safetensors.torch import save_file
+from whole_state import whole_state
 
 from trl_realloc import PPOTrainer
 from trl_realloc.algorithms.prompts import PromptBatch
@@ -82,7 +83,7 @@ def masters(made: PPOTrainer) -> dict[str, torch.Tensor]:
         f"{role}.{name}": cells["master"]
         for role, engine in engines.items()
         if engine is not None
-        for name, cells in engine.state_dict()["parameters"].items()
+        for name, cells in whole_state(engine)["parameters"].items()
     }
 
 

@@ -28,8 +28,9 @@ OPTIONS: dict[str, Any] = {
     "num_ppo_epochs": 1,
     "lr_scheduler_type": "constant",  # of runs of different lengths the same rates
 }
-# the critic's files are written by the second rank
+# the critic's parts are written by the second rank
 APART = plan(2, actor="0", critic="1", reference="1", reward="0")
+SWAPPED = plan(2, actor="1", critic="0", reference="1", reward="0")
 
 
 class DiesOnce(TrainerCallback):
@@ -68,8 +69,9 @@ def main() -> None:
     os.chdir(folder / f"host{rank}")
     own = Path("out")
     trained(own, plan=APART, max_steps=2).close()
-    report["written"] = sorted(p.relative_to(own / "checkpoint-2").as_posix() for p in own.glob("checkpoint-2/**/*.pt"))
+    report["written"] = sorted(p.relative_to(own / "checkpoint-2").as_posix() for p in own.glob("checkpoint-2/**/*.*"))
     further = weights_of(trained(own, "auto", plan=APART, max_steps=3))
+    torch.save(further, folder / f"further-{rank}.pt")
     straight = weights_of(trained(Path("straight"), plan=APART, max_steps=3))
     report["same on its own disk"] = all(torch.equal(further[name], straight[name]) for name in straight)
     report["left"] = sorted(path.name for path in own.glob("checkpoint-*"))
@@ -82,11 +84,19 @@ def main() -> None:
     except SaveError as error:
         report["unwritten"] = str(error)
     report["kept"] = sorted(path.name for path in own.glob("checkpoint-?"))
-    if rank == 1:
-        (own / "checkpoint-3" / "value_model" / "optimizer.pt").unlink()
-    made = tiny.trainer(own, **{**OPTIONS, "plan": APART, "max_steps": 4})
-    made._find_checkpoint("auto")
-    report["handed"] = (own / "checkpoint-3" / "value_model" / "optimizer.pt").is_file()
+    report["had"] = sorted(path.name for path in own.glob("checkpoint-3/training_state/*.distcp"))
+    # each rank trains the other's role, whose parts the other's disk has
+    made = tiny.trainer(own, **{**OPTIONS, "plan": SWAPPED, "max_steps": 4})
+    checkpoint = made._find_checkpoint("auto")
+    assert checkpoint is not None
+    made._start()
+    made._load_training_state(checkpoint)
+    expected = torch.load(folder / f"further-{1 - rank}.pt")
+    swapped = weights_of(made)
+    report["same in the other's place"] = swapped.keys() == expected.keys() and all(
+        torch.equal(swapped[name], tensor) for name, tensor in expected.items()
+    )
+    report["has"] = sorted(path.name for path in own.glob("checkpoint-3/training_state/*.distcp"))
     (folder / f"report-{rank}.json").write_text(json.dumps(report))
 
 

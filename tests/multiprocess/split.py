@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from replay import rollouts
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
 from trl_realloc.algorithms.rollout import Rollouts, balance
@@ -27,6 +29,8 @@ from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, Va
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.layout import megatron_layout
+from trl_realloc.trainer.checkpoint.models import write_model
+from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 
 
 SIZES = {
@@ -171,7 +175,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         differences["scores"] = gap({n: c.values for n, c in scores.items()}, {n: c.values for n, c in ours.items()})
     else:
         split.forward(mine, budget)
-    state, kept = whole.state_dict(), split.state_dict()
+    state, kept = whole_state(whole), whole_state(split)
     weights: dict[str, Tensor] = {}
     for bucket in split.export(1 << 14, merged=False):
         weights.update(bucket)
@@ -183,8 +187,8 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         assert {n: float(c["step"]) for n, c in kept["scalars"].items()} == dict.fromkeys(state["parameters"], 2.0)
     # a checkpoint of the one goes on in the other
     fresh = engine(MegatronEngine, groups(world, tp, pp))
-    fresh.load_state_dict(copy.deepcopy(state))
-    loaded = fresh.state_dict()
+    load_whole(fresh, copy.deepcopy(state))
+    loaded = whole_state(fresh)
     if rank == 0:
         same = [
             torch.equal(cell, loaded["parameters"][n][k])
@@ -194,12 +198,29 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         differences["bits lost in loading"] = float(not all(same))
     whole.train(samples, loss, 60, 1e-2)
     fresh.train(mine, loss, budget, 1e-2)
-    after, resumed = whole.state_dict(), fresh.state_dict()
+    after, resumed = whole_state(whole), whole_state(fresh)
     if rank == 0:
         differences["resumed"] = gap(*({n: c["master"] for n, c in s["parameters"].items()} for s in (after, resumed)))
+    differences["files unlike save_pretrained's"] = unlike_files(split, case, head, weights)
     told: list[dict[str, float]] = [{} for _ in range(world)]
     dist.all_gather_object(told, differences)
     return {key: max(each.get(key, 0.0) for each in told) for key in told[0]}
+
+
+def unlike_files(split: MegatronEngine, case: Mapping[str, Any], head: str, weights: Mapping[str, Tensor]) -> float:
+    """How many files of the saved model are not those that `save_pretrained` writes of a whole one."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
+        problems = WriteErrors(dist.get_rank(), None)
+        write_model(split, split.groups.mesh, ours, problems, max_shard_size="20KB")
+        problems.settle("the model")
+        if dist.get_rank():
+            return 0.0
+        model = model_of(case, head)
+        model.load_state_dict(weights, strict=False)
+        model.save_pretrained(theirs, max_shard_size="20KB")
+        files = [{p.name: p.read_bytes() for p in of.iterdir() if p.suffix != ".md"} for of in (ours, theirs)]
+        return float(len([name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]))
 
 
 def layout_gap(engine: MegatronEngine, case: Mapping[str, Any], head: str, tp: int, pp: int, world: int) -> None:

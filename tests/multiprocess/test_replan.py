@@ -74,7 +74,12 @@ def test_whatever_the_layouts_a_moved_run_goes_on_as_it_was(run: Callable[..., P
     for mine, theirs in zip(one["updates"], other["updates"], strict=True):
         learned = {key: value for key, value in mine.items() if not key.startswith("realloc/")}
         assert learned == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    total = 0
     for part in ("", "value_model/"):
         first, second = (load_file(folder / "final" / f"{part}model.safetensors") for folder in (moved, stayed))
         assert first.keys() == second.keys()
         assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+        total += 4 * sum(tensor.nbytes for tensor in first.values())  # two moments, and a frozen role of this size
+    counts = [json.loads((moved / f"kept-{rank}.json").read_text()) for rank in (0, 1)]
+    assert sum(kept for kept, _ in counts) == total, "on the way everything is kept once"
+    assert all(kept <= live for kept, live in counts), "and each rank keeps of its own parts only"

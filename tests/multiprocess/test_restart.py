@@ -23,5 +23,7 @@ def test_a_killed_run_goes_on_by_itself_and_hosts_with_a_disk_each_have_all_they
         assert "checkpoint-4 could not be saved: rank 1 on host" in report["unwritten"]
         assert "checkpoint-3 is as it was" in report["unwritten"]
         assert report["kept"] == ["checkpoint-3"]
-        assert report["handed"], "a host that has lost a file gets it from another"
-    assert "optimizer.pt" in first["written"] and "value_model/optimizer.pt" in second["written"]
+        assert len(report["had"]) == 1, "under the plan of the checkpoint no host needs another's parts"
+        assert report["same in the other's place"] and len(report["has"]) == 2, "under another plan it gets them"
+    assert "training_state/__0_0.distcp" in first["written"] and "model.safetensors" in first["written"]
+    assert "training_state/__1_0.distcp" in second["written"] and "value_model/model.safetensors" in second["written"]

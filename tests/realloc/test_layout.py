@@ -18,12 +18,14 @@ from trl_realloc.realloc.layout import (
     Layout,
     chunks,
     flat_boxes,
+    held_once,
     layout_of,
     megatron_layout,
     owners_layout,
     padded_chunks,
     repeated_chunks,
     replicated_layout,
+    split_box,
     vllm_layout,
     volume,
     zero3_layout,
@@ -67,6 +69,35 @@ def test_a_stretch_of_a_flattened_parameter_is_its_boxes_in_order(shape: tuple[i
     found = [whole[tuple(slice(a, b) for a, b in box)].ravel() for box in boxes]
     assert np.concatenate([np.zeros(0, int), *found]).tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(shapes, st.integers(1, 40))
+def test_a_box_is_cut_into_parts_of_at_most_so_many_elements(shape: tuple[int, ...], most: int) -> None:
+    seen = np.zeros(shape, int)
+    parts = list(split_box(tuple((0, size) for size in shape), most))
+    for box in parts:
+        seen[tuple(slice(start, stop) for start, stop in box)] += 1
+        assert volume(box) <= most
+    assert (seen == 1).all() and parts == sorted(parts)
+
+
+@pytest.mark.parametrize("strategy", [{"dp": 8}, {"dp": 8, "zero_stage": 3}, {"dp": 4, "tp": 2}, {"dp": 2, "pp": 4}])
+def test_of_replicas_every_element_is_kept_once_and_each_device_keeps_its_share(strategy: dict[str, int]) -> None:
+    spec = llama()
+    engine = "megatron" if "tp" in strategy or "pp" in strategy else "zero"
+    layout = layout_of(Assignment(DeviceMesh(8, 8), ParallelStrategy(**strategy), engine), spec)
+    kept = held_once({device: layout.parts(device) for device in layout.devices})
+    check_covers(Layout.of_parts(spec, kept))
+    held = {device: sum(volume(box) for boxes in parts.values() for box in boxes) for device, parts in kept.items()}
+    assert sum(held.values()) == spec.elements
+    for device, parts in kept.items():
+        outer = layout.parts(device)
+        for name, boxes in parts.items():
+            for box in boxes:
+                around = [all(a <= s and e <= b for (a, b), (s, e) in zip(o, box, strict=True)) for o in outer[name]]
+                assert sum(around) == 1
+    if "pp" not in strategy:  # stages differ in size
+        assert max(held.values()) <= 1.2 * spec.elements / 8
 
 
 @given(st.lists(shapes, min_size=1, max_size=4), st.integers(0, 5), st.integers(1, 9))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +18,24 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import TrainerCallback
 
 from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.cli.recipe_parser import parse_recipe
 from trl_realloc.trainer.checkpoint import CheckpointError, SaveError
-from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in
+from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in, list_files, read_manifest
 from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_resume_setting
-from trl_realloc.trainer.checkpoint.saving import save_checkpoint, surplus
+from trl_realloc.trainer.checkpoint.saving import UnfinishedCheckpoint, surplus
+from trl_realloc.trainer.checkpoint.training_state import Reader, _Writer
 from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 from trl_realloc.trainer.ppo_config import ConfigError
 
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "response_length": 4, "num_ppo_epochs": 1}
-CRITIC = "value_model/optimizer.pt"
+METADATA, PARTS = "training_state/.metadata", "training_state/__0_0.distcp"
+CRITIC = "value_model/model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -71,56 +78,66 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def with_nan(path: Path) -> None:
-    state = torch.load(path, weights_only=True)
-    next(iter(state["parameters"].values()))["exp_avg"][0] = float("nan")
-    torch.save(state, path)
+def with_nan(folder: Path) -> None:
+    """Changes a number of the policy's optimizer state, and nothing else."""
+    metadata = Reader(folder).read_metadata()
+    index, stored = next(
+        (index, at) for index, at in metadata.storage_data.items() if index.fqn.endswith("norm.weight/exp_avg")
+    )
+    content = bytearray((folder / PARTS).read_bytes())
+    chunk = content[stored.offset : stored.offset + stored.length]
+    tensor = torch.load(io.BytesIO(chunk), weights_only=True)
+    tensor[0] = float("nan")
+    torch.save(tensor, changed := io.BytesIO())
+    content[stored.offset : stored.offset + stored.length] = changed.getvalue()
+    (folder / PARTS).write_bytes(content)
 
 
-def without_a_parameter(path: Path) -> None:
-    state = torch.load(path, weights_only=True)
-    state["parameters"].popitem()
-    torch.save(state, path)
+def without_a_parameter(folder: Path) -> None:
+    metadata = Reader(folder).read_metadata()
+    for name in [name for name in metadata.state_dict_metadata if name.startswith("critic/score.weight/")]:
+        del metadata.state_dict_metadata[name]
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
-def swapped(path: Path) -> None:
-    other = path.parent / CRITIC
-    policy, critic = path.read_bytes(), other.read_bytes()
-    path.write_bytes(critic)
-    other.write_bytes(policy)
+class Command:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("run by a checkpoint",)
+
+
+def with_a_command(folder: Path) -> None:
+    (folder / METADATA).write_bytes(pickle.dumps(Command()))
+
+
+def listed_anew(folder: Path) -> None:
+    """Write the manifest of what is in the folder now."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    replace(manifest, files=list_files(folder)).write(folder)
 
 
 DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
     *[
         (name, how)
-        for name in ("optimizer.pt", CRITIC)
-        for how in (truncated, of_noise, emptied, with_nan, Path.unlink)
-    ],
-    *[
-        (name, how)
-        for name in ("trainer_state.json", "scheduler.pt")
-        for how in (truncated, of_noise, emptied, Path.unlink)
+        for name in (METADATA, PARTS, "trainer_state.json", "scheduler.pt")
+        for how in (truncated, of_noise, emptied, one_byte_changed, Path.unlink)
     ],
     ("rng_state.pth", truncated),
-    ("rng_state.pth", of_noise),
+    ("model.safetensors", one_byte_changed),
+    (CRITIC, Path.unlink),
+    (MANIFEST, truncated),
+    (MANIFEST, Path.unlink),
 ]
-UNLIKE = [("optimizer.pt", without_a_parameter), (CRITIC, without_a_parameter), ("optimizer.pt", swapped)]
-ONLY_BY_CHECKSUM = [("optimizer.pt", one_byte_changed), ("model.safetensors", one_byte_changed), (MANIFEST, truncated)]
 
 
-@pytest.mark.parametrize("release", ["with a manifest", "of an earlier release"])
 def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_for_an_older_one(
-    run: Path, again: PPOTrainer, release: str, caplog: pytest.LogCaptureFixture
+    run: Path, again: PPOTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever is wrong with it: the file is named, no engine starts, and nobody is told to throw work away."""
     newest, older = run / "checkpoint-2", run / "checkpoint-1"
-    has_manifest = release == "with a manifest"
-    if not has_manifest:
-        for folder in (newest, older):
-            (folder / MANIFEST).unlink()
     keep = run / "kept"
     shutil.copytree(newest, keep)
-    for name, damaged in DAMAGE + (UNLIKE + ONLY_BY_CHECKSUM if has_manifest else []):
+    for name, damaged in DAMAGE:
         what = f"{name} {damaged.__name__}"
         damaged(newest / name)
         with pytest.raises(CheckpointError, match=name) as refused:
@@ -128,23 +145,44 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_for_an_older_on
         assert f"{older} is whole: resume from it" in str(refused.value), what
         assert "start from" not in str(refused.value)
         caplog.clear()
+        os.utime(older / "trainer_state.json", (1, 1))
         found = again._find_checkpoint(True)
         assert found is not None and found.folder == older, what
         assert "passed over" in caplog.text and name in caplog.text, what
         shutil.rmtree(newest)
         shutil.copytree(keep, newest)
-        os.utime(older / "trainer_state.json", (1, 1))
     assert again._find_checkpoint("auto").folder == newest  # type: ignore[union-attr]
     assert not again.placement.started
 
 
-@pytest.mark.parametrize(("name", "unlike"), UNLIKE)
-def test_a_checkpoint_of_an_earlier_release_with_parameters_of_another_model_is_refused(
-    run: Path, again: PPOTrainer, name: str, unlike: Callable[[Path], None]
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        (without_a_parameter, r"its critic has \d+ trained parameters, this run's \d+; it lacks score.weight"),
+        (with_a_command, r"training_state/.metadata cannot be read \(it names (posix|nt).mkdir, which is no part of"),
+    ],
+)
+def test_a_training_state_of_another_model_or_that_is_none_is_refused_before_anything_starts(
+    run: Path, again: PPOTrainer, damaged: Callable[[Path], None], said: str
 ) -> None:
-    (run / "checkpoint-2" / MANIFEST).unlink()
-    unlike(run / "checkpoint-2" / name)
-    with pytest.raises(CheckpointError, match=r"its (policy|critic) has \d+ trained parameters, this run's \d+"):
+    damaged(run / "checkpoint-2")
+    listed_anew(run / "checkpoint-2")
+    with pytest.raises(CheckpointError, match=said):
+        again._find_checkpoint(str(run / "checkpoint-2"))
+    assert not again.placement.started and not Path("run by a checkpoint").exists()
+
+
+def test_a_checkpoint_with_a_number_that_is_not_finite_is_refused_while_it_is_loaded(run: Path, tmp_path: Path) -> None:
+    with_nan(run / "checkpoint-2")
+    listed_anew(run / "checkpoint-2")
+    with pytest.raises(CheckpointError, match=r"checkpoint-2: training_state holds NaN .* in policy/.*exp_avg"):
+        tiny.trainer(tmp_path / "other", **SAVING).train(resume_from_checkpoint=str(run / "checkpoint-2"))
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_in_a_sentence(run: Path, again: PPOTrainer) -> None:
+    path = run / "checkpoint-2" / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
+    with pytest.raises(CheckpointError, match="of format 1, of an earlier release.*checkpoint-1 is whole"):
         again._find_checkpoint(str(run / "checkpoint-2"))
 
 
@@ -152,9 +190,9 @@ def test_without_a_whole_checkpoint_resuming_is_refused_and_auto_begins_only_whe
     run: Path, again: PPOTrainer
 ) -> None:
     for step in (1, 2):
-        truncated(run / f"checkpoint-{step}" / "optimizer.pt")
+        truncated(run / f"checkpoint-{step}" / PARTS)
     for given in (True, "auto", "true"):
-        with pytest.raises(CheckpointError, match=r"is whole: .*checkpoint-2 \(optimizer.pt .*checkpoint-1 \("):
+        with pytest.raises(CheckpointError, match=r"is whole: .*checkpoint-2 \(training_state.* .*checkpoint-1 \("):
             again._find_checkpoint(given)
     again.args.output_dir = str(run / "fresh")
     assert again._find_checkpoint("auto") is None
@@ -216,7 +254,7 @@ class Killed(BaseException):
 
 def writes(text: str) -> Callable[[Path, WriteErrors], None]:
     def write(folder: Path, problems: WriteErrors) -> None:
-        for name in ("trainer_state.json", "scheduler.pt", "optimizer.pt", CRITIC):
+        for name in ("trainer_state.json", "scheduler.pt", METADATA, PARTS):
             with problems.writing(folder / name):
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(text)
@@ -228,7 +266,7 @@ def save(
     folder: Path, step: int, text: str = "", limit: int | None = 1, run: str = "mine", best: Path | None = None
 ) -> None:
     final = folder / f"checkpoint-{step}"
-    save_checkpoint(final, run, writes(text or str(step)), {}, rank=0, control=None, limit=limit, best=best)
+    UnfinishedCheckpoint(final, run, writes(text or str(step)), {}, rank=0, control=None).finish(limit, best)
 
 
 def test_a_job_that_is_killed_while_it_saves_leaves_a_whole_checkpoint_whenever_it_is_killed(
@@ -305,6 +343,57 @@ def test_a_disk_without_room_ends_the_run_in_a_sentence_and_leaves_the_older_che
         assert not other.placement.started
     finally:
         subprocess.run(["umount", str(disk)], check=False)
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    """The training state of a checkpoint, by DCP's own reader."""
+    dcp_to_torch_save(folder / "training_state", folder.parent / "whole.pt")
+    whole = torch.load(folder.parent / "whole.pt", weights_only=True)
+    return {name: value for name, value in whole.items() if torch.is_tensor(value)}
+
+
+def test_a_state_that_is_written_in_the_background_is_that_of_its_update_though_training_goes_on(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    write, finish = _Writer.write_data, UnfinishedCheckpoint.finish
+
+    def slow(writer: _Writer, *given: Any) -> Any:
+        target = made.state.global_step + 1
+        while made.state.global_step < min(target, 2):
+            time.sleep(0.01)
+        return write(writer, *given)
+
+    def noted(unfinished: UnfinishedCheckpoint, *given: Any, **named: Any) -> None:
+        steps.append((unfinished.final.name, made.state.global_step))
+        finish(unfinished, *given, **named)
+
+    monkeypatch.setattr(_Writer, "write_data", slow)
+    monkeypatch.setattr(UnfinishedCheckpoint, "finish", noted)
+    made = tiny.trainer(tmp_path, **SAVING, async_save=True)
+    made.train()
+    assert steps == [("checkpoint-1", 2), ("checkpoint-2", 2)]
+    for name in ("checkpoint-1", "checkpoint-2"):
+        assert newest_whole(tmp_path, checksums=True) == tmp_path / "checkpoint-2"
+        ours, expected = states(tmp_path / name), states(saved / name)
+        assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in expected)
+
+
+def test_an_error_in_the_background_ends_the_run_and_leaves_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = _Writer.write_data
+
+    def failing(writer: _Writer, *given: Any) -> Any:
+        if "checkpoint-2" in str(writer.path):
+            raise OSError(28, "No space left on device")
+        return write(writer, *given)
+
+    monkeypatch.setattr(_Writer, "write_data", failing)
+    made = tiny.trainer(tmp_path, **{**SAVING, "max_steps": 4}, async_save=True)
+    with pytest.raises(SaveError, match=r"checkpoint-2 could not be saved: rank 0 .*__0_0.distcp: No space left on"):
+        made.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 class Breaks:

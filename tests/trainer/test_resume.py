@@ -45,7 +45,7 @@ def test_a_checkpoint_without_the_critic_is_refused_before_anything_is_loaded(tm
     shutil.rmtree(tmp_path / "checkpoint-2" / "value_model")
     again = tiny.trainer(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"value_model/optimizer.pt is missing.*checkpoint-1 is whole: resume from it"
+        CheckpointError, match=r"value_model/model.safetensors is missing.*checkpoint-1 is whole: resume from it"
     ):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert not again.placement.started

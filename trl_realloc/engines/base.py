@@ -6,7 +6,7 @@ The engines themselves are in `training` and `generation`. The plan says which e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..algorithms.rollout import Ragged, Rollouts
     from ..realloc.transfer import Parts
     from .training.packed_forward import RoleHead
+    from .training_state import StateSpecs, TensorSpec, TrainingState
 
 
 # Parameters of one bucket under checkpoint (Hugging Face) names: full tensors on any device, in the model's dtype.
@@ -135,6 +136,10 @@ class ScoringEngine(Protocol):
         """The names of the whole model's parameters, also of those that are on other ranks."""
 
     @property
+    def parameter_specs(self) -> Mapping[str, TensorSpec]:
+        """Shape and dtype of the whole model's parameters, by name, in the order of the model."""
+
+    @property
     def has_replicas(self) -> bool:
         """Whether several ranks of the mesh may have the same part of a parameter."""
 
@@ -154,7 +159,9 @@ class ScoringEngine(Protocol):
         """This rank's parts of the parameters that training changes, or of all parameters of a frozen model. The
         tensors are live and stay the same for the engine's life: a reallocation reads and writes them."""
 
-    def export(self, bucket_bytes: int = ..., *, merged: bool = True) -> Iterator[Bucket]:
+    def export(
+        self, bucket_bytes: int = ..., *, merged: bool = True, names: Collection[str] | None = None
+    ) -> Iterator[Bucket]:
         """The parameters as full tensors in buckets of about `bucket_bytes`. They may be live: a receiver copies what
         it keeps. Collective: every rank of the mesh iterates to the end. The mesh's first rank gets every tensor;
         another rank gets every tensor too, or empty buckets.
@@ -162,6 +169,7 @@ class ScoringEngine(Protocol):
         Args:
             merged: under checkpoint names, with adapters merged into the weights that they adapt. Otherwise under the
                 module's own names, with the adapters as parameters of their own.
+            names: without `merged`, the parameters to export; `None` for all.
         """
 
     def close(self) -> None:
@@ -189,14 +197,16 @@ class TrainingEngine(ScoringEngine, Protocol):
             NonFiniteError: the gradients are not finite; on every rank of the mesh. The step was not taken.
         """
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """The training state by parameter name, in a form that does not depend on the layout: `version`;
-        `parameters[name]`, which has the float32 weights (`master`) and the optimizer's tensors, full and on the CPU;
-        `scalars[name]`, the rest of the optimizer's state. Collective; complete on the mesh's first rank.
-        """
+    def training_state(self) -> TrainingState:
+        """This rank's part of the training state. The tensors are live. Not collective."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` of this or another training engine returned, on every rank.
+    def loading(self, specs: StateSpecs) -> AbstractContextManager[TrainingState]:
+        """Inside the context, this rank's part of the training state can be filled with another one: the cells of its
+        tensors in place, `version`, `scalars` and `scaler` by assignment. At the end the engine takes it over, which
+        is collective over the mesh.
+
+        Args:
+            specs: the tensors of the whole state, the same on every rank.
 
         Raises:
             EngineError: the state is of another model.

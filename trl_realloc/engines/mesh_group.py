@@ -4,6 +4,7 @@ nothing. The process groups themselves are made in `runtime/process_groups`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,9 +88,36 @@ class MeshGroup:
         dist.all_gather(parts, tensor.to(self.device), group=self.group)
         return parts
 
+    def share(self, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+        """The tensors of the rank with this index, in host memory, on every rank; the other ranks' are ignored. They
+        are sent as bytes with a header in JSON, because a pickled object would need a group in host memory."""
+        if self.size == 1:
+            return dict(tensors)
+        header, payload = b"", torch.zeros(0, dtype=torch.uint8)
+        if self.index == index:
+            header = json.dumps({n: [str(t.dtype).rpartition(".")[2], *t.shape] for n, t in tensors.items()}).encode()
+            contents = [_bytes_of(tensor) for tensor in tensors.values()]
+            payload = torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8), *contents])
+        sizes = torch.tensor([len(header), payload.numel()], device=self.device)
+        dist.broadcast(sizes, self.ranks[index], group=self.group)
+        length, total = sizes.tolist()
+        buffer = payload.to(self.device) if self.index == index else payload.new_empty(total, device=self.device)
+        dist.broadcast(buffer, self.ranks[index], group=self.group)
+        received, shared = buffer.cpu(), dict[str, Tensor]()
+        for name, (dtype, *shape) in json.loads(received[:length].numpy().tobytes()).items():
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            _bytes_of(tensor).copy_(received[length : length + tensor.nbytes])
+            shared[name], length = tensor, length + tensor.nbytes
+        return shared
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.group)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """(bytes,) uint8 in host memory; of a contiguous tensor there, a view."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:

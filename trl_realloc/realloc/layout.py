@@ -105,6 +105,43 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def split_box(box: Box, most: int) -> Iterator[Box]:
+    """Boxes of at most `most` elements that cover a box without overlap, in ascending order. They are cut along the
+    first dimensions; equal boxes give equal parts."""
+    if volume(box) <= most:
+        if volume(box):
+            yield box
+        return
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    low, high = box[dim]
+    step = max(1, most // (volume(box) // (high - low)))
+    for start in range(low, high, step):
+        yield from split_box((*box[:dim], (start, min(start + step, high)), *box[dim + 1 :]), most)
+
+
+def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dict[str, list[Box]]]:
+    """What each device keeps so that every element is kept once. A box that several devices hold is divided among
+    them, by elements as evenly as whole rows allow.
+
+    Args:
+        parts: device -> parameter name -> boxes. Boxes of a parameter are equal or do not overlap.
+    """
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for device in sorted(parts):
+        for name, boxes in parts[device].items():
+            for box in boxes:
+                holders.setdefault((name, box), []).append(device)
+    loads = dict.fromkeys(parts, 0)
+    kept: dict[int, dict[str, list[Box]]] = {device: {} for device in parts}
+    # what has one holder first, because the rest can balance the loads afterwards
+    for (name, box), devices in sorted(holders.items(), key=lambda item: len(item[1])):
+        for part in split_box(box, max(1, -(-volume(box) // len(devices)))):
+            device = min(devices, key=loads.__getitem__)
+            loads[device] += volume(part)
+            kept[device].setdefault(name, []).append(part)
+    return kept
+
+
 def layout_of(assignment: Assignment, spec: ModelSpec) -> Layout:
     """The layout of a call's parameters under its assignment.
 

@@ -6,7 +6,7 @@ All ranks make them together and in the same order, as torch requires. Which eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,6 +38,34 @@ def from_every_rank(value: Any, group: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def at_first_rank(value: Any, group: Any) -> list[Any]:
+    """The values of all ranks in the order of the ranks, on the first rank; an empty list on the others. All ranks of
+    `group` call this together.
+
+    Args:
+        group: a gloo group that rank 0 is in; `None` in a job of one process.
+    """
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else []
+    dist.gather_object(value, values or None, 0, group=group)
+    return values
+
+
+def to_each_rank(values: Sequence[Any], group: Any) -> Any:
+    """This rank's item of the first rank's sequence of one item for each rank. All ranks of `group` call this together;
+    the other ranks' sequences are ignored.
+
+    Args:
+        group: as of `at_first_rank`.
+    """
+    if group is None:
+        return values[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, list(values) if dist.get_rank(group) == 0 else None, 0, group=group)
+    return received[0]
 
 
 def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dict[DeviceMesh, MeshGroup], Any]:

@@ -1,28 +1,28 @@
 """`RunState`: the state of all models of a run, kept in host memory while the run changes its plan.
 
-A frozen role's parameters are kept in the parts of their old layout and reallocated to the new one. A trained role's
-parameters and optimizer state are kept whole on the first rank of its old mesh, as in a checkpoint. Every rank of its
-new mesh receives them bucket by bucket and keeps its part. When a run changes its plan is in `profiling.replanning`.
+Every rank keeps parts of the parameters and of the training state in the layout of the old plan: what several ranks
+hold is kept by one of them. They are reallocated to the new plan's layout bucket by bucket. When a run changes its plan
+is in `profiling.replanning`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..engines.base import TrainingEngine
+from ..engines.base import ScoringEngine, TrainingEngine
 from ..engines.models import blank, persistent_buffers, without_dropout
+from ..engines.training_state import MASTER, TensorSpec, TrainingState
 from ..plan.execution_plan import ExecutionPlan
-from ..realloc.layout import whole
-from ..realloc.transfer import Parts
+from ..realloc.layout import Box, held_once
+from ..realloc.transfer import Parts, find
 from .placement import Placement
-from .process_groups import ReallocationGroups
-from .reallocation import STALE, EngineSink, FullTensorSink, Reallocation, Sink
+from .process_groups import ReallocationGroups, from_every_rank
+from .reallocation import STALE, EngineSink, Reallocation, Sink
 from .roles import Roles
 
 
@@ -50,7 +50,6 @@ class ModelDescription:
         dtypes: of its parameters, by name.
         buffers: its persistent buffers, by name.
         extra_attributes: values of the model's attributes that are not in its config (`EXTRA_ATTRIBUTES`).
-        training_state: of a trained role's engine, the items of `state_dict` other than the parameters' tensors.
     """
 
     config: Any
@@ -58,7 +57,30 @@ class ModelDescription:
     dtypes: Mapping[str, torch.dtype]
     buffers: Mapping[str, torch.Tensor]
     extra_attributes: Mapping[str, Any]
-    training_state: Mapping[str, Any] | None = None
+
+
+@dataclass
+class TrainingDescription:
+    """The training state of a role without its tensors.
+
+    Args:
+        version, scaler: as in `TrainingState`.
+        specs: of the tensors.
+        scalars: of all parameters.
+    """
+
+    version: int
+    scaler: Mapping[str, Any]
+    specs: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def of_names(self, names: Iterable[str], state: TrainingState) -> TrainingDescription:
+        """This description with those tensors of a rank's state that have these names (`_name`)."""
+        for name in names:
+            parameter, key = _parameter_and_key(name)
+            self.specs.setdefault(parameter, {})[key] = _spec_on_host(state, parameter, key)
+            self.scalars[parameter] = state.scalars.get(parameter, {})
+        return self
 
 
 class RunState:
@@ -67,37 +89,39 @@ class RunState:
 
     def __init__(self, placement: Placement) -> None:
         self.rank, self.cluster = placement.rank, placement.plan.cluster
-        self._parts: dict[str, HostParts] = {}
         descriptions: dict[str, ModelDescription] = {}
+        versions: dict[str, int] = {}
+        states: dict[str, TrainingState] = {}
+        live: dict[str, Parts] = {}
         for call, number, engine in placement.home_engines():
-            key, is_trained = _key(call, number), placement.plan.graph.call(call).trains
-            is_leader = placement.group(call).is_leader
-            is_policy = placement.roles[placement.role_of(call)].kind == "policy"
-            training_state: dict[str, Any] | None = None
-            if is_trained and isinstance(engine, TrainingEngine):
-                training_state = self._keep_training_state(key, engine, is_leader)
+            key, versions[key] = _key(call, number), engine.version
+            if placement.plan.graph.call(call).trains and isinstance(engine, TrainingEngine):
+                states[key] = engine.training_state()
+                live[key] = _state_parts(states[key])
             else:
-                self._parts[key] = HostParts(engine.version, _on_host(engine.parts()))
-            if is_leader:
-                model = engine.head.model
-                dtypes = {name: p.dtype for name, p in model.named_parameters()}
-                extra = {name: getattr(model, name) for name in EXTRA_ATTRIBUTES if hasattr(model, name)}
-                descriptions[key] = ModelDescription(
-                    model.config, is_policy, dtypes, persistent_buffers(model), extra, training_state
-                )
-        self.descriptions = _of_all_ranks(descriptions, placement.control)
-
-    def _keep_training_state(self, key: str, engine: TrainingEngine, is_leader: bool) -> dict[str, Any]:
-        """Keep a trained engine's tensors on the first rank of its mesh. Returns the rest of its `state_dict`."""
-        state = engine.state_dict()
-        if is_leader:
-            tensors = {
-                f"{slot} {name}": [(whole(tensor.shape), tensor)]
-                for name, slots in state["parameters"].items()
-                for slot, tensor in slots.items()
-            }
-            self._parts[key] = HostParts(engine.version, tensors)
-        return {name: value for name, value in state.items() if name != "parameters"}
+                live[key] = engine.parts()
+            if placement.group(call).is_leader:
+                is_policy = placement.roles[placement.role_of(call)].kind == "policy"
+                descriptions[key] = _describe(engine, is_policy)
+        boxes = {key: {n: [box for box, _ in cells] for n, cells in parts.items()} for key, parts in live.items()}
+        rank_boxes = from_every_rank(boxes, placement.control)
+        self._parts: dict[str, HostParts] = {}
+        training: dict[str, TrainingDescription] = {}
+        for key, parts in live.items():
+            kept = held_once({rank: of_rank[key] for rank, of_rank in enumerate(rank_boxes) if key in of_rank})
+            state = states.get(key)
+            self._parts[key] = HostParts(versions[key], _on_host(parts, kept[self.rank], state))
+            if state is not None:
+                training[key] = TrainingDescription(state.version, state.scaler).of_names(kept[self.rank], state)
+        self.descriptions: dict[str, ModelDescription] = {}
+        self.training: dict[str, TrainingDescription] = {}
+        for of_rank, training_of_rank in from_every_rank((descriptions, training), placement.control):
+            self.descriptions |= of_rank
+            for key, description in training_of_rank.items():
+                merged = self.training.setdefault(key, description)
+                for parameter, specs in description.specs.items():
+                    merged.specs.setdefault(parameter, {}).update(specs)
+                merged.scalars |= description.scalars
 
     def model(self, key: str) -> Any:
         """A model with uninitialized parameters, which `load_into` fills."""
@@ -125,14 +149,17 @@ class RunState:
         """
         engines = {_key(call, number): engine for call, number, engine in placement.home_engines()}
         for key in sorted(self.descriptions):
-            engine, training_state = engines.get(key), self.descriptions[key].training_state
-            sink: Sink | None = None
-            if engine is not None:
-                sink = EngineSink(engine) if training_state is None else TrainingStateSink()
-            self._send(key, placement, sink)
-            if engine is not None and training_state is not None:
-                assert isinstance(sink, TrainingStateSink) and isinstance(engine, TrainingEngine), "the role is trained"
-                engine.load_state_dict({**training_state, "parameters": sink.by_parameter()})
+            engine, training = engines.get(key), self.training.get(key)
+            if engine is None:
+                self._send(key, placement, None)
+            elif training is None:
+                self._send(key, placement, EngineSink(engine))
+            else:
+                assert isinstance(engine, TrainingEngine), "the role is trained"
+                with engine.loading(training.specs) as state:
+                    self._send(key, placement, StateSink(state))
+                    state.version, state.scaler = training.version, dict(training.scaler)
+                    state.scalars = {name: training.scalars[name] for name in state.scalars}
 
     def _send(self, key: str, placement: Placement, sink: Sink | None) -> None:
         """Reallocate one model's tensors from host memory. All ranks together."""
@@ -149,26 +176,22 @@ class RunState:
         reallocation.refresh()
 
 
-class TrainingStateSink(FullTensorSink):
-    """Receives a trained role's parameters and optimizer state whole, in host memory."""
+class StateSink:
+    """Receives a trained role's training state into the parts that its engine is loading. A `reallocation.Sink`."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.version = STALE
-        self._tensors: dict[str, torch.Tensor] = {}
+    def __init__(self, state: TrainingState) -> None:
+        self.version, self._parts = STALE, _state_parts(state)
+
+    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
+        return {name: [box for box, _ in self._parts.get(name, ())] for name in shapes}
+
+    def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
+        return {name: self._parts[name] for name in names if name in self._parts}
 
     def receive(self, stream: Iterator[Parts], version: int) -> None:
-        for parts in stream:
-            self._tensors |= {name: tensor for name, [(_, tensor)] in parts.items()}
+        for _ in stream:
+            pass
         self.version = version
-
-    def by_parameter(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The received tensors by parameter name and then by slot: the parameter itself or an optimizer state."""
-        by_parameter: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in self._tensors.items():
-            slot, _, parameter = name.partition(" ")
-            by_parameter.setdefault(parameter, {})[slot] = tensor
-        return by_parameter
 
 
 def _key(call: str, number: int) -> str:
@@ -176,15 +199,43 @@ def _key(call: str, number: int) -> str:
     return f"{call} {number}"
 
 
-def _on_host(parts: Parts) -> Parts:
-    """Copies of the parts in host memory."""
-    return {
-        name: [(box, tensor.detach().to("cpu", copy=True)) for box, tensor in cells] for name, cells in parts.items()
-    }
+def _parameter_and_key(name: str) -> tuple[str, str]:
+    key, _, parameter = name.partition(" ")
+    return parameter, key
 
 
-def _of_all_ranks(descriptions: dict[str, ModelDescription], control: Any) -> dict[str, ModelDescription]:
-    """The descriptions that all ranks have, together on every rank."""
-    rank_descriptions: list[dict[str, ModelDescription]] = [{} for _ in range(dist.get_world_size(control))]
-    dist.all_gather_object(rank_descriptions, descriptions, group=control)
-    return {key: description for by_key in rank_descriptions for key, description in by_key.items()}
+def _state_parts(state: TrainingState) -> Parts:
+    """The tensors of a training state by key and parameter, as one name."""
+    tensors = [(f"{key} {name}", t.cells) for name, by_key in state.tensors.items() for key, t in by_key.items()]
+    return {name: cells for name, cells in tensors if cells}
+
+
+def _spec_on_host(state: TrainingState, parameter: str, key: str) -> TensorSpec:
+    """Shape and dtype of a tensor of the training state in host memory. What has a number for each element of the
+    parameter gets the dtype of its float32 weight, as engines load it, because tensors are moved without a cast."""
+    master, spec = state.tensors[parameter][MASTER].spec, state.tensors[parameter][key].spec
+    is_cast = spec.dtype.is_floating_point and spec.shape == master.shape
+    return TensorSpec(spec.shape, master.dtype) if is_cast else spec
+
+
+def _on_host(parts: Parts, boxes: Mapping[str, Sequence[Box]], state: TrainingState | None) -> Parts:
+    """Copies of these boxes of the parts in host memory.
+
+    Args:
+        state: that the parts are of; `None` if they are parameters.
+    """
+    copies: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    for name, of_name in boxes.items():
+        dtype = _spec_on_host(state, *_parameter_and_key(name)).dtype if state is not None else None
+        for box in of_name:
+            part = find(parts, name, box)
+            assert part is not None, "a rank keeps boxes of its own parts"
+            copies.setdefault(name, []).append((box, part.detach().to("cpu", dtype or part.dtype, copy=True)))
+    return copies
+
+
+def _describe(engine: ScoringEngine, is_policy: bool) -> ModelDescription:
+    model = engine.head.model
+    dtypes = {name: spec.dtype for name, spec in engine.parameter_specs.items()}
+    extra = {name: getattr(model, name) for name in EXTRA_ATTRIBUTES if hasattr(model, name)}
+    return ModelDescription(model.config, is_policy, dtypes, persistent_buffers(model), extra)

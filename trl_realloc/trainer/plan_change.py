@@ -60,6 +60,7 @@ class PlanChangeMixin:
     replanner: Replanner | None
     _place: Callable[[], None]
     _start: Callable[[], None]
+    _finish_save: Callable[[], None]
 
     _start_seconds = 0.0  # what loading the models and starting the engines took
 
@@ -78,6 +79,7 @@ class PlanChangeMixin:
         states."""
         self.alarm.at(f"the move to another plan after update {self.state.global_step}")
         self.executor.exchange.flush()
+        self._finish_save()  # over a process group of the old plan
         run_state = RunState(self.placement)
         self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
         self.placement.close()

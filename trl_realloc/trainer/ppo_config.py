@@ -126,6 +126,9 @@ class PPOConfig(ConfigBase):
         skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
             Leave out an update whose samples, losses or gradients are not finite, and count it in
             `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
+        async_save (`bool`, *optional*, defaults to `False`):
+            Write the training state of a checkpoint in the background while training goes on. Each process copies its
+            part to host memory first. The checkpoint gets its name when all processes have written theirs.
         heartbeat_timeout (`float`, *optional*):
             Seconds after which the job ends on all ranks because a rank is stopped or sends no heartbeat (its host or
             the network is down). A rank sends heartbeats during long computations too. Default: 30.
@@ -269,7 +272,10 @@ class PPOConfig(ConfigBase):
         default=False,
         metadata={"help": "Leave out and count updates that are not finite, where otherwise the run ends."},
     )
-
+    async_save: bool = field(
+        default=False,
+        metadata={"help": "Write a checkpoint's training state in the background while training goes on."},
+    )
     heartbeat_timeout: float | None = field(
         default=None,
         metadata={"help": "Seconds after which a stopped or silent rank ends the job on all ranks. Default: 30."},

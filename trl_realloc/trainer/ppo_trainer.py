@@ -289,6 +289,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
                 break
             self._replan(iteration)
         self._log_metrics()
+        self._finish_save()
         self._end_together()
         self._load_best_model()
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
@@ -342,6 +343,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
     def _log_evaluate_save(self) -> None:
         """Log, evaluate and save where the callbacks asked for it. Called after an update and after a pass over the
         data."""
+        self._finish_save(wait=False)
         if self.control.should_log:
             self._log_metrics()
         if self.control.should_evaluate:
@@ -351,7 +353,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
                 self.control.should_save = is_best
         if self.control.should_save:
             self._save_checkpoint(self.model, trial=None)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            self.control.should_save = False
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ and the parameter is the rounded master weight. A float32 parameter is its own m
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh_group import SplitGroups
+from ..training_state import (
+    MASTER,
+    StateSpecs,
+    StateTensor,
+    TrainingState,
+    is_elementwise,
+    loaded_scalars,
+    room_for,
+    scalars_of,
+)
 from .tensor_parallel import box_of, is_split, local, local_gradient
 
 
@@ -123,6 +134,12 @@ class Master:
         """This rank's part of the parameter, live."""
         return local(self.parameter.data)
 
+    def part(self, tensor: Tensor) -> StateTensor:
+        """This rank's part of one tensor of the training state: of the float32 weight, or of the optimizer's state."""
+        if self.weight is None or tensor.shape != self.weight.shape:
+            return StateTensor.of(tensor)  # a factored moment, which optimizers have of parameters that are not split
+        return StateTensor.of(tensor, tuple(self.parameter.shape), box_of(self.parameter))
+
 
 @dataclass(frozen=True)
 class NamedOptimizer:
@@ -216,7 +233,7 @@ class SplitMasters:
 
     def counts(self, master: Master) -> bool:
         """Whether this rank, of all that have the same part of a parameter, is the one that contributes it to the
-        gradient norm and to a checkpoint."""
+        gradient norm."""
         first_replica = master.owner == self.groups.dp.index or (master.owner == -1 and self.groups.dp.index == 0)
         of_tensor = is_split(master.parameter) or self.groups.tp.index == 0
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
@@ -245,10 +262,7 @@ class SplitMasters:
         for master in self.all:
             if master.weight is not None:
                 master.weight.grad = None
-                if master.weight.data_ptr() != master.value.data_ptr():
-                    master.value.copy_(master.weight)
-        for owner, masters in self._by_owner():
-            self.groups.dp.broadcast([master.value for master in masters], owner)
+        self.publish()
         return True
 
     def _sum(self, gradients: dict[str, Tensor]) -> None:
@@ -282,26 +296,49 @@ class SplitMasters:
             if masters:
                 yield owner, masters
 
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the master weights into the parameters, rounded, and from their owners to the other replicas.
+        Collective."""
+        for master in self.all:
+            if master.weight is not None and master.weight.data_ptr() != master.value.data_ptr():
+                master.value.copy_(master.weight)
+        for owner, masters in self._by_owner():
+            self.groups.dp.broadcast([master.value for master in masters], owner)
+
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def state_of(self, master: Master) -> dict[str, Any]:
-        """The optimizer state of a master weight that this rank steps."""
-        assert master.weight is not None
-        return dict(self.optimizer.state.get(master.weight, {}))
+    def training_state(self, version: int) -> TrainingState:
+        """The parts of the training state that this rank steps."""
+        state = TrainingState(version)
+        for master, weight in self._stepped():
+            values = self.optimizer.state.get(weight, {})
+            tensors = {MASTER: weight, **{key: value for key, value in values.items() if is_elementwise(value)}}
+            state.tensors[master.name] = {key: master.part(tensor) for key, tensor in tensors.items()}
+            state.scalars[master.name] = scalars_of(values)
+        return state
 
-    @torch.no_grad()
-    def load(self, master: Master, weight: Tensor, state: dict[str, Any]) -> None:
-        """Set a parameter, and on a rank that steps it the master weight and its optimizer state.
+    @contextlib.contextmanager
+    def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
+        """See `base.TrainingEngine.loading`, without the check of names."""
+        state, values = TrainingState(), dict[str, dict[str, Tensor]]()
+        for master, weight in self._stepped():
+            name, current, shape = master.name, self.optimizer.state.get(weight, {}), tuple(master.parameter.shape)
+            others = [(key, spec) for key, spec in specs[name].items() if key != MASTER]
+            values[name] = {key: room_for(spec, current.get(key), weight, shape) for key, spec in others}
+            state.tensors[name] = {key: master.part(t) for key, t in {MASTER: weight, **values[name]}.items()}
+            state.scalars[name] = {}
+        yield state
+        for master, weight in self._stepped():
+            scalars = loaded_scalars(self.optimizer, weight, state.scalars[master.name])
+            self.optimizer.state.pop(weight, None)
+            if loaded := {**values[master.name], **scalars}:
+                self.optimizer.state[weight] = loaded
+        self.publish()
 
-        Args:
-            weight: (local shape) float32.
-        """
-        master.value.copy_(weight)
-        if master.weight is not None:
-            if master.weight.data_ptr() != master.value.data_ptr():
-                master.weight.data.copy_(weight)
-            if state:
-                self.optimizer.state[master.weight] = state
+    def _stepped(self) -> list[tuple[Master, nn.Parameter]]:
+        """The masters that this rank steps, with their weights."""
+        return [(master, master.weight) for master in self.all if master.weight is not None]
 
 
 def _master_dtype(parameter: Tensor) -> torch.dtype:

@@ -6,14 +6,12 @@ layers, `master_weights` has the optimizer. Here is how they work together in a 
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...algorithms.base import TokenLoss
@@ -23,15 +21,17 @@ from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
+from ..training_state import StateSpecs, TensorSpec, TrainingState, check_names
 from .master_weights import NamedOptimizer, SplitMasters
 from .nonfinite_guard import guarded, refusal
 from .packed_attention import base_of
 from .packed_forward import PolicyHead, RoleHead, TokenLogprobs, run_forward, run_training, tied_weight
+from .part_gather import PartGather
 from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_split, local, split_tensors, vocabulary_start
 from .vocab_parallel import SplitLogprobs
-from .weight_export import check_state, checkpoint_names
+from .weight_export import checkpoint_names
 from .weight_source import fill, to_device
 
 
@@ -81,7 +81,8 @@ class MegatronEngine:
         if self.frozen:
             head.requires_grad_(False).eval()
         model = head.model
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._specs = {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+        self._gather: PartGather | None = None
         self._trained_names = [name for name, p in model.named_parameters() if p.requires_grad]
         tied = tied_weight(model)
         self._tied = next((name for name, p in model.named_parameters() if p is tied), None)
@@ -120,7 +121,12 @@ class MegatronEngine:
     @property
     def parameter_names(self) -> list[str]:
         """See `base.ScoringEngine`."""
-        return list(self._shapes)
+        return list(self._specs)
+
+    @property
+    def parameter_specs(self) -> Mapping[str, TensorSpec]:
+        """See `base.ScoringEngine`."""
+        return self._specs
 
     @property
     def has_replicas(self) -> bool:
@@ -179,7 +185,9 @@ class MegatronEngine:
         if parts:
             order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
             results = {n: Ragged.cat([parts[at][n] for at in range(len(batches))]).select(order) for n in parts[0]}
-        return self._from_last_stage(results)
+        values = self._from_last_stage({name: column.values for name, column in results.items()})
+        lengths = self._from_last_stage({name: column.lengths for name, column in results.items()})
+        return {name: Ragged(values[name], lengths[name]) for name in values}
 
     def _train_stages(self, samples: Rollouts, loss: TokenLoss, budget: int) -> dict[str, Tensor]:
         assert self.pipeline is not None
@@ -205,12 +213,9 @@ class MegatronEngine:
         samples, so that all stages compute at the same time."""
         return micro_batches(samples.lengths.tolist(), min(budget, -(-samples.tokens // self.groups.pp.size)))
 
-    def _from_last_stage(self, results: Any) -> Any:
+    def _from_last_stage(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The last stage's results, on every stage."""
-        container = [results]
-        last = self.groups.pp.ranks[-1]
-        dist.broadcast_object_list(container, last, group=self.groups.pp.group, device=self.groups.pp.device)
-        return container[0]
+        return self.groups.pp.share(results, self.groups.pp.size - 1)
 
     def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
         outputs: Mapping[str, Ragged] = self._in_context(lambda: self.head(samples))
@@ -230,7 +235,9 @@ class MegatronEngine:
         names = set(self._trained_names) or {name for name, _ in named}
         return {name: [(box_of(p), local(p.data))] for name, p in named if name in names}
 
-    def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
+    def export(
+        self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
+    ) -> Iterator[Bucket]:
         """See `base.ScoringEngine.export`: full tensors on the mesh's first rank, empty buckets on the others.
 
         Raises:
@@ -242,51 +249,27 @@ class MegatronEngine:
                 "a split model's adapters cannot be merged; reallocate them, or export with merged=False."
             )
         rename = partial(checkpoint_names, model) if merged else list
-        local_parameters = dict(model.named_parameters())
-        itemsize = next(self.head.parameters()).element_size()
-        for names in in_buckets(self._shapes, lambda name: math.prod(self._shapes[name]) * itemsize, bucket_bytes):
-            held = {n: local_parameters[n] for n in names if n in local_parameters}
-            parts = {n: (box_of(p), local(p.data)) for n, p in held.items() if self._contributes(p, n)}
-            whole = self._gather_whole(parts)
-            yield rename([(name, whole[name]) for name in names if name in whole])
+        if self._gather is None:
+            self._gather = PartGather(dict(model.named_parameters()), self._specs, self.groups, self._contributes)
+        chosen = [name for name in self._specs if names is None or name in names]
+        specs = self._specs
+        for bucket in in_buckets(chosen, lambda n: specs[n].bytes, bucket_bytes, lambda n: specs[n].dtype):
+            full = self._gather.full(bucket)
+            yield rename([(name, full[name]) for name in bucket if name in full])
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `base.TrainingEngine.state_dict`. Complete on the mesh's first rank only."""
+    def training_state(self) -> TrainingState:
+        """See `base.TrainingEngine`: here the parts that this rank steps."""
         assert self.masters is not None, "a frozen role has no training state"
-        parts: dict[str, dict[str, tuple[Any, Tensor]]] = {}  # by name of the optimizer's tensor and of the parameter
-        scalars: dict[str, dict[str, Any]] = {}
-        for master in filter(self.masters.counts, self.masters.all):
-            assert master.weight is not None
-            state = self.masters.state_of(master)
-            tensors = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()}
-            for key, tensor in {**tensors, "master": master.weight.data}.items():
-                # a tensor of another shape is a factored moment, which optimizers have of unsplit parameters only
-                box = box_of(master.parameter) if tensor.shape == master.weight.shape else None
-                parts.setdefault(key, {})[master.name] = (box, tensor.float())
-            scalars[master.name] = copy.deepcopy({key: value for key, value in state.items() if key not in tensors})
-        keys = sorted({key for rank_keys in self._gathered(sorted(parts)) for key in rank_keys})
-        parameters: dict[str, dict[str, Tensor]] = {}
-        for key in keys:
-            for name, tensor in self._gather_whole(parts.get(key, {})).items():
-                parameters.setdefault(name, {})[key] = tensor
-        all_scalars = {name: values for rank in self._gathered(scalars) for name, values in rank.items()}
-        return {"version": self.version, "parameters": parameters, "scalars": all_scalars}
+        return self.masters.training_state(self.version)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    @contextlib.contextmanager
+    def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
+        """See `base.TrainingEngine`."""
         assert self.masters is not None, "a frozen role has no training state"
-        check_state(state, self._trained_names)
-        for master in self.masters.all:
-            index = tuple(slice(start, stop) for start, stop in box_of(master.parameter))
-            shape = master.parameter.shape
-            tensors = {
-                key: (tensor[index] if tensor.shape == shape else tensor).to(self.device, copy=True)
-                for key, tensor in state["parameters"][master.name].items()
-            }
-            weight = tensors.pop("master")
-            scalars = state["scalars"][master.name]
-            values = {**tensors, **{k: v.clone() if torch.is_tensor(v) else v for k, v in scalars.items()}}
-            self.masters.load(master, weight, values)
-        self.version = state["version"]
+        check_names(specs, self._trained_names)
+        with self.masters.loading(specs) as state:
+            yield state
+        self.version = state.version
 
     def close(self) -> None:
         pass
@@ -296,36 +279,6 @@ class MegatronEngine:
         groups = self.groups
         of_tensor = is_split(parameter) or groups.tp.index == 0
         return groups.dp.index == 0 and of_tensor and not (name == self._tied and groups.pp.index > 0)
-
-    def _gathered(self, value: Any) -> list[Any]:
-        """The values of all ranks of the mesh."""
-        if self.groups.mesh.size == 1:
-            return [value]
-        rank_values: list[Any] = [None] * self.groups.mesh.size
-        dist.all_gather_object(rank_values, value, group=self.groups.mesh.group)
-        return rank_values
-
-    def _gather_whole(self, parts: Mapping[str, tuple[Any, Tensor]]) -> dict[str, Tensor]:
-        """Full parameters on the mesh's first rank, on the CPU, from all ranks' parts; nothing elsewhere. Collective.
-
-        Args:
-            parts: this rank's, each with its box; `None` for a full tensor.
-        """
-        on_host = {name: (box, tensor.cpu()) for name, (box, tensor) in parts.items()}
-        if self.groups.mesh.size == 1:
-            rank_parts: list[Any] = [on_host]
-        else:
-            rank_parts = [None] * self.groups.mesh.size if self.groups.mesh.is_leader else []
-            dist.gather_object(on_host, rank_parts or None, self.groups.mesh.ranks[0], group=self.groups.mesh.group)
-        whole: dict[str, Tensor] = {}
-        for rank in rank_parts:
-            for name, (box, tensor) in rank.items():
-                if box is None:
-                    whole[name] = tensor
-                    continue
-                full = whole.setdefault(name, torch.empty(self._shapes[name], dtype=tensor.dtype))
-                full[tuple(slice(start, stop) for start, stop in box)] = tensor
-        return whole
 
 
 def check_model(model: Any, tp: int, pp: int) -> None:

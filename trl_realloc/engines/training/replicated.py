@@ -8,10 +8,9 @@ the last micro-batch. Replicas whose optimizer state or parameters are sharded a
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,22 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, GROUP, Bucket, Rate
 from ..mesh_group import MeshGroup
-from .master_weights import MasterWeights, in_dtype_of, is_low
+from ..training_state import (
+    MASTER,
+    StateSpecs,
+    StateTensor,
+    TensorSpec,
+    TrainingState,
+    check_names,
+    is_elementwise,
+    loaded_scalars,
+    room_for,
+    scalars_of,
+)
+from .master_weights import MasterWeights
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
-from .weight_export import buckets, check_state
+from .weight_export import buckets, specs_of
 from .weight_source import fill
 
 
@@ -71,6 +82,11 @@ class ReplicatedEngine:
     def parameter_names(self) -> list[str]:
         """The names of the model's parameters."""
         return [name for name, _ in self.head.model.named_parameters()]
+
+    @property
+    def parameter_specs(self) -> Mapping[str, TensorSpec]:
+        """See `base.ScoringEngine`."""
+        return specs_of(self.head.model)
 
     @property
     def has_replicas(self) -> bool:
@@ -141,8 +157,10 @@ class ReplicatedEngine:
         self.scaler.update(self.scaler.get_scale() if self.scaler.is_enabled() else None)
         raise error
 
-    def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
-        return buckets(self.head.model, None, bucket_bytes, merged=merged)
+    def export(
+        self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
+    ) -> Iterator[Bucket]:
+        return buckets(self.head.model, None, bucket_bytes, merged=merged, names=names)
 
     def parts(self) -> Parts:
         """See `base.ScoringEngine.parts`: here full parameters."""
@@ -154,37 +172,43 @@ class ReplicatedEngine:
         with self._evaluating(), self._autocast():
             yield self.head.model
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `base.TrainingEngine.state_dict`. Every rank returns the complete state."""
+    def training_state(self) -> TrainingState:
+        """See `base.TrainingEngine`: here full tensors."""
         assert self.optimizer is not None, "a frozen role has no training state"
-        parameters: dict[str, dict[str, Tensor]] = {}
-        scalars: dict[str, dict[str, Any]] = {}
-        for name, parameter in self.head.model.named_parameters():
-            if parameter.requires_grad:
-                master = self._masters.of(parameter)
-                state = self.optimizer.state.get(master, {})
-                tensors = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()}
-                tensors["master"] = master
-                parameters[name] = {key: _on_host(tensor.detach()) for key, tensor in tensors.items()}
-                scalars[name] = copy.deepcopy({key: value for key, value in state.items() if key not in tensors})
-        scaler = {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
-        return {"version": self.version, "parameters": parameters, "scalars": scalars, **scaler}
+        state = TrainingState(self.version, scaler=self.scaler.state_dict() if self.scaler.is_enabled() else {})
+        for name, master in self._named_masters():
+            values = self.optimizer.state.get(master, {})
+            tensors = {MASTER: master, **{key: value for key, value in values.items() if is_elementwise(value)}}
+            state.tensors[name] = {key: StateTensor.of(tensor) for key, tensor in tensors.items()}
+            state.scalars[name] = scalars_of(values)
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    @contextlib.contextmanager
+    def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
+        """See `base.TrainingEngine`."""
         assert self.optimizer is not None, "a frozen role has no training state"
-        trained = [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]
-        check_state(state, [name for name, _ in trained])
-        if self.scaler.is_enabled() and "scaler" in state:
-            self.scaler.load_state_dict(state["scaler"])
-        for name, parameter in trained:
-            master = self._masters.of(parameter)
-            values = {key: in_dtype_of(master, tensor) for key, tensor in state["parameters"][name].items()}
-            master.data.copy_(values.pop("master"))
-            values |= {k: v.clone() if torch.is_tensor(v) else v for k, v in state["scalars"][name].items()}
-            if values:
-                self.optimizer.state[master] = values
+        masters = self._named_masters()
+        check_names(specs, [name for name, _ in masters])
+        state = TrainingState(scalars={name: {} for name, _ in masters})
+        values: dict[str, dict[str, Tensor]] = {}
+        for name, master in masters:
+            current, shape = self.optimizer.state.get(master, {}), tuple(master.shape)
+            others = [(key, spec) for key, spec in specs[name].items() if key != MASTER]
+            values[name] = {key: room_for(spec, current.get(key), master, shape) for key, spec in others}
+            state.tensors[name] = {k: StateTensor.of(t) for k, t in {MASTER: master, **values[name]}.items()}
+        yield state
+        for name, master in masters:
+            self.optimizer.state.pop(master, None)
+            if loaded := {**values[name], **loaded_scalars(self.optimizer, master, state.scalars[name])}:
+                self.optimizer.state[master] = loaded
         self._masters.publish()
-        self.version = state["version"]
+        if self.scaler.is_enabled() and state.scaler:
+            self.scaler.load_state_dict(state.scaler)
+        self.version = state.version
+
+    def _named_masters(self) -> list[tuple[str, nn.Parameter]]:
+        """The name of each trained parameter, with the tensor that the optimizer steps."""
+        return [(name, self._masters.of(p)) for name, p in self.head.model.named_parameters() if p.requires_grad]
 
     def close(self) -> None:
         pass
@@ -220,13 +244,6 @@ class ReplicatedEngine:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.group.sum_([p.grad for p in used if p.grad is not None])
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, in float32 if the tensor has 16-bit floating-point numbers."""
-    if tensor.is_floating_point() and is_low(tensor):
-        return tensor.float().cpu()
-    return tensor.to("cpu", copy=True)
 
 
 def whole_parts(model: nn.Module) -> Parts:

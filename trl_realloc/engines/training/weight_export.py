@@ -7,7 +7,7 @@ is in `zero`, which passes the function for it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..base import BUCKET_BYTES, Bucket, EngineError
+from ..base import BUCKET_BYTES, Bucket
 from ..buckets import in_buckets
+from ..training_state import TensorSpec
 
 
 try:  # the renaming that `save_pretrained` does; private, and absent before Transformers 5
@@ -41,7 +42,12 @@ class _Weight:
 
 
 def buckets(
-    model: nn.Module, gather: Gather | None = None, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True
+    model: nn.Module,
+    gather: Gather | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    merged: bool = True,
+    names: Collection[str] | None = None,
 ) -> Iterator[Bucket]:
     """Yield the model's parameters as full tensors, in buckets of at most `bucket_bytes` or of one larger tensor.
 
@@ -51,10 +57,11 @@ def buckets(
         gather: the context in which the given parameters are full, where they are partitioned.
         merged: under checkpoint names, with adapters merged into the weights. Otherwise under the module's names, with
             the adapters as parameters of their own.
+        names: without `merged`, the parameters to export; `None` for all.
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
     rename = partial(checkpoint_names, model) if merged else list
-    weights = _weights(model) if merged else _plain(model)
+    weights = _weights(model) if merged else (w for w in _plain(model) if names is None or w.name in names)
     for bucket in in_buckets(weights, lambda weight: _full_bytes(weight.sources[0]), bucket_bytes):
         with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
             yield rename([(weight.name, weight.compute()) for weight in bucket])
@@ -68,6 +75,11 @@ def checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:
     if revert_weight_conversion is None or not isinstance(base, PreTrainedModel):
         return tensors
     return list(revert_weight_conversion(base, dict(tensors)).items())
+
+
+def specs_of(model: nn.Module) -> dict[str, TensorSpec]:
+    """Shape and dtype of every parameter, also of those that ZeRO-3 has partitioned."""
+    return {name: TensorSpec(tuple(getattr(p, "ds_shape", p.shape)), p.dtype) for name, p in model.named_parameters()}
 
 
 def _full_bytes(parameter: nn.Parameter) -> int:
@@ -130,20 +142,3 @@ def _saved_name(name: str, active_adapters: Sequence[str]) -> str | None:
 
 def _clean(name: str) -> str:
     return name.removeprefix("base_model.model.")
-
-
-def check_state(state: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuse the training state of another model, which would leave parameters as they were initialized.
-
-    Args:
-        names: of all parameters that the role trains.
-
-    Raises:
-        EngineError: the state has other parameters.
-    """
-    unmatched = sorted(set(state["parameters"]) ^ set(names))
-    if unmatched:
-        raise EngineError(
-            f"the state to load has {len(state['parameters'])} parameters, the model trains {len(names)}; "
-            f"{', '.join(unmatched[:3])} {'is' if len(unmatched) == 1 else 'are'} in one of them only."
-        )

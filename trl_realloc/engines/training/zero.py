@@ -8,7 +8,7 @@ A job has several of these engines on different meshes. Accelerate's DeepSpeed i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,22 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, Rate
 from ..mesh_group import MeshGroup
+from ..training_state import (
+    MASTER,
+    StateSpecs,
+    StateTensor,
+    TensorSpec,
+    TrainingState,
+    check_names,
+    flat_cells,
+    loaded_scalars,
+    scalars_of,
+)
 from .compiled_ops import clear_stale_locks, compiles, extensions_folder
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
-from .weight_export import buckets, check_state
+from .weight_export import buckets, specs_of
 from .weight_source import fill
 from .zero_partition import partition_of, partition_unread
 from .zero_setup import Topology, deepspeed_config, initializing, memory_efficient_linear, parameter_dtype
@@ -89,6 +100,11 @@ class ZeroEngine:
         return [name for name, _ in self.head.model.named_parameters()]
 
     @property
+    def parameter_specs(self) -> Mapping[str, TensorSpec]:
+        """See `base.ScoringEngine`."""
+        return specs_of(self.head.model)
+
+    @property
     def has_replicas(self) -> bool:
         return self.group.size > 1 and self.stage < 3  # in stage 3 each rank has a part of its own
 
@@ -128,8 +144,10 @@ class ZeroEngine:
             if error.sample >= 0 or not self.engine.fp16_enabled():
                 raise error
 
-    def export(self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True) -> Iterator[Bucket]:
-        return buckets(self.head.model, self._gather, bucket_bytes, merged=merged)
+    def export(
+        self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
+    ) -> Iterator[Bucket]:
+        return buckets(self.head.model, self._gather, bucket_bytes, merged=merged, names=names)
 
     def parts(self) -> Parts:
         """See `base.ScoringEngine.parts`. In stage 3 a rank has a contiguous range of every flattened parameter, which
@@ -172,40 +190,71 @@ class ZeroEngine:
                 table.clear()
                 table.update(hooks)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `base.TrainingEngine.state_dict`. Every rank returns the complete state."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
+    def training_state(self) -> TrainingState:
+        """See `base.TrainingEngine`: here ranges of the flattened parameters, as views of DeepSpeed's partitions."""
         self._link_state()
-        parameters: dict[str, dict[str, Tensor]] = {}
-        for name, parameter in self._trained():
-            tensors = {key: safe_get_full_optimizer_state(parameter, key) for key in self._state_names()}
-            tensors["master"] = safe_get_full_fp32_param(parameter)
-            parameters[name] = {key: tensor.detach().float().cpu().clone() for key, tensor in tensors.items()}
-        scalars = {name: {key: value.clone() for key, value in self._scalars().items()} for name in parameters}
-        return {"version": self.version, "parameters": parameters, "scalars": scalars}
+        keys, scalars = [MASTER, *self._state_names()], self._scalars()
+        state = TrainingState(self.version, scalars={name: scalars_of(scalars) for name, _ in self._trained()})
+        state.tensors = {name: {key: self._state_part(p, key) for key in keys} for name, p in self._trained()}
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state(state, [name for name, _ in self._trained()])
-        state_names = {key for tensors in state["parameters"].values() for key in tensors} - {"master"}
+    @contextlib.contextmanager
+    def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
+        """See `base.TrainingEngine`."""
+        trained = self._trained()
+        check_names(specs, [name for name, _ in trained])
+        keys = sorted({key for tensors in specs.values() for key in tensors} - {MASTER})
+        for flat in self._flats():
+            values = self.engine.optimizer.optimizer.state[flat]
+            values.update({key: torch.zeros_like(flat) for key in keys if key not in values})
+        self._link_state()
         # a partition has many parameters and one step count, which is the same for all of them
-        scalars: dict[str, Any] = next(iter(state["scalars"].values()), {})
-        self._initialize_state(sorted(state_names), scalars)
-        for name, parameter in self._trained():
-            for key, tensor in state["parameters"][name].items():
-                self._set(parameter, None if key == "master" else key, tensor.to(self.device))
-        self.version = state["version"]
+        first = trained[0][0]
+        state = TrainingState(scalars={first: {}})
+        state.tensors = {name: {key: self._state_part(p, key) for key in (MASTER, *keys)} for name, p in trained}
+        yield state
+        optimizer = self.engine.optimizer.optimizer
+        for flat in self._flats() if keys else ():
+            optimizer.state[flat].update(loaded_scalars(optimizer, flat, state.scalars[first]))
+        self._publish()
+        self.version = state.version
 
-    def _initialize_state(self, state_names: Sequence[str], scalars: Mapping[str, Any]) -> None:
-        """Create the optimizer state of this rank's flat partitions, as the first step would: zeros, and the
-        scalars."""
+    def _state_part(self, parameter: Any, key: str) -> StateTensor:
+        """This rank's part of one tensor of the training state: a range of the flattened tensor."""
+        zero, optimizer_key = self.engine.optimizer, None if key == MASTER else key
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if self.stage == 3:
+            group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+            flat = zero.fp32_partitioned_groups_flat[group]
+            tensor = flat if optimizer_key is None else zero.optimizer.state[flat][key]
+            start = self.group.index * parameter.ds_tensor.numel()
+            return StateTensor(TensorSpec(shape, tensor.dtype), flat_cells(shape, start, tensor.data[offset:][:length]))
+        fragment = parameter._hp_mapping
+        if fragment is None:  # the parameter is in other ranks' partitions
+            return StateTensor(TensorSpec(shape, torch.float32), [])
+        tensor = fragment.get_hp_fragment(optimizer_key).data
+        return StateTensor(
+            TensorSpec(shape, tensor.dtype), flat_cells(shape, fragment.lp_fragment_address.start, tensor)
+        )
+
+    def _publish(self) -> None:
+        """Copy the float32 weights into the parameters. Collective over the mesh."""
         zero = self.engine.optimizer
-        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        for flat in flats if state_names else ():
-            state = zero.optimizer.state[flat]
-            state.update({key: torch.zeros_like(flat) for key in state_names})
-            state.update({key: value.clone() if torch.is_tensor(value) else value for key, value in scalars.items()})
-        self._link_state()
+        if self.stage < 3:
+            zero.update_lp_params()
+            return
+        parameter: Any
+        for _, parameter in self._trained():
+            group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+            parameter.ds_tensor.data[:length].copy_(zero.fp32_partitioned_groups_flat[group].data[offset:][:length])
+        if persistent := zero.persistent_parameters:  # small ones, which stay full beside their partitions
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+
+    def _flats(self) -> list[Tensor]:
+        """The float32 weights of this rank's flat partitions."""
+        zero = self.engine.optimizer
+        return list(zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups)
 
     def _link_state(self) -> None:
         """Give every parameter views of its optimizer state, which stages 1 and 2 read. DeepSpeed 0.19.8 creates the
@@ -214,34 +263,6 @@ class ZeroEngine:
         if self.stage < 3 and self._state_names():
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
-
-    def _set(self, parameter: nn.Parameter, key: str | None, value: Tensor) -> None:
-        """Set this rank's part of a parameter's optimizer state, or of its float32 weights if `key` is `None`.
-
-        Args:
-            value: the full tensor.
-        """
-        from deepspeed import utils
-
-        if self.stage < 3:
-            if key is None:
-                utils.safe_set_full_fp32_param(parameter, value)
-            else:
-                utils.safe_set_full_optimizer_state(parameter, value, key)
-        else:
-            # DeepSpeed 0.19.8's safe_set_full_* compute a partition's offset from its length, which is wrong for the
-            # last partition of a parameter that does not divide evenly, so this rank's part is set locally
-            length = -(-value.numel() // self.group.size)
-            padded = torch.nn.functional.pad(value.flatten(), (0, length * self.group.size - value.numel()))
-            part = padded.narrow(0, length * self.group.index, length)
-            if key is None:
-                utils.safe_set_local_fp32_param(parameter, part[: utils.safe_get_local_fp32_param(parameter).numel()])
-            else:
-                held = utils.safe_get_local_optimizer_state(parameter, key).numel()
-                utils.safe_set_local_optimizer_state(parameter, part[:held], key)
-        if key is None:
-            with self._gather([parameter], modifier_rank=0):
-                parameter.data.copy_(value)
 
     def close(self) -> None:
         self.engine.destroy()
@@ -256,16 +277,13 @@ class ZeroEngine:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
 
-    def _gather(
-        self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Inside, the parameters are full. At the end the changes of the rank with the index `modifier_rank` in the
-        mesh are copied to all ranks."""
+    def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the parameters are full."""
         if self.stage < 3:
             return contextlib.nullcontext()
         import deepspeed
 
-        return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank)
+        return deepspeed.zero.GatheredParameters(list(parameters))
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]
@@ -275,8 +293,7 @@ class ZeroEngine:
         return list(self.engine.optimizer.optimizer.state.values())
 
     def _state_names(self) -> list[str]:
-        """The names of the optimizer's tensors with a value per element, such as `exp_avg`. The same on every rank,
-        because reading each is a collective."""
+        """The names of the optimizer's tensors with a value per element, such as `exp_avg`."""
         states = self._flat_states()
         names = {key for state in states for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
         return sorted(names)

@@ -7,15 +7,15 @@ DeepSpeed itself partitions models that are in memory (`deepspeed.initialize`). 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...realloc.layout import Box, flat_boxes, whole
+from ...realloc.layout import Box, whole
 from ..mesh_group import MeshGroup
+from ..training_state import flat_cells
 from .weight_source import reading, source_of, to_device
 from .zero_setup import Topology, cast_parameters, parameter_dtype
 
@@ -57,12 +57,8 @@ def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: To
 
 def partition_of(parameter: Any, group: MeshGroup) -> list[tuple[Box, Tensor]]:
     """This rank's boxes of a partitioned parameter, as views of DeepSpeed's partition."""
-    shape, flat = tuple(parameter.ds_shape), parameter.ds_tensor.data
-    first = group.index * flat.numel()
-    boxes = flat_boxes(shape, first, min(first + flat.numel(), parameter.ds_numel))
-    sizes = [math.prod(stop - start for start, stop in box) for box in boxes]
-    cells = flat[: sum(sizes)].split(sizes) if sizes else ()
-    return [(box, cell.view([stop - start for start, stop in box])) for box, cell in zip(boxes, cells, strict=True)]
+    flat = parameter.ds_tensor.data
+    return flat_cells(tuple(parameter.ds_shape), group.index * flat.numel(), flat)
 
 
 def _has_plain_partitions(settings: Mapping[str, Any]) -> bool:

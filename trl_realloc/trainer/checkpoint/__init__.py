@@ -1,11 +1,12 @@
-"""Checkpoints: the contents of a checkpoint (`state`), its list of files (`manifest`), and how a checkpoint is written
+"""Checkpoints: their contents (`models`, `training_state`), their list of files (`manifest`), and how they are written
 (`saving`), and found and checked (`resuming`). The trainer calls them through `mixin`."""
 
 from __future__ import annotations
 
 
 VALUE_FOLDER = "value_model"  # the critic's folder within the policy's, by TRL's name for the critic
-STATE_FILE = "optimizer.pt"  # Trainer's file name; there is one in the policy's folder and one in the critic's
+STATE_FOLDER = "training_state"  # the float32 weights and the optimizers' states, by torch.distributed.checkpoint
+METADATA = f"{STATE_FOLDER}/.metadata"  # which file of this folder has which part of which tensor
 
 
 class CheckpointError(ValueError):
@@ -16,4 +17,4 @@ class SaveError(RuntimeError):
     """A checkpoint or model cannot be written. The message names the path. Older checkpoints are unchanged."""
 
 
-__all__ = ["STATE_FILE", "VALUE_FOLDER", "CheckpointError", "SaveError"]
+__all__ = ["METADATA", "STATE_FOLDER", "VALUE_FOLDER", "CheckpointError", "SaveError"]

@@ -17,7 +17,7 @@ from typing import Any
 
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # 1: each role's training state whole in one file
 NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 UNFINISHED = ".tmp"  # suffix of a checkpoint that is being written, or whose job was killed while it was written
 REPLACED = ".old"  # suffix of a checkpoint while another one takes its name
@@ -64,6 +64,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         if content["format"] > FORMAT:
             raise ValueError(f"{MANIFEST} is of format {content['format']}, of a newer release")
+        if content["format"] < FORMAT:
+            raise ValueError(
+                f"{MANIFEST} is of format {content['format']}, of an earlier release, whose training state this one "
+                f"cannot read; begin a run with its policy as the model"
+            )
         files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
         return Manifest(
             str(content["run"]), int(content["step"]), float(content["time"]), files, dict(content["about"])
@@ -74,11 +79,17 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def list_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file of a folder with its size in bytes and its checksum."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
-            files[path.relative_to(folder).as_posix()] = (path.stat().st_size, checksum(path))
-    return files
+    return {name: size_and_checksum(folder / name) for name in file_names(folder)}
+
+
+def file_names(folder: Path) -> list[str]:
+    """The files of a folder but its manifest, by path inside the folder."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def size_and_checksum(path: Path) -> tuple[int, int]:
+    return path.stat().st_size, checksum(path)
 
 
 def checksum(path: Path) -> int:

@@ -1,6 +1,7 @@
 """Saving and resuming in `PPOTrainer`, in place of Trainer's methods of the same names.
 
-The files of a checkpoint are written in `saving` and `state`, and read in `resuming` and `state`.
+The files of a checkpoint are written in `saving`, `models` and `training_state`, and read in `resuming` and
+`training_state`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...algorithms.nonfinite import NonFiniteError
 from ...runtime.failures.alarm import Alarm, JobFailed
 from ...runtime.placement import Placement
+from ...runtime.process_groups import from_every_rank
 from .identity import Identity, data_checksum, trained_shapes
-from .resuming import SCHEDULER, STATE, Checkpoint, CurrentRun, ResumeSetting, find_checkpoint, newest_whole
-from .saving import check_writable, new_run, save_checkpoint
-from .state import load_training_state, save_models, save_training_state
+from .models import save_models
+from .resuming import SCHEDULER, STATE, Checkpoint, CurrentRun, ResumeSetting, fetch, find_checkpoint, newest_whole
+from .saving import UnfinishedCheckpoint, check_writable, new_run
+from .training_state import StateWrite, load_training_state
 from .write_errors import WriteErrors
 
 
@@ -51,6 +54,7 @@ class CheckpointMixin:
     _load_rng_state: Callable[[str], None]
 
     _run: str | None = None  # name of the run in the manifests of its checkpoints
+    _unfinished: UnfinishedCheckpoint | None = None  # the checkpoint that is being written
     _saved_step = 0  # number of updates before the last save
     _data_begins = 0  # the update at which this run started to read its data
 
@@ -67,7 +71,7 @@ class CheckpointMixin:
         with self._failing_together():
             self._start()
             problems = self._problems()
-            save_models(self.placement, folder, self._write_policy, problems)
+            save_models(self.placement, folder, self._save_beside_policy, problems)
             problems.settle("the model")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -75,9 +79,7 @@ class CheckpointMixin:
     def _problems(self) -> WriteErrors:
         return WriteErrors(self.accelerator.process_index, self.placement.control)
 
-    def _write_policy(self, model: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder, state_dict=state)
+    def _save_beside_policy(self, folder: Path) -> None:
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
@@ -93,33 +95,54 @@ class CheckpointMixin:
                 self.state.best_model_checkpoint = str(best)
         control = self.placement.control
         self._run = self._run or new_run(control)
+        self._finish_save()
         self.alarm.at(f"saving {final}")
-        save_checkpoint(
+        self._unfinished = UnfinishedCheckpoint(
             final,
             self._run,
             self._write_checkpoint,
             {**self._identity.to_dict(), "data_begins": self._data_begins},
             rank=self.accelerator.process_index,
             control=control,
-            limit=args.save_total_limit,
-            best=Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None,
         )
         self._saved_step = self.state.global_step
-        self.alarm.checkpoint(final)
-        if args.push_to_hub:
-            self._push_from_checkpoint(str(final))
+        if not args.async_save:
+            self._finish_save()
 
-    def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> None:
-        """Write this rank's part of a checkpoint."""
+    def _finish_save(self, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written, if there is one. Collective over the job.
+
+        Args:
+            wait: for the ranks that are still writing. Otherwise nothing is done if there are any.
+        """
+        unfinished, args = self._unfinished, self.args
+        if unfinished is None or (not wait and not all(from_every_rank(unfinished.done, self.placement.control))):
+            return
+        self._unfinished = None
+        self.alarm.at(f"saving {unfinished.final}")
+        best = self.state.best_model_checkpoint
+        unfinished.finish(limit=args.save_total_limit, best=Path(best) if best else None)
+        self.alarm.checkpoint(unfinished.final)
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(unfinished.final))
+        should_save = self.control.should_save
+        self.control = self.callback_handler.on_save(args, self.state, self.control)
+        self.control.should_save = should_save  # `on_save` resets it, but it may ask for the next checkpoint
+
+    def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
+        """Write this rank's part of a checkpoint. Returns what is still being written (`async_save`)."""
         args = self.args
-        save_models(self.placement, folder, self._write_policy, problems)
+        background: StateWrite | None = None
+        save_models(self.placement, folder, self._save_beside_policy, problems)
         if not args.save_only_model:
-            save_training_state(self.placement, folder, problems)
+            background = StateWrite(self.placement, folder, problems, in_background=args.async_save)
+            if not args.async_save:
+                background.finish()
             random_state = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
             with problems.writing(folder / random_state):
                 self._save_rng_state(str(folder))
         if self.accelerator.process_index:
-            return
+            return background if args.async_save else None
         if not args.save_only_model:
             with problems.writing(folder / SCHEDULER):
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
@@ -135,6 +158,7 @@ class CheckpointMixin:
             self.state.save_to_json(str(folder / STATE))
         with problems.trying(Path(args.output_dir) / "README.md"):
             self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
+        return background if args.async_save else None
 
     @contextlib.contextmanager
     def _saving_good_state(self) -> Iterator[None]:
@@ -146,6 +170,8 @@ class CheckpointMixin:
             is_unchanged = isinstance(error, NonFiniteError) or error.is_unharmed
             if is_unchanged and self.args.save_strategy != "no" and self.state.global_step > self._saved_step:
                 self._save_checkpoint(None, None)
+            if is_unchanged:
+                self._finish_save()
             raise
 
     def _exportable(self) -> list[Any]:
@@ -183,15 +209,15 @@ class CheckpointMixin:
         checkpoint = find_checkpoint(
             setting, Path(self.args.output_dir), current_run, rank=rank, control=self.placement.control
         )
-        self._run = checkpoint.manifest.run if checkpoint is not None and checkpoint.manifest is not None else None
-        self._saved_step = 0
+        self._run = checkpoint.manifest.run if checkpoint is not None else None
+        self._saved_step, self._unfinished = 0, None
         return checkpoint
 
     def _load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load everything but the trainer's state. The engines must have been started."""
         self._saved_step = self.state.global_step
         self.alarm.checkpoint(checkpoint.folder)
-        load_training_state(self.placement, checkpoint.folder)
+        self._load_training_state(checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
         self.setup.rates.restore(self.lr_scheduler.get_last_lr())
         self._load_rng_state(str(checkpoint.folder))
@@ -201,10 +227,14 @@ class CheckpointMixin:
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             current_run = CurrentRun(self._identity, {})
             folder, rank = Path(self.state.best_model_checkpoint), self.accelerator.process_index
-            # copies the files to hosts with a separate disk that lack them
             control = self.placement.control
-            find_checkpoint(str(folder), folder.parent, current_run, rank=rank, control=control)
-            load_training_state(self.placement, folder)
+            checkpoint = find_checkpoint(str(folder), folder.parent, current_run, rank=rank, control=control)
+            assert checkpoint is not None, "a folder was asked for"
+            self._load_training_state(checkpoint)
+
+    def _load_training_state(self, checkpoint: Checkpoint) -> None:
+        files = partial(fetch, checkpoint, rank=self.accelerator.process_index, control=self.placement.control)
+        load_training_state(self.placement, checkpoint.folder, files)
 
     def _resume_hint(self) -> str:
         """Which checkpoint the run can be resumed from, for the message of a failure."""

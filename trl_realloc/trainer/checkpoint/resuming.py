@@ -1,15 +1,16 @@
 """Finds the checkpoint that a run resumes from, and refuses one that is incomplete or of another run, before any engine
 starts.
 
-If hosts have separate disks, every host receives the files that it lacks. Loading the state is in `state`.
+If hosts have separate disks, a host receives the files that it needs and lacks. Loading the state is in
+`training_state`.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,20 +19,18 @@ import torch.distributed as dist
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging
 
-from ...algorithms.nonfinite import all_finite
 from ...runtime.launch.hosts import machine_id
 from ...runtime.process_groups import from_every_rank
-from . import STATE_FILE, VALUE_FOLDER, CheckpointError
+from . import METADATA, CheckpointError
 from .identity import Identity, Shapes, data_differences, model_difference, optimizer_differences
 from .manifest import MANIFEST, Manifest, checkpoints_in, checksum, damage, read_manifest
+from .training_state import Reader, saved_shapes
 
 
 logger = logging.get_logger(__name__)
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
-STATES = {"policy": STATE_FILE, "critic": f"{VALUE_FOLDER}/{STATE_FILE}"}
-NEEDED = (STATE, SCHEDULER, *STATES.values())
-SCANNED = 1 << 30  # bytes; a file without a checksum up to this size is searched for NaN before the engines start
+NEEDED = (STATE, SCHEDULER, METADATA)
 CHUNK = 64 << 20  # bytes of one message
 
 ResumeSetting = str | bool | None
@@ -57,16 +56,19 @@ class Checkpoint:
     """A checkpoint to resume from.
 
     Args:
-        manifest: `None` for a checkpoint of an earlier release.
+        readers: for each rank, the rank that reads and receives files for its host.
+        holders: for each file, the readers that have it undamaged.
     """
 
     folder: Path
-    manifest: Manifest | None = None
+    manifest: Manifest
+    readers: Sequence[int]
+    holders: Mapping[str, Sequence[int]]
 
     @property
     def data_begins(self) -> int:
         """The update at which its run started to read its data: 0, unless it was resumed with `ignore_data_skip`."""
-        return int(self.manifest.about.get("data_begins", 0)) if self.manifest else 0
+        return int(self.manifest.about.get("data_begins", 0))
 
 
 def read_resume_setting(setting: ResumeSetting) -> ResumeSetting | Literal["auto"]:
@@ -107,22 +109,45 @@ def find_checkpoint(
     rejected: list[str] = []
     for folder in folders:
         inspection = _inspect(folder, current_run, rank, control)
-        if not inspection.damage:
+        if inspection.manifest is not None and not inspection.damage:
             if rank == 0 and rejected:
                 logger.warning(f"resuming from {folder}; passed over {'; '.join(rejected)}.")
             if inspection.unfit:
                 differences = "; ".join(inspection.unfit)
                 raise CheckpointError(f"cannot resume from {folder}: {differences}.{_way_out(inspection)}")
-            return Checkpoint(folder, inspection.manifest)
+            return Checkpoint(folder, inspection.manifest, inspection.readers, inspection.holders)
         rejected.append(f"{folder} ({'; '.join(inspection.damage)})")
     if searches:
         raise CheckpointError(f"no checkpoint in {output_dir} is whole: {'; '.join(rejected)}.")
     raise CheckpointError(f"cannot resume from {'; '.join(rejected)}.{_others(folders[0])}")
 
 
+def fetch(checkpoint: Checkpoint, needed: Collection[str], *, rank: int, control: Any) -> None:
+    """Copy files of a checkpoint to the hosts whose ranks need them and that lack them. Collective over the job.
+
+    Args:
+        needed: the files that this rank needs, by path inside the folder.
+
+    Raises:
+        CheckpointError: on every rank, if a file was not copied whole.
+    """
+    rank_needs = from_every_rank(sorted(needed), control)
+    readers_by_file: dict[str, set[int]] = {}
+    for reader, names in zip(checkpoint.readers, rank_needs, strict=True):
+        for name in names:
+            readers_by_file.setdefault(name, set()).add(reader)
+    copies = [
+        (name, checkpoint.holders[name][0], reader)
+        for name, readers in sorted(readers_by_file.items())
+        for reader in sorted(readers.difference(checkpoint.holders[name]))
+    ]
+    if failures := _copy(checkpoint.folder, checkpoint.manifest, copies, rank, control):
+        raise CheckpointError(f"cannot resume from {checkpoint.folder}: {'; '.join(failures)}.")
+
+
 def newest_whole(output_dir: Path, *, checksums: bool = False, apart_from: Path | None = None) -> Path | None:
     """The newest complete checkpoint that this process sees, judged by the sizes of its files and with `checksums` by
-    their checksums. A checkpoint without a manifest is complete if it has the files that resuming needs."""
+    their checksums."""
     for folder in checkpoints_in(output_dir):
         if folder == apart_from:
             continue
@@ -130,8 +155,9 @@ def newest_whole(output_dir: Path, *, checksums: bool = False, apart_from: Path 
             manifest = read_manifest(folder)
         except ValueError:
             continue
-        wrong = damage(folder, manifest, checksums=checksums) if manifest else {}
-        if not wrong and not _missing(folder):
+        if manifest is None or any(name not in manifest.files for name in NEEDED):
+            continue
+        if not damage(folder, manifest, checksums=checksums):
             return folder
     return None
 
@@ -158,9 +184,12 @@ class _Inspection:
         damage: the problems of its files.
         unfit: its differences from this run.
         only_data: all differences are in the data.
+        readers, holders: as in `Checkpoint`.
     """
 
     manifest: Manifest | None = None
+    readers: Sequence[int] = ()
+    holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
     only_data: bool = False
@@ -170,10 +199,22 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> 
     """Check one checkpoint. Collective over the job; the result is the same on all ranks."""
     inspection = _Inspection()
     places = from_every_rank(_place(folder), control)
-    reads = places.index(places[rank]) == rank  # one process per host reads the files
-    reports = from_every_rank(_read(folder) if reads else _HostFiles(), control)
-    inspection.manifest = next((report.manifest for report in reports if report.manifest), None)
-    inspection.damage = _spread(folder, inspection.manifest, reports, reads, rank, control)
+    inspection.readers = [places.index(place) for place in places]
+    # the ranks of a host check its files together
+    peers = [other for other, place in enumerate(places) if place == places[rank]]
+    reports = _by_host(from_every_rank(_read(folder, peers.index(rank), len(peers)), control), inspection.readers)
+    inspection.manifest = next((report.manifest for report in reports.values() if report.manifest), None)
+    inspection.damage = _find_damage(inspection, reports)
+    if inspection.damage or inspection.manifest is None:
+        return inspection
+    names = [name for name in inspection.manifest.files if _is_needed_by_all(name)]
+    copies = [
+        (name, inspection.holders[name][0], reader)
+        for name in sorted(names)
+        for reader in reports
+        if reader not in inspection.holders[name]
+    ]
+    inspection.damage = _copy(folder, inspection.manifest, copies, rank, control)
     if inspection.damage:
         return inspection
     shapes = {
@@ -207,81 +248,86 @@ class _HostFiles:
     Args:
         sizes: bytes of each file.
         wrong: the problem of each damaged file.
-        reads: this rank has read them for its host.
     """
 
     manifest: Manifest | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
-    reads: bool = False
 
 
-def _read(folder: Path) -> _HostFiles:
-    report = _HostFiles(reads=True)
+def _read(folder: Path, part: int, parts: int) -> _HostFiles:
+    """One of `parts` reports of the files on this host: of every `parts`-th file."""
+    report = _HostFiles()
     if not folder.is_dir():
         report.wrong[""] = "there is no such folder"
         return report
     try:
-        report.manifest = read_manifest(folder)
+        manifest = report.manifest = read_manifest(folder)
     except ValueError as error:
-        report.wrong[MANIFEST] = str(error)
+        manifest, report.wrong[MANIFEST] = None, str(error)
     report.sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    if report.manifest is not None:
-        report.wrong |= damage(folder, report.manifest)
+    if manifest is not None:
+        names = sorted(manifest.files)[part::parts]
+        report.wrong |= damage(folder, replace(manifest, files={name: manifest.files[name] for name in names}))
     return report
 
 
-def _missing(folder: Path) -> list[str]:
-    return [name for name in NEEDED if not (folder / name).is_file()]
+def _by_host(reports: Sequence[_HostFiles], readers: Sequence[int]) -> dict[int, _HostFiles]:
+    """One report for each host, by its reader, from the reports of all ranks."""
+    by_host: dict[int, _HostFiles] = {}
+    for reader, report in zip(readers, reports, strict=True):
+        by_host.setdefault(reader, report).wrong.update(report.wrong)
+    return by_host
 
 
-def _spread(
-    folder: Path, manifest: Manifest | None, reports: Sequence[_HostFiles], reads: bool, rank: int, control: Any
-) -> list[str]:
-    """Copy files to the hosts that lack them. Returns the problems of the files that no host has undamaged."""
-    readers = [reader for reader, report in enumerate(reports) if report.reads]
-    if all("" in reports[reader].wrong for reader in readers):
+def _find_damage(inspection: _Inspection, reports: Mapping[int, _HostFiles]) -> list[str]:
+    """The problems of the files that no host has undamaged. Sets `inspection.holders`."""
+    manifest = inspection.manifest
+    if all("" in report.wrong for report in reports.values()):
         return ["there is no such folder"]
-    if manifest is None and any(MANIFEST in reports[reader].wrong for reader in readers):
-        return [next(reports[reader].wrong[MANIFEST] for reader in readers if MANIFEST in reports[reader].wrong)]
-    names = manifest.files if manifest else {n for reader in readers for n in reports[reader].sizes} | set(NEEDED)
+    if manifest is None:
+        problems = [report.wrong[MANIFEST] for report in reports.values() if MANIFEST in report.wrong]
+        return problems[:1] or [f"{MANIFEST} is missing: its writer was another program, or was killed"]
+    inspection.holders = {
+        name: [reader for reader, report in reports.items() if name in report.sizes and name not in report.wrong]
+        for name in manifest.files
+    }
     wrong = []
-    copies: list[tuple[str, int, int]] = []
-    for name in sorted(names):
-        holders = [r for r in readers if name in reports[r].sizes and name not in reports[r].wrong]
-        if not holders:
-            problems = [reports[reader].wrong[name] for reader in readers if name in reports[reader].wrong]
-            damaged = [problem for problem in problems if problem != "is missing"]
-            wrong.append(f"{name} {(damaged or problems or ['is missing'])[0]}")
-        elif _is_needed(name):
-            copies += [(name, holders[0], reader) for reader in readers if reader not in holders]
-    wrong += [f"{name} is missing" for name in NEEDED if manifest is not None and name not in manifest.files]
-    if any(text.startswith(STATES["critic"]) and text.endswith("is missing") for text in wrong):
-        wrong.append("checkpoints of TRL's PPOTrainer have no critic, and those of save_only_model no optimizers")
-    if wrong:
-        return wrong
+    for name in sorted(name for name, holders in inspection.holders.items() if not holders):
+        problems = [report.wrong[name] for report in reports.values() if name in report.wrong]
+        wrong.append(f"{name} {next((text for text in problems if text != 'is missing'), 'is missing')}")
+    wrong += [f"{name} is missing" for name in NEEDED if name not in manifest.files]
+    if METADATA not in manifest.files:
+        wrong.append("checkpoints of save_only_model have no optimizers")
+    return wrong
+
+
+def _is_needed_by_all(name: str) -> bool:
+    """Whether every host needs a file to resume. Resuming reads no model files, because the training state has the
+    float32 weights; which files of that a host needs is known when its engines have been started (`fetch`)."""
+    return name in NEEDED or name.startswith("rng_state")
+
+
+def _copy(
+    folder: Path, manifest: Manifest, copies: Sequence[tuple[str, int, int]], rank: int, control: Any
+) -> list[str]:
+    """Copy files from host to host. Collective over the job. Returns the problems of the copies.
+
+    Args:
+        copies: (file, rank that sends it, rank that receives it), the same on every rank.
+    """
     for name, source, target in copies:
         if rank == source:
             _send(folder / name, target, control)
         elif rank == target:
             _receive(folder / name, source, control)
-    if copies and reads and manifest is not None and MANIFEST not in reports[rank].sizes:
+    if any(target == rank for _, _, target in copies) and not (folder / MANIFEST).exists():
         manifest.write(folder)
-    failures = from_every_rank(_check_copies(folder, manifest, copies, rank), control)
+    failures = from_every_rank(_check_copies(folder, manifest, copies, rank), control) if copies else []
     return [failure for rank_failures in failures for failure in rank_failures]
 
 
-def _is_needed(name: str) -> bool:
-    """Whether resuming reads a file. It reads no model files, because the optimizers' files have the float32
-    weights."""
-    return name in NEEDED or name.startswith("rng_state")
-
-
-def _check_copies(
-    folder: Path, manifest: Manifest | None, copies: Sequence[tuple[str, int, int]], rank: int
-) -> list[str]:
-    if manifest is None:
-        return []
+def _check_copies(folder: Path, manifest: Manifest, copies: Sequence[tuple[str, int, int]], rank: int) -> list[str]:
     received = [name for name, _, target in copies if target == rank]
     return [f"{name} was not copied whole" for name in received if checksum(folder / name) != manifest.files[name][1]]
 
@@ -311,33 +357,27 @@ def _receive(path: Path, source: int, control: Any) -> None:
 
 
 def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, shapes: Mapping[str, Shapes]) -> None:
-    """Check that the files can be read and fit this run. Files without a checksum are searched for NaN if they are
-    small."""
+    """Check that the files can be read and fit this run."""
 
     def read(name: str, reader: Callable[[Path], Any]) -> Any:
         try:
             return reader(folder / name)
         except Exception as error:  # on damaged bytes a reader may raise any error
-            inspection.damage.append(f"{name} cannot be read ({str(error).splitlines()[0] if str(error) else error!r})")
+            reason = str(error).splitlines()[0] if str(error) else repr(error)
+            inspection.damage.append(f"{name} cannot be read ({reason})")
             return None
 
-    state = read(STATE, _read_state)
+    read(STATE, _read_state)
     read(SCHEDULER, lambda path: dict(torch.load(path, weights_only=True)))
     for path in sorted(folder.glob("rng_state*.pth")):
         read(path.name, _read_rng)
-    for role, name in STATES.items():
-        content = read(name, lambda path: _state_of(torch.load(path, weights_only=True, map_location="cpu", mmap=True)))
-        if content is None:
-            continue
-        tensors = [tensor for parameter_state in content.values() for tensor in parameter_state.values()]
-        if inspection.manifest is None and (folder / name).stat().st_size <= SCANNED and not all_finite(tensors):
-            inspection.damage.append(f"{name} holds NaN or infinity")
-        saved = {name: tuple(parameter_state["master"].shape) for name, parameter_state in content.items()}
-        if role in shapes and (problem := model_difference(role, saved, shapes[role])):
+    saved: Mapping[str, Shapes] = read(METADATA, lambda path: saved_shapes(Reader(folder).read_metadata())) or {}
+    for role in saved.keys() & shapes.keys():
+        if problem := model_difference(role, saved[role], shapes[role]):
             inspection.unfit.append(problem)
-    if inspection.damage:
+    if inspection.damage or inspection.manifest is None:
         return
-    about = dict(inspection.manifest.about) if inspection.manifest else _guess(state)
+    about = inspection.manifest.about
     inspection.unfit += optimizer_differences(about, current_run.identity)
     data = [] if current_run.ignores_data else data_differences(about, current_run.identity)
     inspection.only_data = bool(data) and not inspection.unfit
@@ -349,19 +389,6 @@ def _read_state(path: Path) -> dict[str, Any]:
     return {**state, "global_step": int(state["global_step"]), "episode": int(state["episode"])}
 
 
-def _guess(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trainer's state says of a run without a manifest: the episodes of its updates."""
-    step = state["global_step"]
-    return {"batch_size": state["episode"] // step} if step else {}
-
-
 def _read_rng(path: Path) -> Any:
     with safe_globals():
         return torch.load(path, weights_only=True)["cpu"]
-
-
-def _state_of(content: Any) -> dict[str, dict[str, torch.Tensor]]:
-    parameters: dict[str, dict[str, torch.Tensor]] = content["parameters"]
-    if not isinstance(content["version"], int) or not all("master" in state for state in parameters.values()):
-        raise ValueError("it is no optimizer's state of this package")
-    return parameters

@@ -2,8 +2,8 @@
 Older checkpoints are deleted after that.
 
 Hosts may have separate disks. Each disk then gets a folder with the files of its ranks and the manifest of all files.
-The contents of a checkpoint are written by `state`. A rank that dies meanwhile is found by the watchdogs
-(`runtime/failures`), and leaves a temporary folder.
+The contents of a checkpoint are written by `models` and `training_state`. A rank that dies meanwhile is found by the
+watchdogs (`runtime/failures`), and leaves a temporary folder.
 """
 
 from __future__ import annotations
@@ -12,15 +12,26 @@ import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers.utils import logging
 
 from ...runtime.process_groups import from_every_rank
 from . import SaveError
-from .manifest import MANIFEST, NAME, REPLACED, UNFINISHED, Manifest, checkpoints_in, flush, list_files, read_manifest
+from .manifest import (
+    MANIFEST,
+    NAME,
+    REPLACED,
+    UNFINISHED,
+    Manifest,
+    checkpoints_in,
+    file_names,
+    flush,
+    read_manifest,
+    size_and_checksum,
+)
 from .write_errors import WriteErrors
 
 
@@ -60,66 +71,122 @@ def check_writable(output_dir: Path, problems: WriteErrors) -> None:
     problems.settle("checkpoints")
 
 
-def save_checkpoint(
-    final: Path,
-    run: str,
-    write: Callable[[Path, WriteErrors], None],
-    about: Mapping[str, Any],
-    *,
-    rank: int,
-    control: Any,
-    limit: int | None = None,
-    best: Path | None = None,
-) -> None:
-    """Write a checkpoint and delete the oldest ones beyond `limit`. Collective over the job.
+class BackgroundWrite(Protocol):
+    """The part of a checkpoint that a thread of this rank still writes."""
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has written its part."""
+
+    def finish(self) -> None:
+        """Wait for the thread, and collect its error. Collective over the job."""
+
+
+class UnfinishedCheckpoint:
+    """A checkpoint between the first file and its final name. Making it and `finish` are collective over the job.
 
     Args:
         final: folder of the checkpoint, named `checkpoint-<updates>`.
         run: name of the run. Checkpoints of other runs are never deleted.
-        write: writes this rank's part into a folder; called on every rank.
+        write: writes this rank's part into a folder, or begins to; called on every rank.
         about: the manifest's `about`.
-        limit: number of checkpoints of this run to keep (`save_total_limit`); `None` or 0 for all.
-        best: a checkpoint that is never deleted.
 
     Raises:
         SaveError: on every rank, if a rank could not write its part. The new checkpoint is removed, and older ones are
             unchanged.
     """
-    staged, problems = final.with_name(final.name + UNFINISHED), WriteErrors(rank, control)
-    older = [path for path in checkpoints_in(final.parent) if path != final]
-    kept = f" {older[0]} is as it was." if older else " There is no older checkpoint."
-    try:
-        keeper = find_keeper(staged, problems, final.name, kept)
-        keeps = keeper == rank
-        write(staged, problems)
-        problems.flush()
-        problems.settle(final.name, kept)
-        files: dict[str, tuple[int, int]] = {}
-        if keeps:
-            with problems.trying(staged):
-                files = list_files(staged)
-        parts = from_every_rank(files, control)
-        moment: float = from_every_rank(time.time(), control)[0]
-        manifest = Manifest(run, int(final.name.rpartition("-")[2]), moment, _merge(parts), dict(about))
-        if keeps:
-            with problems.trying(staged / MANIFEST):
-                manifest.write(staged)
-        problems.settle(final.name, kept)
-        if keeps:
-            with problems.trying(final):
-                _rename(staged, final)
-        problems.settle(final.name, kept)
-    except SaveError:
-        if rank == 0 or not final.exists():
-            shutil.rmtree(staged, ignore_errors=True)
-        raise
-    if keeps and limit:
-        for path in surplus(final, run, limit, best):
-            _remove(path)
+
+    def __init__(
+        self,
+        final: Path,
+        run: str,
+        write: Callable[[Path, WriteErrors], BackgroundWrite | None],
+        about: Mapping[str, Any],
+        *,
+        rank: int,
+        control: Any,
+    ) -> None:
+        self.final, self.run, self.about = final, run, about
+        self.problems = WriteErrors(rank, control)
+        self._staged = final.with_name(final.name + UNFINISHED)
+        older = [path for path in checkpoints_in(final.parent) if path != final]
+        self._kept = f" {older[0]} is as it was." if older else " There is no older checkpoint."
+        with self._removed_after_an_error():
+            self._keeper = find_keeper(self._staged, self.problems, final.name, self._kept)
+            self._background = write(self._staged, self.problems)
+            self.problems.flush()
+            self._settle()
+
+    @property
+    def done(self) -> bool:
+        """Whether `finish` on this rank would not wait for its own writing."""
+        return self._background is None or self._background.done
+
+    def finish(self, limit: int | None = None, best: Path | None = None) -> None:
+        """Complete the checkpoint, rename it to its final name, and delete the oldest ones beyond `limit`.
+
+        Args:
+            limit: number of checkpoints of this run to keep (`save_total_limit`); `None` or 0 for all.
+            best: a checkpoint that is never deleted.
+
+        Raises:
+            SaveError: as above.
+        """
+        control, keeps = self.problems.control, self._keeper == self.problems.rank
+        with self._removed_after_an_error():
+            if self._background is not None:
+                self._background.finish()
+                self.problems.flush()
+                self._settle()
+            parts = from_every_rank(_list_share(self._staged, self._keeper, self.problems), control)
+            self._settle()
+            moment: float = from_every_rank(time.time(), control)[0]
+            step = int(self.final.name.rpartition("-")[2])
+            if keeps:
+                with self.problems.trying(self._staged / MANIFEST):
+                    Manifest(self.run, step, moment, _merge(parts), dict(self.about)).write(self._staged)
+            self._settle()
+            if keeps:
+                with self.problems.trying(self.final):
+                    _rename(self._staged, self.final)
+            self._settle()
+        if keeps and limit:
+            for path in surplus(self.final, self.run, limit, best):
+                _remove(path)
+
+    def _settle(self) -> None:
+        self.problems.settle(self.final.name, self._kept)
+
+    @contextlib.contextmanager
+    def _removed_after_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError:
+            if self.problems.rank == 0 or not self.final.exists():
+                shutil.rmtree(self._staged, ignore_errors=True)
+            raise
+
+
+def _list_share(staged: Path, keeper: int, problems: WriteErrors) -> dict[str, tuple[int, int]]:
+    """Size and checksum of this rank's share of the files on its disk: the ranks that share a disk divide its files.
+    Collective over the job."""
+    control, rank = problems.control, problems.rank
+    keepers = from_every_rank(keeper, control)
+    peers = [other for other, keeper_of_other in enumerate(keepers) if keeper_of_other == keeper]
+    names: list[str] = []
+    if rank == keeper:
+        with problems.trying(staged):
+            names = file_names(staged)
+    share = from_every_rank(names, control)[keeper][peers.index(rank) :: len(peers)]
+    files = {}
+    for name in share:
+        with problems.trying(staged / name):
+            files[name] = size_and_checksum(staged / name)
+    return files
 
 
 def _merge(parts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    return {name: entry for part in parts for name, entry in part.items()}
+    return dict(sorted((name, entry) for part in parts for name, entry in part.items()))
 
 
 def find_keeper(staged: Path, problems: WriteErrors, what: str, kept: str) -> int:

@@ -1,0 +1,110 @@
+"""`PartGather`: full parameters of a split model on the first rank of its mesh, from the parts that all ranks hold.
+
+Tensors are sent from rank to rank over the mesh's group, a bucket at a time. Export in buckets is in `megatron`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ...realloc.layout import Box, chunks, whole
+from ..mesh_group import SplitGroups
+from ..training_state import TensorSpec
+from .tensor_parallel import box_of, local
+
+
+_ABSENT = -2  # in the table of contributions: the rank does not contribute the parameter
+_WHOLE = -1  # it contributes all of it; 0 and above: a slice of this dimension
+
+
+class PartGather:
+    """Made on all ranks of the mesh. Its methods are collective over the mesh.
+
+    Args:
+        parameters: this rank's, by name.
+        specs: of all parameters of the full model, in the same order on every rank.
+        groups: of the mesh.
+        contributes: whether this rank, of all that have the same part of a parameter, is the one that sends it.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        specs: Mapping[str, TensorSpec],
+        groups: SplitGroups,
+        contributes: Callable[[nn.Parameter, str], bool],
+    ) -> None:
+        self.parameters, self.specs, self.groups = parameters, specs, groups
+        mesh = groups.mesh
+        own = [
+            _split_dim(parameters[name]) if name in parameters and contributes(parameters[name], name) else _ABSENT
+            for name in specs
+        ]
+        # also connects the group: NCCL does so in its first operation, which all of its ranks must take part in
+        table = mesh.gather(torch.tensor(own, dtype=torch.int64, device=mesh.device))
+        self._dims = [dict(zip(specs, dims.tolist(), strict=True)) for dims in table]  # by the index of a rank
+
+    def full(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Full parameters on the mesh's first rank, on the device that the group sends from; nothing elsewhere. Beyond
+        them the first rank holds one other rank's parts of them at a time.
+
+        Args:
+            names: of parameters of one dtype, the same on every rank.
+        """
+        mesh = self.groups.mesh
+        own = {name: self.parameters[name] for name in names if self._dims[mesh.index][name] != _ABSENT}
+        parts = {name: local(parameter.data).to(mesh.device) for name, parameter in own.items()}
+        if not mesh.is_leader:
+            if sum(part.numel() for part in parts.values()):
+                self._exchange(dist.isend, torch.cat([part.reshape(-1) for part in parts.values()]), mesh.ranks[0])
+            return {}
+        dtype = self.specs[names[0]].dtype
+        full = {
+            name: parts[name]
+            if name in own and box_of(own[name]) == whole(self.specs[name].shape)
+            else torch.empty(self.specs[name].shape, dtype=dtype, device=mesh.device)
+            for name in names
+        }
+        for name, part in parts.items():
+            if full[name] is not part:
+                _at(full[name], box_of(own[name])).copy_(part)
+        for index in range(1, mesh.size):
+            boxes = {name: self._box(index, name) for name in names if self._dims[index][name] != _ABSENT}
+            sizes = [math.prod(stop - start for start, stop in box) for box in boxes.values()]
+            if not sum(sizes):
+                continue
+            received = torch.empty(sum(sizes), dtype=dtype, device=mesh.device)
+            self._exchange(dist.irecv, received, mesh.ranks[index])
+            for (name, box), part in zip(boxes.items(), received.split(sizes), strict=True):
+                target = _at(full[name], box)
+                target.copy_(part.view(target.shape))
+        return full
+
+    def _exchange(self, kind: Callable[..., object], tensor: Tensor, peer: int) -> None:
+        """Send or receive one tensor. As a batch, which NCCL sends over the mesh's communicator; for a single message
+        it would create one more for the pair of ranks."""
+        for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self.groups.mesh.group)]):
+            work.wait()
+
+    def _box(self, index: int, name: str) -> Box:
+        """The part of a parameter that the rank with this index in the mesh contributes."""
+        box, dim = whole(self.specs[name].shape), self._dims[index][name]
+        if dim == _WHOLE:
+            return box
+        tensor_rank = index % self.groups.tp.size
+        return (*box[:dim], chunks(self.specs[name].shape[dim], self.groups.tp.size)[tensor_rank], *box[dim + 1 :])
+
+
+def _split_dim(parameter: Tensor) -> int:
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return next((p.dim % parameter.dim() for p in placements if isinstance(p, Shard)), _WHOLE)
+
+
+def _at(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]

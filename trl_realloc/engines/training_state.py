@@ -1,0 +1,156 @@
+"""`TrainingState`: one rank's part of the training state of a role: float32 weights, optimizer state, step count.
+
+Tensors are named by parameter and key, and divided into boxes, so a state of one layout can be loaded in another.
+Each engine makes its own in `training_state` and `loading`. Checkpoints write and read it (`trainer/checkpoint`), and
+`runtime/run_state` moves it to another plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..realloc.layout import Box, flat_boxes, whole
+from .base import EngineError
+
+
+MASTER = "master"  # key of a parameter's float32 weight; the other keys are those of the optimizer's state
+
+Cells = list[tuple[Box, Tensor]]  # boxes of a tensor that a rank holds, each with a live tensor of the box's shape
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# The tensors of a whole training state, by parameter name and key.
+StateSpecs = Mapping[str, Mapping[str, TensorSpec]]
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of the training state.
+
+    Args:
+        spec: of the whole tensor.
+        cells: this rank's boxes; may be empty. Several ranks may have the same box, but no two boxes of a tensor
+            overlap otherwise.
+    """
+
+    spec: TensorSpec
+    cells: Cells
+
+    @staticmethod
+    def of(tensor: Tensor, shape: tuple[int, ...] | None = None, box: Box | None = None) -> StateTensor:
+        """A tensor that is the whole, or the `box` of a whole of `shape`. It stays live."""
+        shape, box = tuple(tensor.shape) if shape is None else shape, whole(tensor.shape) if box is None else box
+        cells = [(box, tensor.detach())] if tensor.numel() else []
+        return StateTensor(TensorSpec(shape, tensor.dtype), cells)
+
+
+@dataclass
+class TrainingState:
+    """One rank's part of a role's training state.
+
+    Args:
+        version: number of optimizer steps.
+        tensors: by parameter name and key; of every trained parameter of which this rank holds something.
+        scalars: the rest of the optimizer's state by parameter name, such as `step`. To load, the names for which this
+            rank needs it, each with an empty dict to be filled.
+        scaler: the state of the loss scaler of float16; empty without one.
+    """
+
+    version: int = 0
+    tensors: dict[str, dict[str, StateTensor]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+
+    def cells(self) -> Iterator[tuple[str, str, Box, Tensor]]:
+        """(parameter name, key, box, live tensor) of everything that this rank holds."""
+        for name, tensors in self.tensors.items():
+            for key, tensor in tensors.items():
+                for box, cell in tensor.cells:
+                    yield name, key, box, cell
+
+
+def is_elementwise(value: Any) -> bool:
+    """Whether a value of an optimizer's state is a tensor with dimensions; others are scalars."""
+    return torch.is_tensor(value) and value.dim() > 0
+
+
+def scalars_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the scalars of a parameter's optimizer state, in host memory."""
+    scalars = {key: value for key, value in values.items() if not is_elementwise(value)}
+    return {k: v.detach().to("cpu", copy=True) if torch.is_tensor(v) else copy.deepcopy(v) for k, v in scalars.items()}
+
+
+def loaded_scalars(optimizer: torch.optim.Optimizer, weight: Tensor, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalars that were loaded, where this optimizer expects them. The fused and capturable optimizers of torch have
+    the step count on the device of the weight, all others in host memory."""
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    device = weight.device if on_device else torch.device("cpu")
+    return {key: value.to(device, copy=True) if torch.is_tensor(value) else value for key, value in scalars.items()}
+
+
+def room_for(spec: TensorSpec, current: Any, weight: Tensor, full_shape: tuple[int, ...]) -> Tensor:
+    """A tensor for a rank's part of an optimizer's tensor that is to be loaded: `current` if it fits, otherwise new
+    memory.
+
+    A floating-point tensor of the parameter's shape is divided as the parameter is, and gets the dtype of the weight.
+    Others, such as quantized moments, their scales, and factored moments, keep their dtype.
+
+    Args:
+        weight: this rank's part of the float32 weight.
+        full_shape: of the parameter.
+    """
+    shape = tuple(weight.shape) if spec.shape == full_shape else spec.shape
+    dtype = weight.dtype if spec.dtype.is_floating_point and spec.shape == full_shape else spec.dtype
+    if torch.is_tensor(current) and (tuple(current.shape), current.dtype) == (shape, dtype):
+        return current.detach()
+    return torch.empty(shape, dtype=dtype, device=weight.device)
+
+
+def flat_cells(shape: tuple[int, ...], start: int, flat: Tensor) -> Cells:
+    """The boxes of a contiguous range of a flattened tensor, with views of its memory.
+
+    Args:
+        shape: of the whole tensor.
+        start: the first element of the range.
+        flat: (n,) the range; elements beyond the end of the tensor are padding.
+    """
+    boxes = flat_boxes(shape, start, min(start + flat.numel(), math.prod(shape)))
+    sizes = [math.prod(high - low for low, high in box) for box in boxes]
+    pieces = flat[: sum(sizes)].split(sizes) if sizes else ()
+    return [(box, p.view([high - low for low, high in box])) for box, p in zip(boxes, pieces, strict=True)]
+
+
+def check_names(saved: Collection[str], names: Collection[str]) -> None:
+    """Refuse the training state of another model, which would leave parameters as they were initialized.
+
+    Args:
+        saved: names of the parameters of the state.
+        names: of all parameters that the role trains.
+
+    Raises:
+        EngineError: the state has other parameters.
+    """
+    unmatched = sorted(set(saved) ^ set(names))
+    if unmatched:
+        raise EngineError(
+            f"the state to load has {len(saved)} parameters, the model trains {len(names)}; "
+            f"{', '.join(unmatched[:3])} {'is' if len(unmatched) == 1 else 'are'} in one of them only."
+        )

@@ -1,0 +1,165 @@
+"""Saves policy and critic in the format of `from_pretrained`, without a whole model on any rank.
+
+The first rank of a role receives the parameters bucket by bucket and writes them (`weight_files`). Of a model with
+adapters these alone are saved. The float32 weights and the optimizers' states are in `training_state`. How a folder
+becomes a checkpoint is in `saving`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ...engines.base import TrainingEngine
+from ...engines.mesh_group import MeshGroup
+from ...engines.models import created_whole, has_adapters, persistent_buffers
+from ...engines.training.weight_export import checkpoint_names
+from ...engines.training_state import TensorSpec
+from ...plan.dataflow import Role
+from ...runtime.placement import Placement
+from ...runtime.replica_check import check_replicas
+from . import VALUE_FOLDER
+from .weight_files import WeightFiles
+from .write_errors import WriteErrors, need_room
+
+
+FOLDERS = {Role.ACTOR: "", Role.CRITIC: VALUE_FOLDER}
+
+
+def save_models(placement: Placement, folder: Path, save_others: Callable[[Path], None], problems: WriteErrors) -> None:
+    """Save policy and critic. Collective over the job; the first rank of each role writes.
+
+    Args:
+        save_others: called with the folder on the policy's first rank, to write what is beside the policy.
+        problems: collects this rank's errors, because the other ranks wait for it in collectives.
+
+    Raises:
+        SaveError: on every rank, if the replicas of a role differ.
+    """
+    for call, engine, _ in _engines(placement):
+        if engine is not None:
+            with problems.trying(folder):
+                check_replicas(engine, placement.group(call), call.partition(".")[0])
+    problems.settle("the model")
+    for call, engine, subfolder in _engines(placement):
+        if engine is None:
+            continue
+        group = placement.group(call)
+        write_model(engine, group, folder / subfolder, problems)
+        if group.is_leader and not subfolder:
+            with problems.writing(folder):
+                save_others(folder)
+
+
+def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems: WriteErrors, **options: Any) -> None:
+    """Save one model. Collective over its mesh, whose first rank writes.
+
+    Args:
+        options: `max_shard_size`, by default that of `save_pretrained`.
+    """
+    model: Any = _of_all_stages(engine) if group.is_leader else engine.head.model
+    names = _adapter_names(engine, group, model) if has_adapters(model) else None
+    if not group.is_leader:
+        for _ in engine.export(merged=False, names=names):
+            pass
+        return
+    buffers = {} if names is not None else persistent_buffers(model)
+    sizes = [spec.bytes for name, spec in engine.parameter_specs.items() if names is None or name in names]
+    needed = sum(sizes) + sum(buffer.nbytes for buffer in buffers.values())
+    stream = engine.export(merged=False, names=names)
+    with problems.writing(folder, needed), _writing_here(model):
+        folder.mkdir(parents=True, exist_ok=True)
+        need_room(folder, needed)
+        if names is not None:
+            state = {name: tensor.cpu().clone() for bucket in stream for name, tensor in bucket}
+            model.save_pretrained(folder, state_dict=_with_other_names(model, state))
+        else:
+            model.save_pretrained(folder, state_dict={})  # everything but the weights
+            specs = {**engine.parameter_specs, **{n: TensorSpec(tuple(b.shape), b.dtype) for n, b in buffers.items()}}
+            for name in model._keys_to_ignore_on_save or ():
+                specs.pop(name, None)
+            files = WeightFiles(folder, specs, partial(checkpoint_names, model), **options)
+            files.write({name: buffer for name, buffer in buffers.items() if name in specs})
+            for bucket in stream:
+                files.write({name: tensor for name, tensor in bucket if name in specs})
+            files.finish()
+    for _ in stream:  # after an error: the other ranks wait for this one until the export ends
+        pass
+
+
+def _adapter_names(engine: TrainingEngine, group: MeshGroup, model: Any) -> set[str]:
+    """The parameters that are saved of a model with adapters, the same on every rank. Collective over the mesh: the
+    first rank asks PEFT, because ranks of other pipeline stages have other modules.
+
+    Args:
+        model: on the first rank, with the modules of all stages.
+    """
+    chosen: set[str] = set()
+    if group.is_leader:
+        from peft import get_peft_model_state_dict
+
+        meta = {name: torch.empty(spec.shape, device="meta") for name, spec in engine.parameter_specs.items()}
+        for adapter in model.peft_config:
+            tensors = get_peft_model_state_dict(model, _with_other_names(model, meta), adapter)
+            saved = {id(tensor) for tensor in tensors.values()}
+            chosen |= {name for name, tensor in meta.items() if id(tensor) in saved}
+    mask = group.share({"chosen": torch.tensor([name in chosen for name in engine.parameter_specs])}, 0)["chosen"]
+    return {name for name, is_chosen in zip(engine.parameter_specs, mask.tolist(), strict=True) if is_chosen}
+
+
+def _with_other_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by name, tied ones under each of their names, as in the model's `state_dict`."""
+    first_names: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(parameter, name)
+        if first in tensors:
+            tensors[name] = tensors[first]
+    return tensors
+
+
+def _of_all_stages(engine: TrainingEngine) -> Any:
+    """The engine's model. If this rank has one pipeline stage of a model with adapters, a copy of the whole without
+    memory: PEFT saves the modules that it finds."""
+    model: Any = engine.head.model
+    if not has_adapters(model) or set(engine.parameter_specs) <= {name for name, _ in model.named_parameters()}:
+        return model
+    from peft import get_peft_model
+
+    base = model.get_base_model()
+    with torch.device("meta"), created_whole():
+        copied: Any = type(base)(base.config)
+    (first, config), *others = [(name, copy.deepcopy(config)) for name, config in model.peft_config.items()]
+    copied = get_peft_model(copied, config, adapter_name=first)
+    for name, config in others:
+        copied.add_adapter(name, config)
+    return copied
+
+
+@contextlib.contextmanager
+def _writing_here(model: Any) -> Iterator[None]:
+    """Inside, `save_pretrained` writes on this rank, and without a progress bar. Transformers writes on rank 0 alone,
+    and the first rank of a role may be another."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.should_save_on_this_rank = lambda is_main_process: is_main_process
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+        del base.should_save_on_this_rank
+
+
+def _engines(placement: Placement) -> list[tuple[str, TrainingEngine | None, str]]:
+    """For each trained role: its training call, its engine on this rank, and its folder within the checkpoint."""
+    train_calls = {role: placement.plan.graph.train_call(role) for role in FOLDERS}
+    return [(call, placement.trained(role), FOLDERS[role]) for role, call in train_calls.items() if call is not None]

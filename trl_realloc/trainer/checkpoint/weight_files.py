@@ -1,0 +1,148 @@
+"""`WeightFiles`: writes the weights of a model to the safetensors files of `save_pretrained`, tensor by tensor.
+
+The headers are written first, from names, shapes and dtypes, so that every tensor can go to its place in its file when
+it arrives. `save_pretrained` itself would need the whole model in memory. Which models are saved is in `models`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ...engines.training_state import TensorSpec
+
+
+Convert = Callable[[list[tuple[str, Tensor]]], Any]
+
+MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
+
+# The dtypes of safetensors in the order in which their tensors are stored, the last ones first.
+_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
+}  # fmt: skip
+
+
+class WeightFiles:
+    """Creates the files with their headers.
+
+    Args:
+        folder: which has to exist.
+        specs: of all parameters and persistent buffers, by the module's names, in the order of the model.
+        convert: from tensors by the module's names to tensors by the checkpoint's names.
+        max_shard_size: of one file, as `save_pretrained` takes it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Mapping[str, TensorSpec],
+        convert: Convert,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+    ) -> None:
+        self.folder, self.convert = folder, convert
+        meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+        stored = dict(convert(list(meta.items())))
+        self._groups = _groups(meta, stored, convert)
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
+        split = split_torch_state_dict_into_shards(stored, filename_pattern=pattern, max_shard_size=max_shard_size)
+        self._places: dict[str, tuple[Path, int]] = {}  # by the checkpoint's name, with the first byte in the file
+        self._specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}
+        for stale in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):  # of an earlier save, which had another number
+            (folder / stale).unlink(missing_ok=True)
+        for file, names in split.filename_to_tensors.items():
+            self._create(folder / file, {name: self._specs[name] for name in names})
+        if split.is_sharded:
+            total = sum(math.prod(spec.shape) for spec in specs.values())
+            index = {
+                "metadata": {"total_parameters": total, **split.metadata},
+                "weight_map": split.tensor_to_filename,
+            }
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _create(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        """Write the header of one file: its tensors by descending dtype and then by name, as safetensors does."""
+        order = list(_DTYPES)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name in sorted(specs, key=lambda name: (-order.index(specs[name].dtype), name.encode())):
+            spec = specs[name]
+            header[name] = {
+                "dtype": _DTYPES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.bytes],
+            }
+            at += spec.bytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(struct.pack("<Q", len(text)) + text)
+        for name in specs:
+            self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors by the module's names. Tensors that the checkpoint computes from several of the module's are
+        kept until all of these have arrived.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        complete: list[tuple[str, Tensor]] = []
+        for name, tensor in tensors.items():
+            members = self._groups[name]
+            if len(members) == 1:
+                complete.append((name, tensor))
+                continue
+            waiting = self._waiting.setdefault(members[0], {})
+            waiting[name] = tensor.clone()
+            if len(waiting) == len(members):
+                complete += self._waiting.pop(members[0]).items()
+        for name, tensor in dict(self.convert(complete)).items() if complete else ():
+            spec = self._specs[name]
+            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                raise OSError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {spec.shape} {spec.dtype}")
+            path, start = self._places.pop(name)
+            with path.open("r+b") as file:
+                file.seek(start)
+                file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+    def finish(self) -> None:
+        """Raises `OSError` if a tensor has not been written."""
+        if self._places:
+            raise OSError(f"{next(iter(self._places))} and {len(self._places) - 1} more tensors did not arrive")
+
+
+def _groups(meta: Mapping[str, Tensor], stored: Mapping[str, Tensor], convert: Convert) -> dict[str, list[str]]:
+    """For every tensor of the module, the tensors that have to be converted together with it: itself alone, those of
+    its layer, or all; the fewest that give the checkpoint's tensors. Tried on tensors without memory."""
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+    for group_of in (lambda name: name, _layer_of, lambda name: ""):
+        members: dict[str, list[str]] = {}
+        for name in meta:
+            members.setdefault(group_of(name), []).append(name)
+        made: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        for names in members.values():
+            converted = dict(convert([(name, meta[name]) for name in names]))
+            made |= {name: (tensor.shape, tensor.dtype) for name, tensor in converted.items()}
+        if made == expected:
+            return {name: names for names in members.values() for name in names}
+    raise OSError("the model's weights cannot be converted to the names of its family's checkpoints")
+
+
+def _layer_of(name: str) -> str:
+    """The name up to the first number: that of a layer."""
+    parts = name.split(".")
+    at = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: at + 1])
