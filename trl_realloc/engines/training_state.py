@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..realloc.layout import Box, flat_boxes, whole
-from .base import EngineError
 
 
 MASTER = "master"  # key of a parameter's float32 weight; the other keys are those of the optimizer's state
@@ -136,21 +135,3 @@ def flat_cells(shape: tuple[int, ...], start: int, flat: Tensor) -> Cells:
     sizes = [math.prod(high - low for low, high in box) for box in boxes]
     pieces = flat[: sum(sizes)].split(sizes) if sizes else ()
     return [(box, p.view([high - low for low, high in box])) for box, p in zip(boxes, pieces, strict=True)]
-
-
-def check_names(saved: Collection[str], names: Collection[str]) -> None:
-    """Refuse the training state of another model, which would leave parameters as they were initialized.
-
-    Args:
-        saved: names of the parameters of the state.
-        names: of all parameters that the role trains.
-
-    Raises:
-        EngineError: the state has other parameters.
-    """
-    unmatched = sorted(set(saved) ^ set(names))
-    if unmatched:
-        raise EngineError(
-            f"the state to load has {len(saved)} parameters, the model trains {len(names)}; "
-            f"{', '.join(unmatched[:3])} {'is' if len(unmatched) == 1 else 'are'} in one of them only."
-        )

@@ -21,7 +21,7 @@ from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
-from ..training_state import StateSpecs, TensorSpec, TrainingState, check_names
+from ..training_state import StateSpecs, TensorSpec, TrainingState
 from .master_weights import NamedOptimizer, SplitMasters
 from .nonfinite_guard import guarded, refusal
 from .packed_attention import base_of
@@ -31,7 +31,7 @@ from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_split, local, split_tensors, vocabulary_start
 from .vocab_parallel import SplitLogprobs
-from .weight_export import checkpoint_names
+from .weight_export import check_names, checkpoint_names
 from .weight_source import fill, to_device
 
 

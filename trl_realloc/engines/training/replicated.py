@@ -27,7 +27,6 @@ from ..training_state import (
     StateTensor,
     TensorSpec,
     TrainingState,
-    check_names,
     is_elementwise,
     loaded_scalars,
     room_for,
@@ -36,7 +35,7 @@ from ..training_state import (
 from .master_weights import MasterWeights
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
-from .weight_export import buckets, specs_of
+from .weight_export import buckets, check_names, specs_of
 from .weight_source import fill
 
 

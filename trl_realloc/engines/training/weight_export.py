@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..base import BUCKET_BYTES, Bucket
+from ..base import BUCKET_BYTES, Bucket, EngineError
 from ..buckets import in_buckets
 from ..training_state import TensorSpec
 
@@ -142,3 +142,21 @@ def _saved_name(name: str, active_adapters: Sequence[str]) -> str | None:
 
 def _clean(name: str) -> str:
     return name.removeprefix("base_model.model.")
+
+
+def check_names(saved: Collection[str], names: Collection[str]) -> None:
+    """Refuse the training state of another model, which would leave parameters as they were initialized.
+
+    Args:
+        saved: names of the parameters of the state.
+        names: of all parameters that the role trains.
+
+    Raises:
+        EngineError: the state has other parameters.
+    """
+    unmatched = sorted(set(saved) ^ set(names))
+    if unmatched:
+        raise EngineError(
+            f"the state to load has {len(saved)} parameters, the model trains {len(names)}; "
+            f"{', '.join(unmatched[:3])} {'is' if len(unmatched) == 1 else 'are'} in one of them only."
+        )

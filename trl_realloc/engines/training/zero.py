@@ -26,7 +26,6 @@ from ..training_state import (
     StateTensor,
     TensorSpec,
     TrainingState,
-    check_names,
     flat_cells,
     loaded_scalars,
     scalars_of,
@@ -35,7 +34,7 @@ from .compiled_ops import clear_stale_locks, compiles, extensions_folder
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
-from .weight_export import buckets, specs_of
+from .weight_export import buckets, check_names, specs_of
 from .weight_source import fill
 from .zero_partition import partition_of, partition_unread
 from .zero_setup import Topology, deepspeed_config, initializing, memory_efficient_linear, parameter_dtype
