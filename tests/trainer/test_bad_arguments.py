@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trl_realloc import PPOTrainer
 from trl_realloc.algorithms.rewards import FunctionReward, RewardError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.plan_checks import check_plan
 from trl_realloc.trainer.ppo_config import ConfigError
@@ -104,6 +106,17 @@ def test_temperatures_that_vllm_cannot_sample_with_are_refused_before_it_starts(
     check_plan(args, flatten(Cluster(1, 1), generation_engine="transformers"), {}, [])
     with pytest.raises(ConfigError, match="temperature 0 is below the 0.01 that vLLM samples with"):
         check_plan(args, flatten(Cluster(1, 1)), {}, [])
+
+
+def test_an_optimizer_on_an_nvme_drive_is_refused_because_it_could_not_be_saved(tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path)
+    plan = flatten(Cluster(1, 2), generation_engine="transformers").to_dict()
+    plan["calls"]["critic.train"]["zero_stage"] = 3
+    for device, refused in (("cpu", False), ("nvme", True)):
+        zero = {"zero_optimization": {"offload_optimizer": {"device": device}}}
+        args.deepspeed_plugin = type("Plugin", (), {"deepspeed_config": zero})()
+        with pytest.raises(ConfigError, match="optimizer of critic.train to an NVMe") if refused else nullcontext():
+            check_plan(args, ExecutionPlan.from_dict(plan), {}, [])
 
 
 # --- models, tokenizers, datasets -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from ..profiling.job_models import element_bytes, spec_of
 from ..realloc.memory import check_memory
-from .job_builder import sampling_temperature
+from .job_builder import launched_deepspeed_config, sampling_temperature
 from .ppo_config import ConfigError, PPOConfig
 
 
@@ -30,7 +30,8 @@ def check_plan(
         adapted: the roles that train adapters alone.
 
     Raises:
-        ConfigError: fp16 with the engine `megatron`, or a temperature below vLLM's smallest.
+        ConfigError: fp16 with the engine `megatron`, a temperature below vLLM's smallest, or an optimizer on an NVMe
+            drive.
         PlanError: see `check_layouts`.
     """
     split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
@@ -40,6 +41,13 @@ def check_plan(
         raise ConfigError(
             f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
             f"it, or set generation_engine='transformers'."
+        )
+    sharded = [name for name, a in plan.assignments.items() if a.strategy.zero_stage and plan.graph.call(name).trains]
+    zero = (launched_deepspeed_config(args) or {}).get("zero_optimization") or {}
+    if sharded and (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        raise ConfigError(
+            f"the DeepSpeed config offloads the optimizer of {sharded[0]} to an NVMe drive, where its state can be "
+            f"neither saved nor resumed; set offload_optimizer.device to cpu or none, or use more devices."
         )
     check_layouts(plan, configs, adapted)
 
