@@ -112,7 +112,8 @@ def assert_same(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], tole
 def test_it_has_every_method_refuses_another_models_state_and_may_be_closed_twice(kind: str) -> None:
     made = build(kind)
     assert isinstance(made, TrainingEngine) and made.version == 0 and not made.has_replicas
-    assert made.parameter_names == [name for name, _ in tiny.policy().named_parameters()]
+    specs = {name: (spec.shape, spec.dtype) for name, spec in made.parameter_specs.items()}
+    assert list(specs.items()) == [(name, (p.shape, p.dtype)) for name, p in tiny.policy().named_parameters()]
     assert isinstance(made, InPlaceEngine) == (kind != "megatron")
     with pytest.raises(EngineError, match="the state to load has 1 parameters, the model trains"):
         load_whole(made, {"version": 3, "parameters": {"other.weight": {}}, "scalars": {}})
@@ -189,7 +190,7 @@ def test_parts_are_the_live_parameters_that_training_changes(kind: str) -> None:
     made = build(kind, PolicyHead(model, TEMPERATURE))
     parts = made.parts()
     embedding = "model.embed_tokens.weight"
-    assert set(parts) == set(made.parameter_names) - {embedding}
+    assert set(parts) == set(made.parameter_specs) - {embedding}
     made.train(rollouts(4), mean_logprob, 1000, 0.5)
     after = exported(made)
     changed = {name: tensor for name, tensor in after.items() if name != embedding}

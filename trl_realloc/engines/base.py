@@ -132,12 +132,9 @@ class ScoringEngine(Protocol):
         """The module that computes the role's outputs; `head.model` is this rank's part of the Transformers model."""
 
     @property
-    def parameter_names(self) -> list[str]:
-        """The names of the whole model's parameters, also of those that are on other ranks."""
-
-    @property
     def parameter_specs(self) -> Mapping[str, TensorSpec]:
-        """Shape and dtype of the whole model's parameters, by name, in the order of the model."""
+        """Shape and dtype of each of the whole model's parameters, also of those on other ranks, in the model's
+        order."""
 
     @property
     def has_replicas(self) -> bool:

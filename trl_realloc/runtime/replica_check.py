@@ -53,7 +53,7 @@ def check_replicas(engine: ScoringEngine, group: MeshGroup, role: str) -> None:
     different = {key: list(values.values()) for key, values in ranks_by_digest.items() if len(values) > 1}
     if not different:
         return
-    names = {_key(name): name for name in engine.parameter_names}
+    names = {_key(name): name for name in engine.parameter_specs}
     (name, _), (first, *others) = next(iter(different.items()))
     other = ", ".join(str(rank) for ranks in others for rank in ranks)
     raise ReplicaError(

@@ -119,11 +119,6 @@ class MegatronEngine:
         return result
 
     @property
-    def parameter_names(self) -> list[str]:
-        """See `base.ScoringEngine`."""
-        return list(self._specs)
-
-    @property
     def parameter_specs(self) -> Mapping[str, TensorSpec]:
         """See `base.ScoringEngine`."""
         return self._specs

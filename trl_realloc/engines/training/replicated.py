@@ -78,11 +78,6 @@ class ReplicatedEngine:
             head.requires_grad_(False).eval()
 
     @property
-    def parameter_names(self) -> list[str]:
-        """The names of the model's parameters."""
-        return [name for name, _ in self.head.model.named_parameters()]
-
-    @property
     def parameter_specs(self) -> Mapping[str, TensorSpec]:
         """See `base.ScoringEngine`."""
         return specs_of(self.head.model)
