@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny
+import torch
 from safetensors.torch import load_file
 from test_plans import ZERO3, plan, split
 
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 
 
@@ -63,11 +66,13 @@ WAYS = {
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_the_layouts_a_moved_run_goes_on_as_it_was(run: Callable[..., Path], way: str) -> None:
-    """Weights, both optimizers, the frozen roles: the run is that of one that stayed on replicas."""
+def test_whatever_the_layouts_a_moved_run_goes_on_as_it_was(run: Callable[..., Path], way: str, tmp_path: Path) -> None:
+    """Weights, both optimizers, the frozen roles: the run is that of one that stayed on replicas. Its checkpoint, whose
+    parts two ranks have written, is read by one."""
     options = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
     before, after = (plan(2, changed=changed) for changed in WAYS[way])
-    moved = run("moved.py", 2, {**options, "plan": before, "to": after}, "moved")
+    saves = {"save_strategy": "steps", "save_steps": 4}
+    moved = run("moved.py", 2, {**options, **saves, "plan": before, "to": after}, "moved")
     stayed = run("moved.py", 2, {**options, "plan": plan(2)}, "stayed")
     one, other = (json.loads((folder / "log.json").read_text()) for folder in (moved, stayed))
     assert ExecutionPlan.from_dict(one["plan"]) == ExecutionPlan.from_dict(after), "it has moved"
@@ -80,6 +85,16 @@ def test_whatever_the_layouts_a_moved_run_goes_on_as_it_was(run: Callable[..., P
         assert first.keys() == second.keys()
         assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
         total += 4 * sum(tensor.nbytes for tensor in first.values())  # two moments, and a frozen role of this size
+    alone = tiny.resumed(moved / "checkpoint-4", tmp_path, per_device_train_batch_size=8)
+    read = tiny.weights(alone)
+    for role, part in (("policy", ""), ("critic", "value_model/")):
+        for name, tensor in load_file(moved / "final" / f"{part}model.safetensors").items():
+            assert torch.equal(tensor, read[f"{role}.{name}"])
+    state, steps = alone.placement.trained(Role.ACTOR).training_state(), set()  # type: ignore[union-attr]
+    for name, tensors in state.tensors.items():
+        assert set(tensors) == {"master", "exp_avg", "exp_avg_sq"}
+        steps.add(float(state.scalars[name]["step"]))
+    assert len(steps) == 1
     counts = [json.loads((moved / f"kept-{rank}.json").read_text()) for rank in (0, 1)]
     assert sum(kept for kept, _ in counts) == total, "on the way everything is kept once"
     assert all(kept <= live for kept, live in counts), "and each rank keeps of its own parts only"

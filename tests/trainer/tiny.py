@@ -133,6 +133,16 @@ def change_ppo(made: Any, **changes: Any) -> None:
     made.executor.algorithm = replace(algorithm, settings=replace(algorithm.settings, **changes))
 
 
+def resumed(checkpoint: Path, folder: Path, **changes: Any) -> PPOTrainer:
+    """A trainer of this process alone, with the state of a checkpoint."""
+    made = trainer(folder, **changes)
+    found = made._find_checkpoint(str(checkpoint))
+    assert found is not None
+    made._start()
+    made._load_training_state(found)
+    return made
+
+
 def weights(made: PPOTrainer) -> dict[str, torch.Tensor]:
     """Copies of the policy's and the critic's parameters."""
     engines = {"policy": made.placement.engine("actor.train"), "critic": made.placement.engine("critic.train")}

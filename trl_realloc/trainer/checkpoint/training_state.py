@@ -156,26 +156,32 @@ def load_training_state(placement: Placement, folder: Path, fetch: Callable[[Col
         CheckpointError: a number is not finite, or a file cannot be read.
         EngineError: the state is of another model.
     """
-    try:
-        reader = Reader(folder)
+    reader = Reader(folder)
+    with _refusing(folder):
         metadata = reader.read_metadata()
-        reader.set_up_storage_reader(metadata, False)
-        with contextlib.ExitStack() as engines:
-            states = {
-                role: engines.enter_context(engine.loading(specs_of(metadata, role)))
-                for role, engine in _trained(placement)
-            }
-            planners = {role: _Loading(role, state, metadata) for role, state in states.items()}
-            plans = {role: planner.create_local_plan() for role, planner in planners.items()}
-            items = [item for plan in plans.values() for item in plan.items]
-            fetch({f"{STATE_FOLDER}/{reader.storage_data[item.storage_index].relative_path}" for item in items})
-            for role, planner in planners.items():
+    reader.set_up_storage_reader(metadata, False)
+    with contextlib.ExitStack() as engines:
+        states = {
+            role: engines.enter_context(engine.loading(specs_of(metadata, role)))
+            for role, engine in _trained(placement)
+        }
+        planners = {role: _Loading(role, state, metadata) for role, state in states.items()}
+        plans = {role: planner.create_local_plan() for role, planner in planners.items()}
+        items = [item for plan in plans.values() for item in plan.items]
+        fetch({f"{STATE_FOLDER}/{reader.storage_data[item.storage_index].relative_path}" for item in items})
+        for role, planner in planners.items():
+            with _refusing(folder):
                 reader.read_data(plans[role], planner)
                 planner.finish()
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"cannot resume from {folder}: {error}") from error
+
+
+@contextlib.contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Around reading files of a checkpoint: on damaged bytes a reader may raise any error."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"cannot resume from {folder}: {str(error) or repr(error)}") from error
 
 
 def specs_of(metadata: Metadata, role: str) -> dict[str, dict[str, TensorSpec]]:
