@@ -68,7 +68,7 @@ def write(model: Any, folder: Path, **options: Any) -> None:
     head = ValueHead(model) if model.get_output_embeddings() is None else PolicyHead(model, 1.0)
     engine: Any = ReplicatedEngine(head, ALONE, CPU)
     engine_export = engine.export
-    engine.export = lambda **named: engine_export(1000, **named)  # many buckets
+    engine.export = lambda size, **named: engine_export(1000, **named)  # many buckets
     problems = WriteErrors(0, None)
     write_model(engine, ALONE, folder, problems, **options)
     problems.settle("the model")

@@ -26,6 +26,7 @@ from .reallocation import STALE, EngineSink, Reallocation, Sink
 from .roles import Roles
 
 
+BUCKET_BYTES = 64 << 20  # of a move; two are in flight at a time, beside the parts of both plans
 EXTRA_ATTRIBUTES = ("generation_config", "model_tags", "packs_rows")
 
 
@@ -171,7 +172,7 @@ class RunState:
             device=torch.device("cpu"),
             holder=self._parts.pop(key, None),
             sink=sink,
-            options=placement.options.transfer,
+            options=replace(placement.options.transfer, bucket_bytes=BUCKET_BYTES),
         )
         reallocation.refresh()
 

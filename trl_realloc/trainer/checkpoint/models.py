@@ -31,6 +31,7 @@ from .weight_files import WeightFiles
 from .write_errors import WriteErrors, need_room
 
 
+BUCKET_BYTES = 64 << 20  # of the parameters that the first rank has in full at a time
 FOLDERS = {Role.ACTOR: "", Role.CRITIC: VALUE_FOLDER}
 
 
@@ -67,18 +68,18 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
     """
     model: Any = _of_all_stages(engine) if group.is_leader else engine.head.model
     names = _adapter_names(engine, group, model) if has_adapters(model) else None
+    stream = engine.export(BUCKET_BYTES, merged=False, names=names)
     if not group.is_leader:
-        for _ in engine.export(merged=False, names=names):
+        for _ in stream:
             pass
         return
     buffers = {} if names is not None else persistent_buffers(model)
     sizes = [spec.bytes for name, spec in engine.parameter_specs.items() if names is None or name in names]
     needed = sum(sizes) + sum(buffer.nbytes for buffer in buffers.values())
-    stream = engine.export(merged=False, names=names)
     with problems.writing(folder, needed), _writing_here(model):
         folder.mkdir(parents=True, exist_ok=True)
         need_room(folder, needed)
-        if names is not None:
+        if names is not None or getattr(model, "_hf_peft_config_loaded", False):  # adapters of Transformers' own
             state = {name: tensor.cpu().clone() for bucket in stream for name, tensor in bucket}
             model.save_pretrained(folder, state_dict=_with_other_names(model, state))
         else:
