@@ -53,6 +53,16 @@ SIZES: dict[int, dict[str, int]] = {
     60: {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8},
     6: {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "num_attention_heads": 4},
 }
+# DeepSpeed's defaults are for large GPUs: up to a billion gathered parameters, half a billion gradients in a bucket.
+DEEPSPEED = {
+    "zero_optimization": {
+        "stage3_max_live_parameters": 10_000_000,
+        "stage3_max_reuse_distance": 10_000_000,
+        "stage3_prefetch_bucket_size": 5_000_000,
+        "reduce_bucket_size": 5_000_000,
+        "sub_group_size": 10_000_000,
+    }
+}
 SAMPLES, TOKENS = 8, 32
 FACTOR, ALLOWED_MB = 1.15, 300
 
@@ -169,6 +179,7 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
         train_batch_size=2,
         pad_token_id=0,
         make_optimizer=lambda module: torch.optim.AdamW(module.parameters()),
+        deepspeed=DEEPSPEED,
     )
     config = trained_config(read_config(str(model), "model"), str(model))
     load = partial(load_policy, str(model), trained=True)
