@@ -256,16 +256,19 @@ class _HostFiles:
 
 
 def _read(folder: Path, part: int, parts: int) -> _HostFiles:
-    """One of `parts` reports of the files on this host: of every `parts`-th file."""
+    """One of `parts` reports of the files on this host: the problems of every `parts`-th file, and in the first report
+    the manifest and the sizes."""
     report = _HostFiles()
     if not folder.is_dir():
         report.wrong[""] = "there is no such folder"
         return report
     try:
-        manifest = report.manifest = read_manifest(folder)
+        manifest = read_manifest(folder)
     except ValueError as error:
         manifest, report.wrong[MANIFEST] = None, str(error)
-    report.sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    if part == 0:
+        report.manifest = manifest
+        report.sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
     if manifest is not None:
         names = sorted(manifest.files)[part::parts]
         report.wrong |= damage(folder, replace(manifest, files={name: manifest.files[name] for name in names}))
@@ -288,13 +291,15 @@ def _find_damage(inspection: _Inspection, reports: Mapping[int, _HostFiles]) -> 
     if manifest is None:
         problems = [report.wrong[MANIFEST] for report in reports.values() if MANIFEST in report.wrong]
         return problems[:1] or [f"{MANIFEST} is missing: its writer was another program, or was killed"]
+    # the files of a host without a manifest have not been checked: copying to it was interrupted
+    checked = {reader: report for reader, report in reports.items() if report.manifest is not None}
     inspection.holders = {
-        name: [reader for reader, report in reports.items() if name in report.sizes and name not in report.wrong]
+        name: [reader for reader, report in checked.items() if name in report.sizes and name not in report.wrong]
         for name in manifest.files
     }
     wrong = []
     for name in sorted(name for name, holders in inspection.holders.items() if not holders):
-        problems = [report.wrong[name] for report in reports.values() if name in report.wrong]
+        problems = [report.wrong[name] for report in checked.values() if name in report.wrong]
         wrong.append(f"{name} {next((text for text in problems if text != 'is missing'), 'is missing')}")
     wrong += [f"{name} is missing" for name in NEEDED if name not in manifest.files]
     if METADATA not in manifest.files:
