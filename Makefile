@@ -15,12 +15,13 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-next lint format typecheck test test-fast test-next demo clean
+.PHONY: help setup setup-next lint format typecheck test test-fast test-next check-gpu demo clean
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines"
 	@echo "make test       lint, type check, all tests, and a smoke test with the newest TRL"
 	@echo "make test-fast  the tests that need no second process"
+	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"
 	@echo "make lint | format | typecheck | setup | setup-next | clean"
 
 setup: $(STAMP)
@@ -77,6 +78,10 @@ test-fast: setup
 
 test-next: setup-next
 	PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m trl_next
+
+# Not built from `setup`, whose packages are for the CPU: PYTHON is the interpreter of an environment with CUDA.
+check-gpu:
+	$(PYTHON) benchmarks/check_gpu.py
 
 demo: $(RUN_STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py

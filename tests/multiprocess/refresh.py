@@ -52,7 +52,6 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         ReallocationGroups("actor.train", "actor.generate", (0, 1), dist.group.WORLD, dist.group.WORLD),
         Cluster(1, 2),
         rank,
-        device=cpu,
         holder=engine,
         sink=GeneratorSink(picky, lambda tensors: tensors, cpu) if rank == 1 else None,  # type: ignore[arg-type]
         options=TransferOptions(bucket_bytes=4096),

@@ -20,7 +20,7 @@ def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
     others waiting."""
     broadcasts: list[Any] = []
 
-    def from_first_rank(value: Any) -> Any:
+    def from_first_rank(value: Any, timeout_s: float) -> Any:
         broadcasts.append(value)
         return 5.0, None
 
@@ -30,7 +30,10 @@ def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
     monkeypatch.setattr(replanning, "choose", lambda *_, **__: better)
     workload = SimpleNamespace(of_lengths=lambda lengths: None)
     models = SimpleNamespace(specs={})
-    job = SimpleNamespace(rank=rank, engine="vllm", models=models, workload=workload, pricing=lambda *_: None)
+    options = SimpleNamespace(collective_timeout_s=1.0)
+    job = SimpleNamespace(
+        rank=rank, engine="vllm", models=models, workload=workload, options=options, pricing=lambda *_: None
+    )
     planned = SimpleNamespace(priced=SimpleNamespace(seconds=1.0), profile=object(), decision=object())
     watcher = Replanner(job, planned, threshold=0.1)  # type: ignore[arg-type]
     watcher.note([3, 4])

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .rollout import Ragged
+from .rollout import Ragged, places
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k3"]) -> Tensor:
@@ -67,13 +67,13 @@ def token_rewards(kl: Ragged, scores: Tensor, lengths: Tensor, kl_coef: float) -
         scores: (n,) float32.
         lengths: (n,) int64 from `ppo.value_lengths`: a response's length, or one more.
     """
+    device = kl.values.device
     ends = torch.cumsum(lengths, 0) - 1
-    extra = lengths - kl.lengths
-    rewards = torch.zeros(int(lengths.sum()), dtype=torch.float32)
-    is_token = torch.ones_like(rewards, dtype=torch.bool)
-    is_token[ends[extra > 0]] = False
-    rewards[is_token] = -kl_coef * kl.values
-    rewards[ends] += scores
+    # each response token, and its position among those of `lengths`
+    at = places(kl.lengths) + torch.repeat_interleave(ends + 1 - lengths, kl.lengths)
+    rewards = torch.zeros(int(lengths.sum()), dtype=torch.float32, device=device)
+    rewards[at.to(device)] = -kl_coef * kl.values
+    rewards[ends.to(device)] += scores
     return Ragged(rewards, lengths)
 
 
@@ -85,8 +85,8 @@ def gae(rewards: Ragged, values: Ragged, gamma: float, lam: float) -> tuple[Ragg
     """
     r, v = rewards.pad(), values.pad()
     advantages = torch.zeros_like(v)
-    last = torch.zeros(v.shape[0])
-    next_value = torch.zeros(v.shape[0])
+    last = torch.zeros(v.shape[0], device=v.device)
+    next_value = torch.zeros_like(last)
     for t in range(v.shape[1] - 1, -1, -1):  # a shorter row is padded with zeros, so `last` stays 0
         delta = r[:, t] + gamma * next_value - v[:, t]
         last = delta + gamma * lam * last

@@ -21,15 +21,19 @@ from torch import Tensor
 class Ragged:
     """`n` rows of different lengths in one flat tensor.
 
+    The lengths are in host memory wherever the values are, because the host divides, cuts and joins rows by them. With
+    lengths on an accelerator it would wait for the device at each of these.
+
     Args:
-        values: (total,) any dtype; row i begins at `lengths[:i].sum()` and has `lengths[i]` values.
-        lengths: (n,) int64, at least 0; their sum is total.
+        values: (total,) any dtype, on any device; row i begins at `lengths[:i].sum()` and has `lengths[i]` values.
+        lengths: (n,) int64, at least 0, on the CPU; their sum is total.
     """
 
     values: Tensor
     lengths: Tensor
 
     def __post_init__(self) -> None:
+        assert self.lengths.device.type == "cpu", "the lengths of a ragged column are in host memory"
         if int(self.lengths.sum()) != self.values.shape[0]:
             raise ValueError(
                 f"a ragged column's lengths sum to {int(self.lengths.sum())}, but it has {self.values.shape[0]} values"
@@ -48,8 +52,11 @@ class Ragged:
     @property
     def row_of(self) -> Tensor:
         """(total,) int64: the row of each value."""
-        lengths = self.lengths.to(self.values.device)
-        return torch.repeat_interleave(torch.arange(len(self), device=lengths.device), lengths)
+        return self._beside_values(torch.repeat_interleave(torch.arange(len(self)), self.lengths))
+
+    def _beside_values(self, index: Tensor) -> Tensor:
+        """An index tensor made on the host, on the values' device."""
+        return index.to(self.values.device, non_blocking=True)
 
     def sum(self) -> Tensor:
         """(n,): the sum of each row. Differentiable."""
@@ -66,17 +73,26 @@ class Ragged:
 
     def select(self, index: Sequence[int] | Tensor) -> Ragged:
         """The rows at these positions, in this order."""
-        at = torch.as_tensor(index, dtype=torch.long)
+        at = torch.as_tensor(index, dtype=torch.long, device="cpu")
         starts, lengths = (torch.cumsum(self.lengths, 0) - self.lengths)[at], self.lengths[at]
         # no list of all rows: the leader of a mesh selects a few rows of a large batch for each of many ranks
         picked = [self.values[start : start + n] for start, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
         return Ragged(torch.cat(picked) if picked else self.values[:0], lengths)
 
     def crop(self, lengths: Tensor) -> Ragged:
-        """The first `lengths[i]` values of each row."""
-        place = torch.cat([torch.arange(n) for n in self.lengths.tolist()]) if len(self) else self.lengths
-        keep = place.to(self.values.device) < self.spread(lengths.to(self.values.device))
-        return Ragged(self.values[keep], lengths)
+        """The first `lengths[i]` values of each row.
+
+        Args:
+            lengths: (n,) int64 on the CPU.
+
+        Raises:
+            ValueError: a row is shorter than its entry of `lengths`.
+        """
+        if bool((lengths > self.lengths).any()):
+            raise ValueError(f"rows of the lengths {self.lengths.tolist()} cannot be cropped to {lengths.tolist()}")
+        starts = torch.cumsum(self.lengths, 0) - self.lengths
+        kept = places(lengths) + torch.repeat_interleave(starts, lengths)
+        return Ragged(self.values[self._beside_values(kept)], lengths)
 
     def pad(self, fill: float = 0) -> Tensor:
         """(n, longest row): padded on the right with `fill`. For arithmetic across time only; samples are never passed
@@ -86,24 +102,43 @@ class Ragged:
         return torch.nn.utils.rnn.pad_sequence(list(self.rows()), batch_first=True, padding_value=fill)
 
     def to(self, device: torch.device | str) -> Ragged:
-        return Ragged(self.values.to(device), self.lengths.to(device))
+        """The values on a device. A copy to the host has arrived on return, one to an accelerator arrives in the
+        stream's order, and the host does not wait for it."""
+        return Ragged(_moved(self.values, device), self.lengths)
 
     @staticmethod
     def of(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Ragged:
         """Rows from lists or tensors."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-        lengths = torch.tensor([t.shape[0] for t in tensors], dtype=torch.long)
+        lengths = torch.tensor([t.shape[0] for t in tensors], dtype=torch.long, device="cpu")
         return Ragged(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), lengths)
 
     @staticmethod
     def unpad(rectangle: Tensor, lengths: Tensor) -> Ragged:
         """The inverse of `pad`: the first `lengths[i]` values of each row of `rectangle` (n, width)."""
-        mask = torch.arange(rectangle.shape[1], device=rectangle.device) < lengths.to(rectangle.device)[:, None]
-        return Ragged(rectangle[mask], lengths)
+        width = rectangle.shape[1]
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        kept = (rows * width + places(lengths)).to(rectangle.device, non_blocking=True)
+        return Ragged(rectangle.reshape(-1)[kept], lengths)
 
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+
+def places(lengths: Tensor) -> Tensor:
+    """(sum of `lengths`,) int64: 0, 1, … for each row.
+
+    Args:
+        lengths: (n,) int64 on the CPU.
+    """
+    ends = torch.cumsum(lengths, 0)
+    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
+
+
+def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on a device, as `Ragged.to` says."""
+    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 Column = Ragged | Tensor
@@ -167,7 +202,7 @@ class Rollouts(Mapping[str, Column]):
 
     def select(self, index: Sequence[int] | Tensor) -> Rollouts:
         """The samples at these positions (not `index` values), in this order."""
-        at = torch.as_tensor(index, dtype=torch.long)
+        at = torch.as_tensor(index, dtype=torch.long, device="cpu")
         return Rollouts(**{k: c.select(at) if isinstance(c, Ragged) else c[at] for k, c in self._columns.items()})
 
     def sorted(self) -> Rollouts:
@@ -175,7 +210,11 @@ class Rollouts(Mapping[str, Column]):
         return self.select(torch.argsort(self.tensor("index")))
 
     def to(self, device: torch.device | str) -> Rollouts:
-        return Rollouts(**{name: column.to(device) for name, column in self._columns.items()})
+        """The samples on a device, as `Ragged.to`."""
+        columns: dict[str, Column] = {}
+        for name, column in self._columns.items():
+            columns[name] = column.to(device) if isinstance(column, Ragged) else _moved(column, device)
+        return Rollouts(**columns)
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:

@@ -74,8 +74,11 @@ def _in_dtype(config: Any, dtype: torch.dtype) -> Any:
 def seeded(seed: int) -> Iterator[None]:
     """Inside, torch's generators are seeded, so that parameters that a checkpoint lacks and the matrices of new
     adapters are the same in every process and every run. The generators' states are restored at the end."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    accelerator, devices = torch.accelerator.current_accelerator(), list[int]()
+    if accelerator is not None and torch.get_device_module(accelerator).is_available():
+        is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)
+        devices = [torch.accelerator.current_device_index()] if is_initialized() else []
+    with torch.random.fork_rng(devices=devices, device_type=accelerator.type if accelerator else "cuda"):
         torch.manual_seed(seed)
         yield
 

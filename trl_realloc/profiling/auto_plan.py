@@ -65,7 +65,7 @@ def plan_job(job: Job, *, time_limit_s: float = 5.0) -> JobPlan:
             print_decision(decision, profile, is_new=is_new)
         except PlanError as error:
             decision = error
-    decision = from_first_rank(decision)
+    decision = from_first_rank(decision, job.options.collective_timeout_s)
     if isinstance(decision, PlanError):
         raise decision
     assert decision is not None, "rank 0 chose or refused"

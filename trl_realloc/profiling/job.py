@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from ..engines.device import memory_bytes
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
 from ..planner.cost import Pricing
@@ -46,12 +45,13 @@ class Job:
         Args:
             workload: in place of the job's.
         """
-        device = self.options.device
-        on_gpu = device.type == "cuda"
-        total = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None
+        size = memory_bytes(self.options.device)
+        total = None if size is None else float(size)
         if self.cluster.memory_gb is not None:
             total = self.cluster.memory_gb * 1e9
-        memory = None if total is None else gpu_memory(total, self.headroom) if on_gpu else DeviceMemory(total)
+        memory = (
+            None if total is None else gpu_memory(total, self.headroom) if size is not None else DeviceMemory(total)
+        )
         return Pricing(
             self.cluster,
             workload or self.workload,
@@ -59,5 +59,5 @@ class Job:
             memory=memory,
             vllm_share=self.vllm_share,
             moments=MOMENTS,
-            default_cap=None if on_gpu else CACHED_TOKENS,
+            default_cap=CACHED_TOKENS if size is None else None,
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..engines.device import is_accelerator
 from ..plan.cluster import Cluster
 from ..planner.hardware import Sharing
 from ..planner.profile import Observation
@@ -27,8 +28,8 @@ LINK_S = 1.0  # a message that takes longer is sent twice instead of REPEATS tim
 
 def hardware(device: torch.device) -> str:
     """The name of a device's hardware. Devices with the same name are taken to be equally fast."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if is_accelerator(device):
+        return str(torch.get_device_module(device).get_device_name(device))
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -48,7 +49,7 @@ def sharing(
         make: makes a function that computes something like the job does.
     """
     per_node = cluster.devices_per_node
-    if device.type == "cuda" or per_node == 1:
+    if is_accelerator(device) or per_node == 1:
         return None
     work = make()
     counts = [1, *(n for n in (1 << at for at in range(1, per_node.bit_length())) if n < per_node), per_node]
@@ -70,7 +71,7 @@ def copies(device: torch.device) -> list[Observation]:
     observations = []
     for size in SIZES:
         host = torch.zeros(size, dtype=torch.uint8)
-        host = host.pin_memory() if device.type == "cuda" else host
+        host = host.pin_memory() if is_accelerator(device) else host
         target = torch.zeros(size, dtype=torch.uint8, device=device)
         times = [_timed(partial(target.copy_, host), device) for _ in range(REPEATS + 1)]
         observations.append(Observation("copy", "", statistics.median(times[1:]), 1, bytes=float(size)))
@@ -123,11 +124,11 @@ def _link(
 
 
 def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
-    """Seconds that `act` takes, on a GPU until the device has finished."""
+    """Seconds that `act` takes, on an accelerator until the device has finished."""
     start = time.perf_counter()
     act()
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device is not None and is_accelerator(device):
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - start
 
 

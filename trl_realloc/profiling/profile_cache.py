@@ -85,12 +85,13 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
             profile = Profile.load(path)
         except PlanError:  # damaged, or of another version
             path.unlink(missing_ok=True)
-    profile = from_first_rank(profile)
+    profile = from_first_rank(profile, job.options.collective_timeout_s)
     if profile is not None and (profile.thorough or not thorough):
         profile.check_hardware(hardware(job.options.device))
         if job.cluster.nodes > 1:
             with working("measuring the network between the hosts", "at each start"):
-                measured_links = from_first_rank(tuple(links(job.cluster, job.options.device)))
+                observations = tuple(links(job.cluster, job.options.device))
+                measured_links = from_first_rank(observations, job.options.collective_timeout_s)
             profile = replace(profile, links=measured_links, about={**profile.about, "network": network()})
             _keep(profile, path, job.rank)
         return profile, False
@@ -141,7 +142,8 @@ def measure(job: Job, thorough: bool = False) -> Profile:
             of_plan, samples = runs.observe(plan, samples)
             observations += of_plan
             progress.advance(bar)
-    agreed, recompute = from_first_rank(tuple(observations)), job.options.gradient_checkpointing
+    agreed = from_first_rank(tuple(observations), job.options.collective_timeout_s)
+    recompute = job.options.gradient_checkpointing
     settings = {**about(job), **({"network": network()} if cluster.nodes > 1 else {})}
     return Profile(hardware(device), settings, cluster.size, shared, recompute, agreed, thorough, cluster.nodes)
 

@@ -51,7 +51,8 @@ class Replanner:
         if self.job.rank == 0 and self._lengths:
             decision = self._search(profile, updates_left, move_seconds, time_limit_s)
         # Rank 0 decides whether as well as which: estimates depend on a device's memory, and devices may differ.
-        self._searched_at, decision = from_first_rank((self._searched_at, decision))
+        timeout_s = self.job.options.collective_timeout_s
+        self._searched_at, decision = from_first_rank((self._searched_at, decision), timeout_s)
         if decision is None:
             return None
         self.job_plan = JobPlan.of(decision, profile)

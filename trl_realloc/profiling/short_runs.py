@@ -146,6 +146,7 @@ class Runs:
                 dist.barrier()
         finally:
             placement.close()
+        placement.discard()
         if samples is None:  # as many as the largest run has, for the plans that do not generate
             generated = generated.only(("index", "responses", "logprobs", "has_eos"))
             twice = [generated, generated.plus(index=generated.tensor("index") + len(generated))]

@@ -1,7 +1,7 @@
 """`Transfer`: sends and receives the messages of one transfer schedule, bucket by bucket, under a time limit each.
 
-Point to point on one process group, on the CPU (gloo) or on GPUs (NCCL; not run there by this project's tests). Whose
-parameters these are and when they are moved is in `runtime.reallocation`.
+Point to point on one process group, from host memory (gloo) or from an accelerator's (NCCL; the tests run it on a
+stand-in). Whose parameters these are and when they are moved is in `runtime.reallocation`.
 """
 
 from __future__ import annotations
@@ -116,9 +116,10 @@ class Transfer:
             self._kept.setdefault(piece.parameter, []).append(piece.box)
         # message buffers, kept between runs: allocating memory costs more than copying into it
         self._free_buffers: list[Tensor] = []
-        # NCCL needs the sends and receives of two ranks posted together, so those of a wave are one batch
-        self._batched = dist.is_initialized() and group is not None and dist.get_backend(group) == "nccl"
-        if self._batched:  # NCCL connects a group in its first operation, in which all of its ranks must take part
+        # an accelerator's backend, such as NCCL, needs the sends and receives of two ranks posted together, so those of
+        # a wave are one batch
+        self._batched = group is not None and device.type != "cpu"
+        if self._batched:  # it connects a group in its first operation, in which all of its ranks must take part
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def run(self, source: Parts, target: Callable[[Sequence[str]], Parts]) -> Iterator[Parts]:

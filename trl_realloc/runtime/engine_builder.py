@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engines.base import GenerationEngine, InPlaceEngine, ScoringEngine, TrainingEngine
+from ..engines.base import EngineError, InPlaceEngine, ScoringEngine, TrainingEngine
+from ..engines.device import is_accelerator, release_cached_memory
 from ..engines.generation.transformers import TransformersEngine
 from ..engines.training.megatron import MegatronEngine
 from ..engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
@@ -25,13 +26,14 @@ from ..plan.assignment import in_place
 from ..plan.cluster import DeviceMesh
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
-from .process_groups import ReallocationGroups
+from .process_groups import ReallocationGroups, from_every_rank
 from .reallocation import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Reallocation, Sink
 from .residency import DroppedCopy, Residency, Versioned
 from .vllm_start import start_vllm
 
 
 if TYPE_CHECKING:
+    from ..engines.generation.vllm import VLLMEngine
     from .placement import Placement
 
 
@@ -47,7 +49,7 @@ class EngineBuilder:
 
     def build(self) -> None:
         """Build everything. All ranks together."""
-        self._start_vllm()  # first: its process starts while the models load here
+        self._start_vllm()
         for role in self.graph.trained_roles:
             self._build_trained(role)
         for role in self.graph.roles:
@@ -64,8 +66,16 @@ class EngineBuilder:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def _start_vllm(self) -> None:
-        """Start one engine for all calls that generate with the same role under the same assignment."""
-        started: dict[Any, GenerationEngine | None] = {}
+        """Start one engine for all calls that generate with the same role under the same assignment.
+
+        On a CPU the engines start while the models load here. On an accelerator the engines of all ranks are ready
+        before a model is put there: vLLM takes its share by the memory that is free when it starts, and takes what
+        others allocate meanwhile for its own.
+        """
+        is_accelerated = is_accelerator(self.options.device)
+        if is_accelerated:
+            release_cached_memory(self.options.device)
+        started: dict[Any, VLLMEngine | None] = {}
         for call in self.graph.calls_of(CallKind.GENERATE):
             if not self.placement.has(call) or self.plan[call].engine != "vllm":
                 continue
@@ -77,6 +87,28 @@ class EngineBuilder:
             engine = started[key]
             if engine is not None:
                 self.placement.generators[call] = engine
+        calls = self.graph.calls_of(CallKind.GENERATE)
+        if is_accelerated and any(self.plan[call].engine == "vllm" for call in calls):
+            self._await([engine for engine in started.values() if engine is not None])
+
+    def _await(self, engines: Sequence[VLLMEngine]) -> None:
+        """Wait until the generation engines of all ranks are ready. A tensor group's engine is owned by one rank and
+        uses the devices of several. All ranks together.
+
+        Raises:
+            EngineError: an engine did not start; on every rank.
+        """
+        failure: EngineError | None = None
+        try:
+            for engine in engines:
+                engine.wait_ready()
+        except EngineError as error:
+            failure = error
+        problems = from_every_rank(None if failure is None else str(failure), self.placement.control)
+        if failure is not None:
+            raise failure
+        if any(problems):
+            raise EngineError("; ".join(dict.fromkeys(filter(None, problems))))
 
     def _generate_in_place(self) -> None:
         for call in self.graph.calls_of(CallKind.GENERATE):
@@ -243,12 +275,12 @@ class EngineBuilder:
         elif generator is not None:
             make_shell = self.roles[role].shell
             assert make_shell is not None, "a role that generates in an engine has a shell"
-            sink = GeneratorSink(generator, partial(checkpoint_names, make_shell()), self.options.device)
+            device = self.options.device if groups.tensors is None else groups.device
+            sink = GeneratorSink(generator, partial(checkpoint_names, make_shell()), device)
         return Reallocation(
             groups,
             self.plan.cluster,
             self.rank,
-            device=self.options.device,
             holder=self.placement.trained(role),
             sink=sink,
             options=self.options.transfer,

@@ -7,21 +7,23 @@ It reads a call's kind and role from the graph, never its name. How engines are 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 
 from ..engines.base import GenerationEngine, ScoringEngine, TrainingEngine
 from ..engines.child_process import die_with_launcher
+from ..engines.device import release_cached_memory
 from ..engines.mesh_group import MeshGroup
 from ..engines.training.zero_setup import ensure_process_group
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from .engine_builder import EngineBuilder
 from .engine_options import EngineOptions
-from .process_groups import make_groups, make_reallocation_groups, make_split_groups
+from .process_groups import destroy_groups, make_groups, make_reallocation_groups, make_split_groups
 from .reallocation import Moved, Reallocation
-from .residency import DroppedCopy, Residency
+from .residency import DroppedCopy, Residency, move_to_host
 from .roles import Roles
 
 
@@ -70,6 +72,22 @@ class Placement:
     def close(self) -> None:
         """End every engine and remove its files. May be called twice."""
         self.stack.close()
+
+    def discard(self) -> None:
+        """Close, and let go of engines, models and process groups, so that their memory can be used by others. All
+        ranks together, when no rank uses the groups any more. The placement cannot be used afterwards.
+
+        A model that someone else still refers to, such as a user's script that has loaded it, is moved to host memory.
+        """
+        self.close()
+        models = [weakref.ref(engine.head.model) for engines in self.engines.values() for engine in engines]
+        for table in (self.engines, self.trainers, self.generators, self.reallocations, self.residents, self.dropped):
+            table.clear()
+        release_cached_memory(self.options.device)
+        for model in filter(None, (reference() for reference in models)):
+            move_to_host(model)
+        release_cached_memory(self.options.device)
+        destroy_groups((self.groups, self.split_groups, self.reallocation_groups, self.control))
 
     # --- engines and groups of a call -------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ All ranks make them together and in the same order, as torch requires. Which eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,17 +14,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..engines.device import group_device, is_accelerator
 from ..engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from ..plan.cluster import DeviceMesh
 from ..plan.execution_plan import ExecutionPlan
 
 
-def from_first_rank(value: Any) -> Any:
-    """Rank 0's value, on every rank. All ranks call this together; the other ranks' values are ignored."""
+def from_first_rank(value: Any, timeout_s: float) -> Any:
+    """Rank 0's value, on every rank. All ranks call this together; the other ranks' values are ignored.
+
+    Args:
+        timeout_s: of the host group that it makes in a job whose default group sends from an accelerator. Pickled
+            objects do not go through an accelerator's memory.
+    """
     values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(values, 0)
+        dist.broadcast_object_list(values, 0, group=_host_group(timeout_s))
     return values[0]
+
+
+_host_groups: list[tuple[Any, Any]] = []  # the default group, and the gloo group over the same ranks
+
+
+def _host_group(timeout_s: float) -> Any:
+    """A gloo group over all ranks, made by the first call. All ranks call this together."""
+    world = dist.group.WORLD
+    if not is_accelerator(group_device()):
+        return world
+    if not _host_groups or _host_groups[0][0] is not world:  # the default group may have been destroyed and made again
+        _host_groups[:] = [(world, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))]
+    return _host_groups[0][1]
 
 
 def from_every_rank(value: Any, group: Any) -> list[Any]:
@@ -79,7 +98,7 @@ def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dic
     meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | {alone})
     if not dist.is_initialized():
         return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
-    device, groups = _device(), dict[DeviceMesh, MeshGroup]()
+    device, groups = group_device(), dict[DeviceMesh, MeshGroup]()
     for mesh in meshes:
         group = dist.new_group(list(mesh.devices), timeout=timeout) if mesh.size > 1 else None
         groups[mesh] = MeshGroup(tuple(mesh.devices), rank, group, device)
@@ -105,7 +124,7 @@ def make_split_groups(
                 group = dist.new_group(list(members), timeout=timeout)
             # a pipeline's middle stages need the group of its ends too, although they are not in it
             if rank in members or (kind == "ends" and rank in mesh and set(members) <= set(of_rank["pp"].ranks)):
-                of_rank[kind] = MeshGroup(members, rank, group, _device())
+                of_rank[kind] = MeshGroup(members, rank, group, group_device())
         if rank in mesh:
             split_groups[mesh, tp, pp] = SplitGroups(**of_rank)
     return split_groups
@@ -119,12 +138,6 @@ def _all_groups(ranks: tuple[int, ...], tp: int, pp: int) -> Iterator[tuple[str,
             yield kind, members
 
 
-def _device() -> torch.device:
-    """The device of tensors that the default backend can send."""
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
 @dataclass(frozen=True)
 class ReallocationGroups:
     """The process groups of a reallocation.
@@ -133,7 +146,8 @@ class ReallocationGroups:
         source, target: the call that trains the parameters, and the call that needs them in another layout.
         ranks: of both calls' meshes, ascending.
         control: a gloo group over these ranks, used by this reallocation alone; `None` in a job of one process.
-        tensors: the group that parameters are sent on; `control` where they are in host memory.
+        tensors: the group that parameters are sent on; `control` where they are sent from host memory.
+        device: of the messages that `tensors` sends.
     """
 
     source: str
@@ -141,16 +155,41 @@ class ReallocationGroups:
     ranks: tuple[int, ...]
     control: Any
     tensors: Any
+    device: torch.device = torch.device("cpu")
 
 
 def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> dict[str, ReallocationGroups]:
     """The groups of every reallocation of the plan, by target call. Each has groups of its own, because a transfer's
     messages must not mix with another group's collectives. All ranks call this together."""
-    groups = {}
+    groups, device = {}, group_device()
     for source, target in plan.reallocations:
         ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
         control = dist.new_group(ranks, backend="gloo", timeout=timeout) if dist.is_initialized() else None
-        on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-        tensors = dist.new_group(ranks, timeout=timeout) if on_gpu else control
-        groups[target] = ReallocationGroups(source, target, tuple(ranks), control, tensors)
+        tensors = dist.new_group(ranks, timeout=timeout) if is_accelerator(device) else control
+        groups[target] = ReallocationGroups(source, target, tuple(ranks), control, tensors, device)
     return groups
+
+
+def destroy_groups(made: Any) -> None:
+    """Destroy process groups. All ranks together, when no rank uses them any more.
+
+    Args:
+        made: the results of the functions above, in any nesting.
+    """
+    found: list[Any] = []
+    _collect(made, found)
+    for group in found:
+        dist.destroy_process_group(group)
+
+
+def _collect(made: Any, found: list[Any]) -> None:
+    if isinstance(made, dist.ProcessGroup):
+        if all(made is not other for other in found):
+            found.append(made)
+    elif isinstance(made, Mapping):
+        _collect(tuple(made.values()), found)
+    elif isinstance(made, tuple):
+        for item in made:
+            _collect(item, found)
+    elif isinstance(made, MeshGroup | SplitGroups | ReallocationGroups):
+        _collect(tuple(vars(made).values()), found)

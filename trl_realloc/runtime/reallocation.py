@@ -194,7 +194,6 @@ class Reallocation:
     Args:
         groups: the calls, ranks and process groups of the reallocation.
         rank: this process.
-        device: of message buffers.
         holder: the engine of the training on this rank; `None` on a rank that does not train the role.
         sink: receives this rank's parts of the target layout; `None` on a rank that has none.
         options: how messages are sent; the same on every rank.
@@ -206,7 +205,6 @@ class Reallocation:
         cluster: Cluster,
         rank: int,
         *,
-        device: torch.device,
         holder: Holder | None,
         sink: Sink | None,
         options: TransferOptions,
@@ -218,7 +216,7 @@ class Reallocation:
         self.version = STALE  # the one that all ranks have agreed on
         self._is_complete = False  # whether this rank has sent and received everything of the latest transfer
         self.schedule, self._dtypes = self._agree_on_layouts(cluster)
-        self.transfer = Transfer(self.name, self.schedule, rank, groups.tensors, device, self._dtypes, options)
+        self.transfer = Transfer(self.name, self.schedule, rank, groups.tensors, groups.device, self._dtypes, options)
 
     @property
     def names(self) -> tuple[str, ...]:

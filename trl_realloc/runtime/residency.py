@@ -6,7 +6,7 @@ When they are moved is in `placement`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,13 +14,15 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..engines.device import copy_stream, has_room, is_accelerator
+
 
 class Residency(ModelHook):
     """Moves a module's parameters to `device` before its first forward of a call, or earlier by `prefetch`, which may
     be called while another call runs. `release` moves them back to host memory.
 
-    If the device is a GPU, the host memory is pinned. The copy to the device then runs at the bus's speed and on its
-    own stream, in parallel with the computation of the previous call. If the device is the CPU, nothing moves.
+    If the device is an accelerator, the host memory is pinned. The copy to the device then runs at the bus's speed and
+    on its own stream, in parallel with the computation of the previous call. If the device is the CPU, nothing moves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +31,8 @@ class Residency(ModelHook):
         self.moves = 0
         self._module: nn.Module | None = None
         self._host: dict[str, Tensor] = {}
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: torch.Event | None = None
+        self._fits = not is_accelerator(device)  # beside the call before
 
     @classmethod
     def attach(cls, module: nn.Module, device: torch.device) -> Residency:
@@ -44,31 +47,55 @@ class Residency(ModelHook):
         return module
 
     def prefetch(self) -> None:
-        """Start moving the parameters to the device. The call's first forward waits until they have arrived."""
+        """Start moving the parameters to the device, if they fit there beside the call that runs meanwhile. The call's
+        first forward waits until they have arrived.
+
+        Until the parameters have been on the device in a call of their own, the most that the other calls allocate is
+        not known, and nothing is moved early.
+        """
         assert self._module is not None, "attach the hook first"
         if self.resident:
             return
-        if self.device.type == "cuda":
-            copy_stream = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(copy_stream):
-                self._move_to_device(self._module)
-            self._arrived = copy_stream.record_event()
-        else:
+        if not self._fits:
+            self._fits = self.moves > 0 and has_room(self.device, sum(t.nbytes for t in self._host.values()))
+        if self._fits:
             self._move_to_device(self._module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.resident:
             self._move_to_device(module)
-        if self._arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._arrived)
-            self._arrived = None
+        self._await_copies()
         return args, kwargs
 
+    def _await_copies(self) -> None:
+        """Make the computing stream wait for the copies to the device."""
+        if self._arrived is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self._arrived)
+            self._arrived = None
+
     def _move_to_device(self, module: nn.Module) -> None:
-        for parameter in map(_memory, module.parameters()):
-            parameter.data = parameter.data.to(self.device, non_blocking=True)
+        parameters = [_memory(parameter) for parameter in module.parameters()]
+        if is_accelerator(self.device):
+            self._arrived = self._copy_beside(parameters)
+        else:
+            for parameter in parameters:
+                parameter.data = parameter.data.to(self.device)
         self.moves += 1
         self.resident = True
+
+    def _copy_beside(self, parameters: Sequence[Tensor]) -> torch.Event:
+        """Start copying the parameters to the device on the stream of copies. Returns the event that they have
+        arrived."""
+        computing, copying = torch.accelerator.current_stream(self.device), copy_stream(self.device)
+        # allocated for the computing stream, which uses and frees the memory; the allocator keeps other streams' apart
+        targets = [torch.empty_like(parameter, device=self.device) for parameter in parameters]
+        copying.wait_stream(computing)  # kernels that are still to run may use the memory that was free
+        with copying:
+            for parameter, target in zip(parameters, targets, strict=True):
+                target.copy_(parameter.data, non_blocking=True)
+        for parameter, target in zip(parameters, targets, strict=True):
+            parameter.data = target
+        return copying.record_event()
 
     def release(self) -> None:
         """Move the parameters to host memory and free the device's memory. Only the first release copies them: scoring
@@ -76,11 +103,12 @@ class Residency(ModelHook):
         assert self._module is not None, "attach the hook first"
         if not self.resident:
             return
+        self._await_copies()  # of a call that failed before its first forward
         for name, tensor in self._module.named_parameters():
             parameter = _memory(tensor)
             if name not in self._host:
                 copy = parameter.data.to("cpu")
-                self._host[name] = copy.pin_memory() if self.device.type == "cuda" else copy
+                self._host[name] = copy.pin_memory() if is_accelerator(self.device) else copy
             parameter.data = self._host[name]
         self.resident = False
 
@@ -89,6 +117,15 @@ def _memory(parameter: Tensor) -> Tensor:
     """The plain tensor of a parameter. A DTensor (of a tensor-parallel group) cannot be pinned, and setting its `data`
     does not move its local part."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def move_to_host(module: nn.Module) -> None:
+    """Move a module's parameters and gradients to host memory, in place."""
+    for parameter in module.parameters():
+        parameter.grad = None
+        local = _memory(parameter)
+        if is_accelerator(local.device):
+            local.data = local.data.to("cpu")
 
 
 class Versioned(Protocol):

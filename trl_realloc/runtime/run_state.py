@@ -169,7 +169,6 @@ class RunState:
             ReallocationGroups(f"{key}, old plan", "new plan", ranks, control, control),
             self.cluster,
             self.rank,
-            device=torch.device("cpu"),
             holder=self._parts.pop(key, None),
             sink=sink,
             options=replace(placement.options.transfer, bucket_bytes=BUCKET_BYTES),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engines.base import GenerationEngine
+from ..engines.device import is_accelerator
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
 from .engine_options import EngineOptions
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def start_vllm(
     plan: ExecutionPlan, call: str, rank: int, config: Any, options: EngineOptions, stack: contextlib.ExitStack
-) -> GenerationEngine | None:
+) -> VLLMEngine | None:
     """The engine that this rank owns; its process starts in the background. `None` on a rank whose tensor group's first
     rank owns the engine.
 
@@ -83,7 +83,7 @@ def _dtype_name(config: Any, options: EngineOptions) -> str:
 def _devices(plan: ExecutionPlan, assignment: Assignment, rank: int, device: torch.device) -> dict[str, Any]:
     """The GPUs or the CPU cores of the engine that this rank owns: those of its tensor group."""
     per_node, tp = plan.cluster.devices_per_node, assignment.strategy.tp
-    if device.type == "cuda":  # numbered among the GPUs that this process sees
+    if is_accelerator(device):  # a CUDA GPU (`trainer.plan_request`), numbered among the GPUs that this process sees
         first = device.index or 0
         return {"cuda_devices": list(range(first, first + tp))}
     local = [(rank + i) % per_node for i in range(tp)]

@@ -52,6 +52,7 @@ class PlanChangeMixin:
     """Moves a run to another plan. The attributes are those of the trainer that the class is mixed into."""
 
     state: Any
+    model: Any
     accelerator: Any
     setup: Setup
     placement: Placement
@@ -82,7 +83,8 @@ class PlanChangeMixin:
         self._finish_save()  # over a process group of the old plan
         run_state = RunState(self.placement)
         self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
-        self.placement.close()
+        self._let_go()
+        self.placement.discard()
         roles = run_state.roles(self.setup.roles, job_plan.plan)
         self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan, policy=None, roles=roles)
         self._place()
@@ -91,6 +93,15 @@ class PlanChangeMixin:
         if self.accelerator.is_main_process:
             expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""
             logger.warning(f"update {self.state.global_step}: the plan is now {job_plan.plan.name}{expected}.")
+
+    def _let_go(self) -> None:
+        """Put structures without weights into `self.model`, in place of the modules of the old plan."""
+        shells = []
+        for role in (Role.ACTOR, Role.CRITIC):
+            make_shell = self.setup.roles[role].shell
+            assert make_shell is not None, "policy and critic have structures"
+            shells.append(make_shell())
+        self.model.hold(*shells)
 
 
 __all__ = ["PlanChangeMixin", "make_replanner"]

@@ -12,6 +12,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..common.errors import PlanError
+from ..engines.device import is_accelerator
 from ..engines.generation.vllm import is_vllm_available, why_not_served
 from ..engines.models import read_config
 from ..plan.cluster import Cluster
@@ -61,11 +62,13 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
     check_device(args.device)
     model = path_as_text(model)
     config = read_config(model, "model") if isinstance(model, str) else getattr(model, "config", None)
-    problem = None if config is None else why_not_served(config, on_cpu=args.device.type == "cpu")
+    problem = None if config is None else why_not_served(config, on_cpu=not is_accelerator(args.device))
+    if args.device.type not in ("cpu", "cuda"):
+        problem = f"vLLM engines run on CUDA GPUs and on the CPU, and the job's device is {args.device}"
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() and problem is None else "transformers")
     if is_vllm_available() and problem and plugin.generation_engine is None and world.is_main_process:
         logger.warning(f"generation_engine is transformers, which is slower than vLLM: {problem}.")
-    processes = meet() if args.device.type == "cuda" else without_gpus(meet())
+    processes = meet() if is_accelerator(args.device) else without_gpus(meet())
     cluster = cluster_of(processes)
     plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin)
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]

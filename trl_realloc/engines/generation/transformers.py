@@ -27,17 +27,18 @@ class _SeededDraw(LogitsProcessor):
     token; `output_scores` would keep those of the full vocabulary.
     """
 
-    def __init__(self, seeds: Sequence[int], sampling: Sampling) -> None:
-        self.uniform = np.stack([np.random.default_rng(seed).random(sampling.max_tokens) for seed in seeds])
+    def __init__(self, seeds: Sequence[int], sampling: Sampling, device: torch.device) -> None:
+        uniform = np.stack([np.random.default_rng(seed).random(sampling.max_tokens) for seed in seeds])
+        self.uniform = torch.from_numpy(uniform).to(device)
         self.temperature = sampling.temperature
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs = torch.log_softmax(scores.float() / self.temperature, -1)
         cumulative = logprobs.double().exp().cumsum(-1)
-        point = torch.from_numpy(self.uniform[:, len(self.logprobs), None]).to(scores.device) * cumulative[:, -1:]
+        point = self.uniform[:, len(self.logprobs), None] * cumulative[:, -1:]
         token = torch.searchsorted(cumulative, point, right=True).clamp(max=scores.shape[-1] - 1)
-        self.logprobs.append(logprobs.gather(-1, token).squeeze(-1).cpu())
+        self.logprobs.append(logprobs.gather(-1, token).squeeze(-1))
         return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
 
 
@@ -83,7 +84,7 @@ class TransformersEngine:
         for row, request in enumerate(requests):
             ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
             mask[row, width - len(request.prompt_ids) :] = 1
-        draw = _SeededDraw([request.seed for request in requests], sampling)
+        draw = _SeededDraw([request.seed for request in requests], sampling, self.device)
         # without the model's own generation config, whose penalties would change the sampling but not the loss
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         model_config, base.generation_config = base.generation_config, GenerationConfig()
@@ -103,7 +104,7 @@ class TransformersEngine:
             )
         finally:
             base.generation_config = model_config
-        logprobs = torch.stack(draw.logprobs, 1)
+        logprobs = torch.stack(draw.logprobs, 1).cpu()
         for request, row, values in zip(requests, out[:, width:].cpu(), logprobs, strict=True):
             ends = (row == sampling.stop_token_id).nonzero() if sampling.stop_token_id is not None else row[:0]
             stopped = len(ends) > 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base import Bucket
+from ..device import is_accelerator
 
 
 _ALIGNMENT = 64  # bytes; the offsets of tensors in a slot are multiples of it
@@ -63,7 +64,7 @@ class WeightBuffers:
             self._mapped[slot] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         for (_, _, _, offset), (_, tensor) in zip(placed, bucket, strict=True):
             target = self._mapped[slot][offset : offset + tensor.nbytes]
-            if tensor.is_cuda:
+            if is_accelerator(tensor.device):
                 target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
             else:  # by NumPy: torch's threads wait for each other, for seconds while two vLLM workers spin on two cores
                 target.numpy()[:] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()

@@ -25,7 +25,16 @@ from ..training_state import StateSpecs, TensorSpec, TrainingState
 from .master_weights import NamedOptimizer, SplitMasters
 from .nonfinite_guard import guarded, refusal
 from .packed_attention import base_of
-from .packed_forward import PolicyHead, RoleHead, TokenLogprobs, run_forward, run_training, tied_weight
+from .packed_forward import (
+    PolicyHead,
+    RoleHead,
+    TokenLogprobs,
+    in_order,
+    run_forward,
+    run_training,
+    statistics_in_order,
+    tied_weight,
+)
 from .part_gather import PartGather
 from .pipeline import Pipeline, keep_stage
 from .replicated import set_learning_rate
@@ -170,16 +179,13 @@ class MegatronEngine:
         parts: dict[int, Mapping[str, Ragged]] = {}
 
         def finish(at: int, outputs: Mapping[str, Ragged]) -> Tensor:
-            parts[at] = {name: column.to("cpu") for name, column in outputs.items()}
+            parts[at] = outputs
             return torch.zeros((), device=self.device)
 
         if batches:
             micros = [inputs.select(batch).to(self.device) for batch in batches]
             self.pipeline.run(micros, finish, trains=False, call=self._in_context)
-        results: dict[str, Ragged] = {}
-        if parts:
-            order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-            results = {n: Ragged.cat([parts[at][n] for at in range(len(batches))]).select(order) for n in parts[0]}
+        results = in_order([parts[at] for at in range(len(parts))], batches)
         values = self._from_last_stage({name: column.values for name, column in results.items()})
         lengths = self._from_last_stage({name: column.lengths for name, column in results.items()})
         return {name: Ragged(values[name], lengths[name]) for name in values}
@@ -192,16 +198,12 @@ class MegatronEngine:
 
         def finish(at: int, outputs: Mapping[str, Ragged]) -> Tensor:
             value, statistics = loss(outputs, micros[at])
-            parts[at] = {name: sums.float().cpu() for name, sums in statistics.items()}
+            parts[at] = {name: sums.detach() for name, sums in statistics.items()}
             return guarded(value.float())
 
         if batches:
             self.pipeline.run(micros, finish, trains=True, call=self._in_context)
-        results: dict[str, Tensor] = {}
-        if parts:
-            order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-            results = {n: torch.cat([parts[at][n] for at in range(len(batches))])[order] for n in parts[0]}
-        return self._from_last_stage(results)
+        return self._from_last_stage(statistics_in_order([parts[at] for at in range(len(parts))], batches))
 
     def _batches(self, samples: Rollouts, budget: int) -> list[list[int]]:
         """Micro-batches as indices of samples: within the budget, and at least as many as stages if there are enough

@@ -137,6 +137,7 @@ def _packs(model: PreTrainedModel) -> bool:
                 packed = backbone(
                     input_ids=ids,
                     position_ids=torch.tensor([[0, 1, 2, 0, 1]], device=device),
+                    attention_mask=torch.ones_like(ids),
                     sample_lengths=[3, 2],
                     use_cache=False,
                 ).last_hidden_state[0]

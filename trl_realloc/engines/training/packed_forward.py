@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...algorithms.base import TokenLoss
-from ...algorithms.rollout import Ragged, Rollouts, micro_batches
+from ...algorithms.rollout import Ragged, Rollouts, micro_batches, places
 from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_rows, packs
@@ -109,19 +109,22 @@ class RoleHead(nn.Module):
             self._received = None
 
     def _inputs(self, samples: Rollouts) -> tuple[dict[str, Any], Tensor, Tensor]:
-        """The model's arguments, and the row and the column of every token in its inputs, both (tokens,) int64."""
+        """The model's arguments, and the row and the column of every token in its inputs, both (tokens,) int64 in host
+        memory. Indices are computed there, from the lengths, so that the host does not wait for the device."""
         tokens = _prompts_and_responses(samples)
-        lengths = tokens.lengths
-        position = _positions(lengths.tolist(), tokens.values.device)
+        position = places(tokens.lengths)
         if self.packed:
             arguments: dict[str, Any] = {
                 "input_ids": tokens.values[None],
-                "position_ids": position[None],
-                "sample_lengths": lengths.tolist(),
+                "position_ids": _on(tokens.values.device, position)[None],
+                # without it Transformers looks for samples in the positions, for which the host waits for the device
+                "attention_mask": torch.ones_like(tokens.values)[None],
+                "sample_lengths": tokens.lengths.tolist(),
             }
-            return arguments, torch.zeros_like(position), torch.arange(len(position), device=position.device)
+            return arguments, torch.zeros_like(position), torch.arange(len(position))
         mask = tokens.like(torch.ones_like(tokens.values)).pad()
-        return {"input_ids": tokens.pad(), "attention_mask": mask}, tokens.row_of, position
+        row = torch.repeat_interleave(torch.arange(len(tokens)), tokens.lengths)
+        return {"input_ids": tokens.pad(), "attention_mask": mask}, row, position
 
     def _run(self, model: nn.Module, arguments: Mapping[str, Any]) -> Any:
         if self._received is not None:
@@ -145,14 +148,15 @@ class PolicyHead(RoleHead):
         responses = samples.ragged("responses")
         before = _response_positions(samples) - 1  # a token is predicted at the position before it
         row, column = row[before], column[before]
+        device = responses.values.device
         if self.takes_logits_to_keep:
             kept, column = torch.unique(column, return_inverse=True)
-            arguments["logits_to_keep"] = kept
+            arguments["logits_to_keep"] = _on(device, kept)
         logits = self._run(self.model, arguments).logits
         # squeeze, because the gradient of `logits[0]` would be a second copy of the logits
-        picked = logits.squeeze(0) if self.packed else logits[row, column]
+        picked = logits.squeeze(0) if self.packed else logits[_on(device, row), _on(device, column)]
         if self.packed and not self.takes_logits_to_keep:
-            picked = picked[column]
+            picked = picked[_on(device, column)]
         logprobs, entropy = self.token_logprobs(picked, responses.values, self.temperature)
         return {"logprobs": responses.like(logprobs), "entropy": responses.like(entropy)}
 
@@ -165,9 +169,9 @@ class ValueHead(RoleHead):
         arguments, row, column = self._inputs(samples)
         lengths = samples.ragged("responses").lengths + 1
         last = torch.cumsum(samples.lengths, 0) - 1
-        at = _positions(lengths.tolist(), last.device) + torch.repeat_interleave(last - lengths + 1, lengths)
+        at = places(lengths) + torch.repeat_interleave(last - lengths + 1, lengths)
         hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
-        values = base_of(self.model).score(hidden[row[at], column[at]])
+        values = base_of(self.model).score(hidden[_on(hidden.device, row[at]), _on(hidden.device, column[at])])
         return {"values": Ragged(values.squeeze(-1).float(), lengths)}
 
 
@@ -176,13 +180,13 @@ class ScoreHead(RoleHead):
 
     def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples)
-        ones = torch.ones(len(samples), dtype=torch.long, device=samples.lengths.device)
+        ones = torch.ones(len(samples), dtype=torch.long)
         if not hasattr(base_of(self.model), "score"):  # a classifier of an encoder has pooling layers
             logits = self._run(self.model, arguments).logits[:, 0]
             return {"scores": Ragged(logits.float(), ones)}
         last = torch.cumsum(samples.lengths, 0) - 1
         hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
-        scores = base_of(self.model).score(hidden[row[last], column[last]])
+        scores = base_of(self.model).score(hidden[_on(hidden.device, row[last]), _on(hidden.device, column[last])])
         return {"scores": Ragged(scores[:, 0].float(), ones)}
 
 
@@ -199,16 +203,16 @@ def _prompts_and_responses(samples: Rollouts) -> Ragged:
     return Ragged(torch.cat([part for pair in pairs for part in pair]), samples.lengths)
 
 
-def _positions(lengths: list[int], device: torch.device) -> Tensor:
-    """(sum of lengths,) int64: 0, 1, ... for each sample."""
-    return torch.cat([torch.arange(n, device=device) for n in lengths])
-
-
 def _response_positions(samples: Rollouts) -> Tensor:
     """(response tokens,) int64: the index of each response token among the tokens of `_prompts_and_responses`."""
     responses = samples.ragged("responses").lengths
     start = torch.cumsum(samples.lengths, 0) - responses
-    return _positions(responses.tolist(), start.device) + torch.repeat_interleave(start, responses)
+    return places(responses) + torch.repeat_interleave(start, responses)
+
+
+def _on(device: torch.device, index: Tensor) -> Tensor:
+    """An index tensor made on the host, on the device. The host does not wait for the copy."""
+    return index.to(device, non_blocking=True)
 
 
 def cut(samples: Rollouts, budget: int, group: MeshGroup, in_step: bool) -> list[list[int]]:
@@ -233,7 +237,9 @@ def run_forward(
     *,
     in_step: bool = False,
 ) -> dict[str, Ragged]:
-    """Run this rank's samples through a head without gradients. The outputs are on the CPU, in the samples' order."""
+    """Run this rank's samples through a head without gradients. The outputs are on the CPU, in the samples' order. They
+    are copied there after the last micro-batch, so that the host prepares a micro-batch while the device computes the
+    one before."""
     inputs = samples.only(("index", "prompts", "responses"))
     batches = cut(inputs, budget, group, in_step)
     parts: list[Mapping[str, Ragged]] = []
@@ -242,11 +248,31 @@ def run_forward(
             micro = inputs.select(batch) if batch else _placeholder()
             out = head(micro.to(device))
             if batch:
-                parts.append({name: column.to("cpu") for name, column in out.items()})
+                parts.append(out)
+    return in_order(parts, batches)
+
+
+def in_order(parts: Sequence[Mapping[str, Ragged]], batches: Sequence[Sequence[int]]) -> dict[str, Ragged]:
+    """The outputs of micro-batches, copied to the CPU, in the samples' order.
+
+    Args:
+        parts: of each micro-batch that has samples.
+        batches: the indices of each micro-batch's samples.
+    """
     if not parts:
         return {}
     order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-    return {name: Ragged.cat([part[name] for part in parts]).select(order) for name in parts[0]}
+    return {name: Ragged.cat([part[name] for part in parts]).to("cpu").select(order) for name in parts[0]}
+
+
+def statistics_in_order(parts: Sequence[Mapping[str, Tensor]], batches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """The statistics of micro-batches, (n,) float32 on the CPU, in the samples' order. All of them are copied there at
+    once. The arguments are those of `in_order`."""
+    if not parts or not parts[0]:
+        return {}
+    order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
+    rows = [torch.cat([part[name] for part in parts]).float() for name in parts[0]]
+    return dict(zip(parts[0], torch.stack(rows).cpu()[:, order], strict=True))
 
 
 def run_training(
@@ -276,13 +302,10 @@ def run_training(
         if batch:
             micro = samples.select(batch).to(device)
             value, statistics = loss(head(micro), micro)
-            parts.append({name: sums.float().cpu() for name, sums in statistics.items()})
+            parts.append({name: sums.detach() for name, sums in statistics.items()})
         else:  # the mesh's collectives need this rank's backward; its gradients are zero
             out = head(_placeholder().to(device))
             differentiable = [column.values.sum() for column in out.values() if column.values.requires_grad]
             value = 0.0 * torch.stack(differentiable).sum()
         backward(guarded(value), is_last)
-    if not parts:
-        return {}
-    order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-    return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+    return statistics_in_order(parts, batches)

@@ -194,5 +194,5 @@ def leave_out_shared_memory_op() -> None:
 def ensure_process_group(device: torch.device) -> None:
     """Create a process group of this process, if there is none: DeepSpeed needs one even without a launcher."""
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

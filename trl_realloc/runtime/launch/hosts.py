@@ -66,7 +66,7 @@ def meet() -> tuple[Process, ...]:
         NetworkError: a host cannot reach another. The same error on all ranks.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", -1))
-    gpus = torch.cuda.device_count()
+    gpus = torch.accelerator.device_count()
     place: dict[str, Any] = {
         "host": socket.gethostname(),
         "machine": machine_id(),

@@ -82,11 +82,15 @@ def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise `LaunchError` if the job's device is neither the CPU nor a CUDA GPU (which includes ROCm's)."""
-    if device.type not in ("cpu", "cuda"):
+    """Raise `LaunchError` if no engine runs on the job's device. Engines run on the CPU, on CUDA GPUs (which includes
+    ROCm's) and on an accelerator of PyTorch's that has a process-group backend of its own."""
+    accelerator = torch.accelerator.current_accelerator()
+    is_current = accelerator is not None and accelerator.type == device.type
+    backend = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    if device.type not in ("cpu", "cuda") and not (is_current and backend != "gloo"):
         raise LaunchError(
-            f"the job's device is {device}, and the engines run on CUDA GPUs and on the CPU; for the CPU set "
-            f"use_cpu=True."
+            f"the job's device is {device}, and the engines run on CUDA GPUs, on the CPU, and on an accelerator for "
+            f"which this PyTorch has a process-group backend; for the CPU set use_cpu=True."
         )
 
 

@@ -1,0 +1,160 @@
+"""Runs on a machine with GPUs what this project's own tests cannot run, and prints what holds.
+
+    python benchmarks/check_gpu.py            # or: make check-gpu
+
+Some 20 minutes. Each part is a process of its own with a time limit, so that one that fails or hangs does not hide the
+others. On a machine without a GPU it says so and ends with status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to check.
+
+    Args:
+        claim: what holds if it passes.
+        command: what is run, without the interpreter.
+        processes: how many, as ranks of one job.
+        limit_s: time limit.
+        environment: additional variables.
+    """
+
+    claim: str
+    command: tuple[str, ...]
+    processes: int = 1
+    limit_s: float = 240.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def parts(gpus: int) -> Iterator[Part]:
+    """The parts that a machine with so many GPUs can run."""
+    tests = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
+    yield Part(
+        "heads, losses, replicas, offload, memory and one PPO run on the GPU give the CPU's numbers",
+        (*tests, str(TESTS / "standin_device" / "on_one_process.py")),
+    )
+    if gpus > 1:
+        yield Part(
+            "two ranks over NCCL: engines, transfers, plans and a change of plan give the CPU's numbers",
+            (*tests, str(TESTS / "standin_device" / "on_two_ranks.py")),
+            processes=2,
+        )
+    ranks = 1 << min(gpus, 4).bit_length() - 1
+    for preset in ("flatten", "interleave", "separate") if ranks > 1 else ("flatten",):
+        for dtype in ("float32", "bf16"):
+            yield Part(
+                f"PPO with vLLM beside the trainer on {ranks} GPU{'s' if ranks > 1 else ''}, plan {preset}, {dtype}",
+                (str(ROOT / "benchmarks" / "check_gpu.py"), "--ppo", preset, "--dtype", dtype),
+                processes=ranks,
+                limit_s=300.0,
+            )
+
+
+def run(part: Part, log: Path) -> tuple[bool, float, str]:
+    """(whether the part passed, seconds, the last lines of what it printed)."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        port = door.getsockname()[1]
+    folders = [ROOT, TESTS, TESTS / "trainer", TESTS / "multiprocess"]
+    environment = {
+        **os.environ,
+        **part.environment,
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "TRL_REALLOC_TEST_DEVICE": "cuda",
+    }
+    start, processes = time.monotonic(), []
+    with log.open("w") as output:
+        for rank in range(part.processes):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.processes, "LOCAL_WORLD_SIZE": part.processes}
+            own = {name: str(value) for name, value in ranks.items()}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *part.command],
+                    env={**environment, **(own if part.processes > 1 else {}), "STANDIN_FOLDER": str(log.parent)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        try:
+            codes = [process.wait(max(1.0, start + part.limit_s - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired:
+            codes = [-1]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    return not any(codes), time.monotonic() - start, "\n".join(lines[-12:])
+
+
+def ppo(preset: str, dtype: str) -> None:
+    """A rank of three updates of PPO on tiny models, with vLLM engines on the GPUs that train."""
+    import tiny
+
+    folder = Path(tempfile.mkdtemp())
+    sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    made = tiny.trainer(
+        folder,
+        given={"model": tiny.policy(**sizes), "value_model": tiny.classifier(**sizes)},
+        plan=preset,
+        max_steps=3,
+        use_cpu=False,
+        bf16=dtype == "bf16",
+        generation_engine="vllm",
+    )
+    made.train()
+    for row in tiny.updates(made):
+        print({name: round(value, 4) for name, value in row.items()})
+        # vLLM drew the tokens, the trainer scores them: without a step between, their probabilities are the same
+        limit = 1e-3 if dtype == "float32" else 5e-2
+        assert abs(row["policy/approxkl_avg"]) < limit or row["val/ratio"] != 1.0, row
+    made.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ppo", metavar="PRESET", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        print("There is no GPU that PyTorch can use on this machine, so there is nothing to check.")
+        sys.exit(2)
+    if options.ppo:
+        ppo(options.ppo, options.dtype)
+        return
+    names = sorted({torch.cuda.get_device_name(index) for index in range(gpus)})
+    print(f"{gpus} x {', '.join(names)}; torch {torch.__version__}, CUDA {torch.version.cuda}")
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for number, part in enumerate(parts(gpus)):
+            passed, seconds, tail = run(part, Path(folder) / f"{number}.txt")
+            failed += not passed
+            print(f"{'holds ' if passed else 'FAILED'} {seconds:6.0f} s  {part.claim}", flush=True)
+            if not passed:
+                print(tail, flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,502 @@
+"""What one process with the stand-in accelerator can show. `test_standin.py` runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import standin_device
+
+
+DEVICE = standin_device.accelerator()  # before anything asks which accelerator there is
+os.environ["ACCELERATE_TORCH_DEVICE"] = f"{DEVICE.type}:0"
+
+import tiny  # noqa: E402
+import torch  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from replay import rollouts  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
+
+from trl_realloc.algorithms.ppo import PolicyLoss, PPOSettings, ValueLoss, prepare, sample_weights  # noqa: E402
+from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
+from trl_realloc.engines.base import EngineError  # noqa: E402
+from trl_realloc.engines.device import has_room  # noqa: E402
+from trl_realloc.engines.generation.weight_buffers import WeightBuffers  # noqa: E402
+from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups  # noqa: E402
+from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
+from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
+from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
+from trl_realloc.plan.cluster import Cluster  # noqa: E402
+from trl_realloc.plan.presets import flatten  # noqa: E402
+from trl_realloc.profiling.machine import copies, hardware  # noqa: E402
+from trl_realloc.runtime import engine_builder  # noqa: E402
+from trl_realloc.runtime.placement import Placement  # noqa: E402
+from trl_realloc.runtime.residency import DroppedCopy, Residency  # noqa: E402
+
+
+SIM, CPU = torch.device(DEVICE.type, 0), torch.device("cpu")
+of_standin = pytest.mark.skipif(not DEVICE.is_standin, reason="is about the stand-in")
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    """Each test begins with an empty device of 4 GiB."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    DEVICE.limit(4 << 30)
+    torch.accelerator.reset_peak_memory_stats()
+    yield
+
+
+def allocated() -> int:
+    gc.collect()
+    return torch.accelerator.memory_allocated(SIM)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu")
+
+
+# --- the device itself -----------------------------------------------------------------------------------------------
+
+
+@of_standin
+def test_tensors_of_host_and_device_do_not_mix() -> None:
+    here, there = torch.ones(3), torch.ones(3, device=SIM)
+    with pytest.raises(RuntimeError, match="same device"):
+        here + there
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(3, device="sim:1")
+    assert (there + torch.tensor(2.0)).tolist() == [3, 3, 3], "a number of the host is taken, as on CUDA"
+    with pytest.raises(TypeError):
+        there.numpy()
+
+
+@of_standin
+def test_operations_that_make_and_resize_tensors_work() -> None:
+    assert torch.arange(5, device=SIM).tolist() == [0, 1, 2, 3, 4]
+    assert torch.tensor([[1, 2], [3, 4]], device=SIM).T.reshape(-1).tolist() == [1, 3, 2, 4]
+    flat = torch.arange(8, device=SIM, dtype=torch.float32).view(torch.uint8)
+    assert flat[4:8].view(torch.float32).item() == 1.0
+    empty = torch.empty(0, dtype=torch.uint8, device=SIM)
+    assert empty.set_(flat.untyped_storage(), 0, (8,)).view(torch.float32).tolist() == [0, 1]
+    assert torch.unique(torch.tensor([3, 1, 3], device=SIM)).tolist() == [1, 3]
+    parameter = nn.Parameter(torch.ones(2))
+    same = nn.Linear(2, 2)
+    weight = same.weight
+    assert same.to(SIM).weight is weight and weight.device == SIM, "a module keeps its parameters, as on CUDA"
+    parameter.data = parameter.data.to(SIM)
+    assert parameter.device == SIM
+
+
+@of_standin
+def test_memory_is_counted_cached_and_limited() -> None:
+    DEVICE.limit(1 << 20)
+    first = torch.empty(512 << 10, dtype=torch.uint8, device=SIM)
+    assert torch.accelerator.memory_allocated(SIM) == 512 << 10
+    with pytest.raises(torch.OutOfMemoryError, match="sim out of memory"):
+        torch.empty(768 << 10, dtype=torch.uint8, device=SIM)
+    del first
+    assert torch.accelerator.memory_allocated(SIM) == 0
+    assert torch.accelerator.memory_reserved(SIM) == 512 << 10, "it is in the cache, where no other process finds it"
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved(SIM) == 0
+
+
+@of_standin
+def test_a_copy_on_a_stream_of_its_own_is_there_when_its_event_has_been_waited_for() -> None:
+    host, target = torch.arange(4.0).pin_memory(), torch.zeros(4, device=SIM)
+    assert host.is_pinned()
+    stream = torch.Stream(SIM)
+    with stream:
+        target.copy_(host, non_blocking=True)
+    arrived = stream.record_event()
+    assert target.isnan().all(), "not yet"
+    torch.accelerator.current_stream(SIM).wait_event(arrived)
+    assert target.tolist() == [0, 1, 2, 3]
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+RAGGED: Mapping[str, Callable[[Ragged], Any]] = {
+    "rows": lambda r: torch.cat([row.flip(0) for row in r.rows()]),
+    "row_of": lambda r: r.row_of,
+    "sum": lambda r: r.sum(),
+    "spread": lambda r: r.spread(torch.arange(len(r), device=r.values.device)),
+    "select": lambda r: r.select([2, 0]).values,
+    "crop": lambda r: r.crop(torch.tensor([1, 0, 2])).values,
+    "pad": lambda r: r.pad(-1.0),
+    "unpad": lambda r: Ragged.unpad(r.pad(), r.lengths).values,
+    "cat": lambda r: Ragged.cat([r, r]).values,
+    "one row": lambda r: r[2],
+    "of": lambda r: Ragged.of(r.rows(), torch.float32).values,
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_columns_are_divided_and_joined_on_the_device_without_reading_it(name: str) -> None:
+    column = Ragged(torch.arange(6.0), torch.tensor([3, 1, 2]))
+    there = column.to(SIM)
+    with DEVICE.counting() as counted:
+        result = RAGGED[name](there)
+    assert result.device == SIM and torch.equal(on_host(result), RAGGED[name](column))
+    assert counted[0].reads == 0
+
+
+def test_rollouts_are_sent_and_sorted_from_the_device() -> None:
+    samples = rollouts(6)
+    back = Rollouts.from_bytes(samples.to(SIM).to("cpu").to_bytes())
+    assert all(torch.equal(back.ragged(n).values, samples.ragged(n).values) for n in ("prompts", "responses"))
+    mixed = samples.to(SIM).select([3, 1, 5, 0, 2, 4]).sorted()
+    assert on_host(mixed.tensor("index")).tolist() == list(range(6))
+
+
+# --- forward and losses ----------------------------------------------------------------------------------------------
+
+
+HEADS: Mapping[str, Callable[[Any], RoleHead]] = {
+    "policy": lambda **kwargs: PolicyHead(tiny.policy(**kwargs), 0.7),
+    "value": lambda **kwargs: ValueHead(tiny.classifier(**kwargs)),
+    "score": lambda **kwargs: ScoreHead(tiny.classifier(**kwargs)),
+}
+
+
+def heads(name: str, padded: bool) -> tuple[RoleHead, RoleHead]:
+    """The same head on the host and on the device."""
+    here = HEADS[name](attn_implementation="eager") if padded else HEADS[name]()  # type: ignore[call-arg]
+    here = here.requires_grad_(False).eval()
+    assert here.packed is not padded
+    return here, copy.deepcopy(here).to(SIM)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_gives_the_hosts_numbers_without_reading_the_device(name: str, padded: bool) -> None:
+    here, there = heads(name, padded)
+    samples = rollouts(5)
+    expected, micro = here(samples), samples.to(SIM)
+    there(micro)  # Transformers' first forward of a model reads its rotary frequencies
+    with DEVICE.counting() as counted:
+        outputs = there(micro)
+    assert counted[0].reads == 0, counted
+    for output, column in expected.items():
+        assert torch.allclose(on_host(outputs[output].values), column.values, atol=1e-5), output
+
+
+def test_a_model_whose_logits_cannot_be_cut_gives_the_hosts_numbers() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=2))
+    here = PolicyHead(model.eval().requires_grad_(False), 1.0)
+    samples = rollouts(4)
+    there = copy.deepcopy(here).to(SIM)(samples.to(SIM))
+    assert torch.allclose(on_host(there["logprobs"].values), here(samples)["logprobs"].values, atol=1e-5)
+
+
+def training_batch(n: int = 8) -> Rollouts:
+    """Rollouts with all columns of PPO."""
+    samples = rollouts(n)
+    responses = samples.ragged("responses")
+    draw = torch.Generator().manual_seed(5)
+    samples = samples.plus(
+        logprobs=responses.like(-4.0 + 0.1 * torch.randn(len(responses.values), generator=draw)),
+        ref_logprobs=responses.like(-4.0 + 0.1 * torch.randn(len(responses.values), generator=draw)),
+        values=Ragged(torch.randn(int((responses.lengths + 1).sum()), generator=draw), responses.lengths + 1),
+        scores=torch.randn(n, generator=draw),
+        has_eos=torch.ones(n, dtype=torch.bool),
+    )
+    settings = PPOSettings(12, whiten_rewards=True)
+    prepared = prepare(samples, settings)
+    return prepared.plus(**sample_weights(prepared, settings).columns())
+
+
+def test_what_ppo_computes_between_the_calls_is_the_same_on_the_device() -> None:
+    samples, settings = training_batch(), PPOSettings(12, whiten_rewards=True)
+    there = prepare(samples.to(SIM), settings)
+    for name in ("kl", "advantages", "returns"):
+        assert torch.allclose(on_host(there.ragged(name).values), samples.ragged(name).values, atol=1e-5), name
+
+
+LOSSES: Mapping[str, Any] = {"policy": PolicyLoss(0.2), "value": ValueLoss(0.2, 0.1)}
+
+
+def engine(name: str, device: torch.device, **changes: Any) -> ReplicatedEngine:
+    return ReplicatedEngine(
+        HEADS[name](),  # type: ignore[call-arg]
+        MeshGroup((0,), 0),
+        device,
+        make_optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=0.0, eps=1e-4),
+        max_grad_norm=0.5,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("kind", ["float32", "autocast"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_replica_trains_as_on_the_host_and_reads_the_device_as_often_for_two_micro_batches_as_for_eight(
+    name: str, kind: str
+) -> None:
+    compute_dtype = torch.bfloat16 if kind == "autocast" else None
+    batch, loss = training_batch(), LOSSES[name]
+    here, there = (engine(name, device, compute_dtype=compute_dtype) for device in (CPU, SIM))
+    expected = [here.train(batch, loss, 64, 1e-2) for _ in range(3)]
+    results, reads = [], []
+    for budget in (64, 1, 64):
+        with DEVICE.counting() as counted:
+            results.append(there.train(batch, loss, budget, 1e-2))
+        reads.append(counted[0].reads)
+    print(f"{name}, {kind}: {reads} reads back of a step in 2, 8 and 2 micro-batches")
+    tolerance = 0.15 if compute_dtype else 1e-4  # of sums over a response
+    for step, result in zip(expected, results, strict=True):
+        for key in step:
+            assert result[key].device == CPU and torch.allclose(
+                result[key], step[key], atol=tolerance, rtol=tolerance
+            ), key
+    if kind == "float32":
+        assert reads[1] == reads[2] <= 4, reads
+        pairs = zip(here.head.parameters(), there.head.parameters(), strict=True)
+        assert all(torch.allclose(on_host(b), a, atol=1e-4) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_scoring_reads_the_device_as_often_for_one_micro_batch_as_for_eight(name: str) -> None:
+    batch = training_batch()
+    there = ReplicatedEngine(HEADS[name](), MeshGroup((0,), 0), SIM)  # type: ignore[call-arg]
+    there.forward(batch, 1000)
+    reads = []
+    for budget in (1000, 1):
+        with DEVICE.counting() as counted:
+            out = there.forward(batch, budget)
+        reads.append(counted[0].reads)
+    assert all(column.values.device == CPU for column in out.values())
+    assert reads[0] == reads[1] <= 2, reads
+
+
+def test_activations_are_recomputed_on_the_device() -> None:
+    batch = training_batch()
+    plain, there = (engine("policy", SIM) for _ in range(2))
+    there.head.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    expected = plain.train(batch, LOSSES["policy"], 64, 1e-2)["policy_loss"]
+    assert torch.allclose(there.train(batch, LOSSES["policy"], 64, 1e-2)["policy_loss"], expected, atol=1e-5)
+
+
+def test_a_split_engine_of_one_rank_trains_sixteen_bit_parameters_through_masters() -> None:
+    batch, alone = training_batch(), MeshGroup((0,), 0)
+    results = []
+    for device in (CPU, SIM):
+        head = PolicyHead(tiny.policy().bfloat16(), 1.0)
+        made = MegatronEngine(
+            head,
+            SplitGroups(alone, alone, alone, alone, alone),
+            device,
+            make_optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=0.0),
+            max_grad_norm=0.5,
+        )
+        results.append(made.train(batch, LOSSES["policy"], 64, 1e-3))
+    assert torch.allclose(results[0]["policy_loss"], results[1]["policy_loss"], atol=1e-2)
+
+
+def test_weights_reach_an_engines_shared_memory_from_the_device() -> None:
+    buffers = WeightBuffers()
+    weight = torch.arange(6.0, device=SIM).view(2, 3)
+    filled = buffers.fill(0, [("weight", weight.T), ("half", weight.bfloat16())])
+    offset = filled.tensors[0][3]
+    assert buffers._mapped[0][offset : offset + 24].view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_offloaded_parameters_leave_the_device_and_return_on_one_stream_beside_the_call_before() -> None:
+    here, head = heads("policy", padded=False)
+    samples = rollouts(4)
+    expected, micro = here(samples)["logprobs"].values, samples.to(SIM)
+    size = sum(p.nbytes for p in head.parameters())
+    before = allocated()
+    hook = Residency.attach(head, SIM)
+    assert before - allocated() >= size
+    assert all(p.device == CPU and p.is_pinned() for p in head.parameters())
+    hook.prefetch()
+    assert not hook.resident, "what the other calls allocate is not known before the first iteration"
+    with DEVICE.counting() as counted:
+        for _ in range(4):
+            assert torch.allclose(on_host(head(micro)["logprobs"].values), expected, atol=1e-5)
+            hook.release()
+            hook.prefetch()
+            assert hook.resident
+            if DEVICE.is_standin:
+                assert all(bool(p.isnan().any()) for p in head.parameters()), "the copies run beside the call before"
+    assert counted[0].streams <= 1
+    hook.release()  # the call failed before its first forward
+    assert all(p.device == CPU for p in head.parameters())
+    assert torch.allclose(on_host(head(micro)["logprobs"].values), expected, atol=1e-5)
+
+
+@of_standin
+def test_nothing_is_moved_early_where_it_does_not_fit_beside_the_call_before() -> None:
+    module = nn.Linear(256, 256, bias=False).requires_grad_(False).to(SIM)
+    hook = Residency.attach(module, SIM)
+    data = torch.ones(1, 256, device=SIM)
+    module(data)
+    hook.release()
+    call = torch.empty(1 << 20, dtype=torch.uint8, device=SIM)
+    del call
+    torch.accelerator.empty_cache()
+    DEVICE.limit((1 << 20) + (128 << 10))
+    assert not has_room(SIM, 256 << 10)
+    hook.prefetch()
+    assert not hook.resident
+    DEVICE.limit(4 << 20)
+    hook.prefetch()
+    assert hook.resident
+
+
+def test_a_dropped_copy_gives_its_memory_back() -> None:
+    class Copy:
+        version = 3
+
+    module = nn.Linear(64, 64).requires_grad_(False).to(SIM)
+    data = [p.data for p in module.parameters()]
+    before = allocated()
+    dropped = DroppedCopy(Copy(), data, [], stale=-1)
+    assert before - allocated() >= 64 * 65 * 4
+    dropped.restore()
+    assert allocated() == before
+    for tensor in data:
+        tensor.fill_(1.0)
+    assert module(torch.ones(1, 64, device=SIM))[0, 0].item() == 65.0
+
+
+@of_standin
+def test_a_machine_with_it_is_measured() -> None:
+    assert hardware(SIM) == "stand-in accelerator"
+    assert all(observation.seconds > 0 for observation in copies(SIM))
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield tmp_path
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def models() -> dict[str, Any]:
+    return {"reward_model": tiny.classifier(4), "ref_model": tiny.policy(seed=5)}
+
+
+OFFLOADED = {
+    "cluster": {"nodes": 1, "devices_per_node": 1},
+    "calls": {
+        "actor.generate": {"mesh": "0", "engine": "transformers"},
+        "reference.forward": {"mesh": "0", "engine": "zero", "offload": True},
+        "critic.forward": {"mesh": "0", "engine": "zero"},
+        "reward.forward": {"mesh": "0", "engine": "zero", "offload": True},
+        "actor.train": {"mesh": "0", "engine": "zero"},
+        "critic.train": {"mesh": "0", "engine": "zero"},
+    },
+}
+
+
+def test_ppo_learns_on_the_device_what_it_learns_on_the_host(folder: Path) -> None:
+    here = tiny.trainer(folder / "cpu", given=models(), plan="flatten", max_steps=3)
+    here.train()
+    expected, weights = tiny.updates(here), tiny.weights(here)
+    here.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    there = tiny.trainer(folder / "sim", given=models(), plan=OFFLOADED, max_steps=3, use_cpu=False)
+    assert there.args.device == SIM
+    there.train()
+    for a, b in zip(expected, tiny.updates(there), strict=True):
+        assert {k: pytest.approx(v, abs=2e-3, rel=2e-3) for k, v in a.items()} == b
+    for name, tensor in tiny.weights(there).items():
+        assert tensor.device == SIM and torch.allclose(on_host(tensor), weights[name], atol=2e-3), name
+    assert not any(hook.resident for hooks in there.placement.residents.values() for hook in hooks)
+    there.close()
+
+
+def test_a_run_on_the_device_saves_and_resumes(folder: Path) -> None:
+    settings: dict[str, Any] = {"plan": "flatten", "use_cpu": False, "save_strategy": "steps", "save_steps": 1}
+    whole = tiny.trainer(folder / "run", given=models(), max_steps=2, **settings)
+    whole.train()
+    expected = tiny.weights(whole)
+    whole.close()
+    del whole
+    AcceleratorState._reset_state(reset_partial_state=True)
+    resumed = tiny.trainer(folder / "run", given=models(), max_steps=2, **settings)
+    resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-1"))
+    assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in tiny.weights(resumed).items())
+    resumed.save_model(str(folder / "final"))
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "final")
+    assert all(torch.isfinite(p).all() for p in loaded.parameters())
+    resumed.close()
+
+
+def test_a_discarded_placement_leaves_nothing_on_the_device_and_no_model_behind(folder: Path) -> None:
+    given = models()
+    made = tiny.trainer(folder, given=given, plan="flatten", use_cpu=False, max_steps=1)
+    made.train()
+    assert allocated() > 0 and all(p.device == SIM for p in given["reward_model"].parameters())
+    policy = weakref.ref(made.policy_model)
+    placement = made.placement
+    made.close()
+    del made
+    placement.discard()
+    assert all(p.device == CPU for p in given["reward_model"].parameters()), "the script still holds it"
+    assert allocated() < 1 << 16 and torch.accelerator.memory_reserved(SIM) < 1 << 17
+    del placement
+    gc.collect()
+    assert policy() is None
+
+
+class Engine:
+    """In place of a vLLM engine: it takes its share by what is free when it is ready."""
+
+    version = -1
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.reserved_when_ready = -1
+
+    def wait_ready(self) -> None:
+        if self.fails:
+            raise EngineError("no memory for its cache")
+        self.reserved_when_ready = torch.accelerator.memory_reserved(SIM)
+
+
+@of_standin
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_generation_engine_is_ready_before_a_model_is_put_on_its_device(
+    fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Engine] = []
+
+    def start_vllm(*_: Any) -> Engine:
+        started.append(Engine(fails))
+        return started[0]
+
+    monkeypatch.setattr(engine_builder, "start_vllm", start_vllm)
+    torch.empty(1 << 20, device=SIM)  # freed, and in the cache
+    made = tiny.trainer(folder, given=models(), plan="flatten", use_cpu=False)
+    plan = flatten(Cluster(1, 1), generation_engine="vllm")
+    placement = Placement(plan, 0, made.setup.roles, made.setup.engine_options)
+    if fails:
+        with pytest.raises(EngineError, match="no memory for its cache"):
+            placement.start()
+        assert torch.accelerator.memory_reserved(SIM) == 0, "nothing was put on the device"
+    else:
+        placement.start()
+        assert started[0].reserved_when_ready == 0
+        assert allocated() > 0
+    placement.close()
+    made.close()
