@@ -140,7 +140,7 @@ class Runs:
                     iteration = executor.run(batch, at, rates, sampling=Sampling(response, 1.0))
                 if at and "responses" in iteration.samples:
                     observations += self._observations(plan, iteration, time.perf_counter() - start)
-            generated = from_first_rank(iteration.samples) if samples is None else samples
+            generated = from_first_rank(iteration.samples, options.collective_timeout_s) if samples is None else samples
             executor.exchange.flush()
             if dist.is_initialized():  # a rank that destroys its groups closes them for ranks that still read
                 dist.barrier()
