@@ -171,7 +171,8 @@ def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta)
 
 
 def destroy_groups(made: Any) -> None:
-    """Destroy process groups. All ranks together, when no rank uses them any more.
+    """Destroy process groups. All ranks together, when no rank uses them any more. Tensor-parallel groups stay, because
+    DTensor caches the device meshes of earlier operations, which know their groups by name.
 
     Args:
         made: the results of the functions above, in any nesting.
@@ -192,4 +193,4 @@ def _collect(made: Any, found: list[Any]) -> None:
         for item in made:
             _collect(item, found)
     elif isinstance(made, MeshGroup | SplitGroups | ReallocationGroups):
-        _collect(tuple(vars(made).values()), found)
+        _collect(tuple(value for name, value in vars(made).items() if name != "tp"), found)
