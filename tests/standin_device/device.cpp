@@ -473,6 +473,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool takes_host_indices = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put", 0) == 0;
   std::optional<c10::Device> device;
   bool has_host_tensor = false, has_mask = false;
+  int64_t last_numel = 0; // of `values` of index_put
   const auto see = [&](const at::Tensor& tensor) {
     if (!tensor.defined())
       return;
@@ -487,17 +488,19 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   for (const auto& argument : arguments) {
-    if (argument.isTensor())
+    if (argument.isTensor()) {
       see(argument.toTensor());
-    else if (argument.isTensorList())
+      last_numel = argument.toTensor().defined() ? argument.toTensor().numel() : 0;
+    } else if (argument.isTensorList()) {
       for (const auto& tensor : argument.toTensorVector())
         see(tensor);
-    else if (argument.isOptionalTensorList())
+    } else if (argument.isOptionalTensorList()) {
       for (const auto& tensor : argument.toOptionalTensorVector())
         if (tensor.has_value()) {
           see(*tensor);
           has_mask |= tensor->defined() && tensor->scalar_type() == at::kBool;
         }
+    }
   }
   TORCH_CHECK(
       !device || !has_host_tensor || takes_host_indices, name, ": expected all tensors to be on the same device, but found ",
@@ -508,7 +511,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   static const std::set<std::string> waits = {
       "aten::nonzero", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::masked_select",
       "aten::equal", "aten::is_nonzero", "aten::repeat_interleave"};
-  if ((waits.count(name) || has_mask) && !in_fallback)
+  const bool fills = name.find("index_put") != std::string::npos && last_numel == 1; // CUDA fills, without waiting
+  if ((waits.count(name) || (has_mask && !fills)) && !in_fallback)
     counters.reads++;
   const bool before = std::exchange(in_fallback, true);
   const OnDevice guard(device.value_or(c10::Device(SIM)));
