@@ -185,6 +185,20 @@ def test_parameters_come_from_host_memory_as_fast_as_was_measured() -> None:
     assert rates.host_bandwidth == pytest.approx(20e9)
 
 
+def test_a_reallocation_takes_its_agreement_and_its_packing_beside_its_messages() -> None:
+    """On CPU ranks that move 1 to 4 MB each, at 20 GB/s of copies in memory, and 30 ms that no byte explains."""
+    profile = made_up()
+    copies = [Observation("copy", "", 1e-5 + size / 20e9, 1, bytes=size) for size in (1e5, 1e6, 1e7)]
+    link = MeasuredRates(profile).inside.bandwidth
+    moves = [
+        Observation("move", "", 0.03 + size * (1 / link + 2 / 20e9), 2, bytes=size) for size in (1e6, 2e6, 4e6, 2e6)
+    ]
+    shared = replace(profile, sharing=Sharing.of(2.0), observations=(*profile.observations, *copies, *moves))
+    assert MeasuredRates(shared).reallocation(20e9) == pytest.approx(2.03, rel=1e-3)
+    assert MeasuredRates(replace(shared, sharing=None)).reallocation(20e9) == pytest.approx(0.03, rel=0.02)
+    assert MeasuredRates(profile).reallocation(20e9) == 0.0, "nobody measured it"
+
+
 def test_activations_that_were_measured_are_priced() -> None:
     profile = made_up()
     model = {"layers": CRITIC.layers, "elements": float(CRITIC.elements)}

@@ -320,12 +320,13 @@ def move_seconds(schedule: TransferSchedule, rates: Rates) -> float:
     A device sends and receives at the same time.
     """
     inside, between = schedule.traffic()
-    seconds = 0.0
+    seconds = most = 0.0
     for sent_in, received_in, sent_out, received_out in zip(*inside, *between, strict=True):
         inside_s = max(sent_in, received_in) / rates.inside.bandwidth
         between_s = max(sent_out, received_out) / rates.between.bandwidth
         seconds = max(seconds, inside_s + between_s)
-    return seconds + schedule.waves * rates.between.latency if seconds else 0.0
+        most = max(most, sent_in + sent_out, received_in + received_out)
+    return seconds + schedule.waves * rates.between.latency + rates.reallocation(float(most)) if seconds else 0.0
 
 
 def quick_move_seconds(spec: ModelSpec, home: Assignment, other: Assignment, pricing: Pricing) -> float:
@@ -342,7 +343,8 @@ def quick_move_seconds(spec: ModelSpec, home: Assignment, other: Assignment, pri
         home.mesh.first // pricing.cluster.devices_per_node == other.mesh.last // pricing.cluster.devices_per_node
     )
     link = rates.inside if together else rates.between
-    return max(received, received * receivers / home.mesh.size) / link.bandwidth
+    size = max(received, received * receivers / home.mesh.size)
+    return size / link.bandwidth + rates.reallocation(size)
 
 
 def _layers(spec: ModelSpec) -> int:

@@ -197,6 +197,13 @@ class Rates(Protocol):
     def hop(self) -> float:
         """Seconds that a pipeline stage takes for each micro-batch in addition to the arithmetic and the message."""
 
+    def reallocation(self, size: float) -> float:
+        """Seconds of a reallocation in addition to its messages: agreeing on it, packing and unpacking.
+
+        Args:
+            size: bytes that the device with the most sends or receives.
+        """
+
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
         """Whether these rates cover the model under these tensor-parallel and pipeline-parallel degrees."""
 
@@ -272,6 +279,9 @@ class AnalyticRates:
 
     @property
     def hop(self) -> float:
+        return 0.0
+
+    def reallocation(self, size: float) -> float:
         return 0.0
 
     @property

@@ -129,6 +129,22 @@ class MeasuredRates:
                 overheads.append(max(0.0, row.seconds / self._slowdown(row) - expected) / steps)
         return float(np.median(overheads)) if overheads else 0.0
 
+    def reallocation(self, size: float) -> float:
+        return self._agreement + 2 * size / self._packing
+
+    @cached_property
+    def _packing(self) -> float:
+        """Bytes/s at which parts are copied into a message and out of it. On devices that share processors, which are
+        CPU ranks, that of copies in host memory; on others the copies take no time beside the messages."""
+        return self.host_bandwidth if self.sharing else np.inf
+
+    @cached_property
+    def _agreement(self) -> float:
+        """Seconds of a reallocation that do not depend on its size: the median over the measured ones."""
+        per_byte = 1 / self._link_then(self._per_node).bandwidth + 2 / self._packing
+        rows = [row for row in self.profile.observations if row.work == "move"]
+        return float(np.median([max(0.0, row.seconds - row.bytes * per_byte) for row in rows])) if rows else 0.0
+
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         passes = self._passes(spec, tp)
         return self._of_layer(spec, passes, tp, tokens, _dot(passes.forward, (tokens, squared)))

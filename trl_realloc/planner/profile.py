@@ -36,8 +36,8 @@ class Observation:
 
     Args:
         work: `forward`, `train`, `generate`, `all_reduce`, `send`, `copy` (from host memory to the device), `iteration`
-            (an iteration of six calls without the calls' own seconds), or `activations` (bytes that a forward saves for
-            its backward; no seconds).
+            (an iteration of six calls without the calls' own seconds), `move` (a reallocation), or `activations` (bytes
+            that a forward saves for its backward; no seconds).
         model: the model's `model_key`; empty for links.
         seconds: of the device that took longest.
         devices: number of devices that worked at the same time.
@@ -48,7 +48,7 @@ class Observation:
         steps: decode steps, or optimizer steps.
         grown: sum over decode steps of the samples that are decoded.
         cached: sum over decode steps of all tokens in the caches.
-        bytes: of a message, of a collective's tensor, or of saved activations.
+        bytes: of a message, of a collective's tensor, of saved activations, or of what a device receives in a move.
         micro: number of micro-batches of a pipeline.
         far: the message went to another node.
         layers, elements: of the model, which may be shallower than the job's.

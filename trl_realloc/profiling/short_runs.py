@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -187,6 +188,11 @@ class Runs:
                 yield Observation(
                     str(kind), model_key(spec), share, plan.cluster.size, strategy.tp, strategy.pp, **measured
                 )
+        for name in (name for name in busy if " -> " in name):
+            spans = [span for span in iteration.spans if span.call == name]
+            # ranks that arrive early wait for the others; what a rank receives is all that is sent, divided
+            took, size = statistics.median(span.seconds for span in spans), spans[0].bytes / len(spans)
+            yield Observation("move", "", took, plan.cluster.size, bytes=size)
         if "actor.generate" in busy and plan["actor.generate"].strategy.tp == 1:
             yield Observation("iteration", "", max(1e-6, whole - sum(busy.values())), plan.cluster.size)
 
