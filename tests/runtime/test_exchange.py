@@ -72,16 +72,23 @@ def test_the_first_rank_of_each_replica_sends_to_the_leaders_of_the_meshes_that_
     assert is_divided_by_each(plan, "actor.generate") and not is_divided_by_each(plan, "reward.forward")
 
 
-def test_the_leader_sends_its_mesh_each_replicas_share_and_nobody_else_anything() -> None:
+def test_the_leader_sends_a_share_to_each_replica_which_passes_it_on() -> None:
     plan, boxes = four_devices(), Mailboxes()
     exchanges = [Exchange(plan, rank, messages=Mailbox(boxes, rank)) for rank in range(4)]
-    shares = [Share(samples().select(own)) for own in ([0, 2], [1])]
-    exchanges[2].distribute("reward.forward", shares)
+    exchanges[2].distribute("reward.forward", [Share(samples().select(own)) for own in ([0, 2], [1])])
     assert boxes.sent == {2: 1}
     assert exchanges[3].receive_share("reward.forward").samples.tensor("index").tolist() == [0]
     exchanges[0].distribute("actor.train", [Share(samples(), (samples().only(["index"]),))])
     got = exchanges[1].receive_share("actor.train")
     assert [batch.tensor("index").tolist() for batch in got.mini_batches()] == [[2, 0, 1]]
+    split = Assignment(DeviceMesh(0, 4), ParallelStrategy(dp=2, tp=2), "megatron")
+    plan = ExecutionPlan(plan.cluster, {**plan.assignments, "critic.forward": split})
+    boxes.sent.clear()
+    exchanges = [Exchange(plan, rank, messages=Mailbox(boxes, rank)) for rank in range(4)]
+    exchanges[0].distribute("critic.forward", [Share(samples().select(own)) for own in ([0, 2], [1])])
+    received = [exchanges[rank].receive_share("critic.forward").samples.tensor("index").tolist() for rank in (1, 2, 3)]
+    assert received == [[2, 1], [0], [0]]
+    assert boxes.sent == {0: 2, 2: 1}, "the leader to its neighbour and to the second replica, which has another rank"
 
 
 def test_a_call_without_inputs_sends_their_failures_on_to_every_rank_of_its_mesh() -> None:

@@ -18,7 +18,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span
 from .failures.watchdog_client import HOST
 from .messages import GlooMessages, Messages, spread
-from .routes import RESULTS, receivers, sources
+from .routes import RESULTS, receivers, replica_ranks, sources
 from .shares import Share
 
 
@@ -157,30 +157,42 @@ class Exchange:
     # --- the inputs of a call ---------------------------------------------------------------------------------------
 
     def distribute(self, call: str, shares: Sequence[Share] | CallsFailed) -> None:
-        """Send its share to each other rank of the call's mesh. Only on the mesh's leader. Does not wait.
+        """Send its share to the first rank of each data-parallel replica, which passes it on. Only on the leader of the
+        call's mesh. Does not wait.
 
         Args:
-            shares: by data-parallel replica; or why there are none.
+            shares: by replica; or why there are none.
         """
-        devices, dp = self.plan.mesh(call).devices, self.plan[call].strategy.dp
-        size, content = len(devices) // dp, b""
-        for at, rank in enumerate(devices):
-            if at % size == 0:  # the ranks of a replica get the same
-                packed = shares.failures if isinstance(shares, CallsFailed) else shares[at // size].packed()
-                content = pickle.dumps(packed)
-            if rank != self.rank:
-                self.messages.send(content, rank, len(self._tags) + self._tags[call])
+        for number, first in enumerate(sources(self.plan, call)):
+            packed = shares.failures if isinstance(shares, CallsFailed) else shares[number].packed()
+            if first == self.rank:
+                self._pass_on(call, pickle.dumps(packed))
+            else:
+                self.messages.send(pickle.dumps(packed), first, self._share_tag(call))
 
     def receive_share(self, call: str) -> Share:
-        """This rank's share of a call's inputs, from the leader of the call's mesh. Waits for it.
+        """This rank's share of a call's inputs. Waits for it.
 
         Raises:
             CallsFailed: a call whose outputs it needs has failed.
         """
-        content = pickle.loads(self.messages.receive(self.plan.mesh(call).leader, len(self._tags) + self._tags[call]))
-        if _are_failures(content):
-            raise CallsFailed(content)
-        return Share.of(content)
+        first = replica_ranks(self.plan, call, self.rank)[0]
+        source = self.plan.mesh(call).leader if first == self.rank else first
+        content = self.messages.receive(source, self._share_tag(call))
+        if first == self.rank:
+            self._pass_on(call, content)
+        share = pickle.loads(content)  # safe: from another rank of this job
+        if _are_failures(share):
+            raise CallsFailed(share)
+        return Share.of(share)
+
+    def _pass_on(self, call: str, content: bytes) -> None:
+        """Send a share to the other ranks of this rank's replica, which all need the same."""
+        for rank in replica_ranks(self.plan, call, self.rank)[1:]:
+            self.messages.send(content, rank, self._share_tag(call))
+
+    def _share_tag(self, call: str) -> int:
+        return len(self._tags) + self._tags[call]
 
     # --- results ----------------------------------------------------------------------------------------------------
 

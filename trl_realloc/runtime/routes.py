@@ -1,9 +1,9 @@
 """Which ranks send a call's samples to which: pure functions of the plan.
 
 The first rank of each data-parallel replica of a call sends its outputs to the leader (the first rank) of every mesh
-that reads them. The leader divides the samples among the replicas of its call, and sends each rank of its mesh its
-share. So a sample goes to the ranks that read it, and the messages of a rank do not grow with the number of devices,
-except those of a leader. The sending is in `exchange`, the division in `shares`.
+that reads them. The leader divides the samples among the replicas of its call, and sends the first rank of each replica
+its share, which passes it on to the others. So a sample goes to the ranks that read it, and the messages of a rank do
+not grow with the number of devices, except those of a leader. The sending is in `exchange`, the division in `shares`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ def receivers(plan: ExecutionPlan, call: str, running: Collection[str]) -> tuple
 def replica(plan: ExecutionPlan, call: str, rank: int) -> int:
     """The data-parallel replica of the call that a rank of its mesh belongs to."""
     return plan.mesh(call).index(rank) // _replica_size(plan, call)
+
+
+def replica_ranks(plan: ExecutionPlan, call: str, rank: int) -> tuple[int, ...]:
+    """The ranks of the replica of the call that a rank of its mesh belongs to, ascending."""
+    size = _replica_size(plan, call)
+    first = size * replica(plan, call, rank)
+    return tuple(plan.mesh(call).devices)[first : first + size]
 
 
 def is_divided_by_each(plan: ExecutionPlan, call: str) -> bool:
