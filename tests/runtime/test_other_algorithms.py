@@ -11,6 +11,7 @@ from trl_realloc import Cluster, ExecutionPlan, PlanError
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.runtime.executor import Executor
+from trl_realloc.runtime.roles import RoleModels, Roles
 
 
 def one_process() -> Executor:
@@ -38,6 +39,12 @@ def test_two_calls_of_one_role_draw_apart_and_as_each_is_told_to() -> None:
     greedy, sampled = samples.ragged("greedy_responses"), samples.ragged("responses")
     assert greedy.values.tolist() != sampled.values.tolist()
     assert float(samples.ragged("greedy_logprobs").values.min()) > -1e-3, "a greedy token is all but certain"
+
+
+def test_a_role_cannot_copy_a_role_that_no_call_trains() -> None:
+    scorer = RoleModels("score", [], copy_of=Role.CRITIC)
+    with pytest.raises(ValueError, match=r"the reward's model is a copy of the critic's .* no call trains the critic"):
+        Roles({Role.REWARD: scorer}).check(GRAPH)
 
 
 def test_a_plan_with_labelled_calls_is_a_file_like_any_other() -> None:

@@ -216,6 +216,10 @@ class DataflowGraph:
         """The name of the call that trains `role`; `None` for a frozen role."""
         return next((call.name for call in self.calls if call.role is role and call.trains), None)
 
+    def uses_of(self, role: Role) -> tuple[str, ...]:
+        """The names of the calls of `role` that do not train it, in order."""
+        return tuple(call.name for call in map(self.call, self.order) if call.role is role and not call.trains)
+
     def to_dict(self) -> dict[str, object]:
         return {
             "sources": list(self.sources),

@@ -130,7 +130,7 @@ class EngineBuilder:
         adapted = self.roles[role].adapted
         copied = [
             call
-            for call in self._calls(role)
+            for call in self.graph.uses_of(role)
             if call in self.placement.reallocation_groups and any_copies(self.plan, call, adapted)
         ]
         copied_here = [call for call in copied if holds_copy(self.plan, call, self.rank, adapted)]
@@ -149,7 +149,7 @@ class EngineBuilder:
         if trains:
             trainer = self._engine(home, self._head(role, model))
             self.engines[home], self.placement.trainers[role] = [trainer], trainer
-        for call in self._calls(role):
+        for call in self.graph.uses_of(role):
             if call not in self.placement.reallocation_groups and self.placement.has(call) and trains:
                 self.engines[call] = self.engines[home]
 
@@ -160,7 +160,7 @@ class EngineBuilder:
             trained_model: the model whose parameters the role copies, on the ranks that have it.
         """
         models, built = self.roles[role], list[str]()
-        for call in self._calls(role):
+        for call in self.graph.uses_of(role):
             same = next((other for other in built if in_place(self.plan[other], self.plan[call])), None)
             built.append(call)
             if same is not None:
@@ -178,10 +178,6 @@ class EngineBuilder:
                     self._equalize(call, model)
             if loaded:
                 self.engines[call] = [self._engine(call, self._head(role, model)) for model in loaded]
-
-    def _calls(self, role: Role) -> list[str]:
-        """The calls of a role that do not train it, in plan order."""
-        return [call for call in self.plan.order if self.graph.call(call).role is role and not self._trains(call)]
 
     def _trains(self, call: str) -> bool:
         return self.graph.call(call).trains
@@ -333,5 +329,4 @@ def has_part(plan: ExecutionPlan, role: Role, rank: int, roles_adapted: bool) ->
     home = plan.graph.train_call(role)
     if home is not None and rank in plan.mesh(home):
         return True
-    calls = [call for call in plan.order if plan.graph.call(call).role is role and call != home]
-    return any(holds_copy(plan, call, rank, roles_adapted) for call in calls)
+    return any(holds_copy(plan, call, rank, roles_adapted) for call in plan.graph.uses_of(role))

@@ -40,6 +40,7 @@ class Placement:
     """
 
     def __init__(self, plan: ExecutionPlan, rank: int, roles: Roles, options: EngineOptions) -> None:
+        roles.check(plan.graph)
         self.plan, self.rank, self.roles, self.options = plan, rank, roles, options
         if plan.cluster.size == 1 and any(a.strategy.zero_stage for a in plan.assignments.values()):
             ensure_process_group(options.device)

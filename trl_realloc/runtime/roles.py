@@ -62,6 +62,18 @@ class Roles:
         without a part of such a model would keep it in memory."""
         return replace(self, models={r: replace(m, load=[_loaded] * len(m.load)) for r, m in self.models.items()})
 
+    def check(self, graph: DataflowGraph) -> None:
+        """Raises:
+        ValueError: a role copies or uses the model of a role that no call of the graph trains.
+        """
+        for role in graph.roles:
+            source = self.models[role].copy_of if role in self.models else None
+            if source is not None and source not in graph.trained_roles:
+                raise ValueError(
+                    f"the {role}'s model is a copy of the {source}'s (RoleModels.copy_of), and no call trains the "
+                    f"{source}; give the {role} a function of its own that loads its model, and no copy_of."
+                )
+
     def copies_of(self, role: Role, graph: DataflowGraph) -> Iterator[Role]:
         """The roles of the graph whose model is a copy of this role's model."""
         for other in graph.roles:
