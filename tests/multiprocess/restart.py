@@ -56,7 +56,7 @@ def weights_of(made: PPOTrainer) -> dict[str, torch.Tensor]:
 def main() -> None:
     folder = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
-    again = trained(folder / "killed", "auto", max_steps=4)
+    again = trained(folder / "killed", "auto", max_steps=4, async_save=True)
     whole = trained(folder / "whole", max_steps=4)
     same = tiny.updates(again)[3:] == tiny.updates(whole)[3:]
     weights, other = weights_of(again), weights_of(whole)

@@ -248,7 +248,9 @@ class ZeroEngine:
     def _flats(self) -> list[Tensor]:
         """The float32 weights of this rank's flat partitions."""
         zero = self.engine.optimizer
-        return list(zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups)
+        # stage 3; stages 1 and 2; stage 1 in bfloat16 with gradients in float32
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        return list(next(getattr(zero, name) for name in names if hasattr(zero, name)))
 
     def _link_state(self) -> None:
         """Give every parameter views of its optimizer state, which stages 1 and 2 read. DeepSpeed 0.19.8 creates the
