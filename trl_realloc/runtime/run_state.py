@@ -106,12 +106,13 @@ class RunState:
                 descriptions[key] = _describe(engine, is_policy)
         boxes = {key: {n: [box for box, _ in cells] for n, cells in parts.items()} for key, parts in live.items()}
         rank_boxes = from_every_rank(boxes, placement.control)
+        shares = placement.options.device.type == "cpu"
         self._parts: dict[str, HostParts] = {}
         training: dict[str, TrainingDescription] = {}
         for key, parts in live.items():
             kept = held_once({rank: of_rank[key] for rank, of_rank in enumerate(rank_boxes) if key in of_rank})
             state = states.get(key)
-            self._parts[key] = HostParts(versions[key], _on_host(parts, kept[self.rank], state))
+            self._parts[key] = HostParts(versions[key], _on_host(parts, kept[self.rank], state, shares=shares))
             if state is not None:
                 training[key] = TrainingDescription(state.version, state.scaler).of_names(kept[self.rank], state)
         self.descriptions: dict[str, ModelDescription] = {}
@@ -218,11 +219,13 @@ def _spec_on_host(state: TrainingState, parameter: str, key: str) -> TensorSpec:
     return TensorSpec(spec.shape, master.dtype) if is_cast else spec
 
 
-def _on_host(parts: Parts, boxes: Mapping[str, Sequence[Box]], state: TrainingState | None) -> Parts:
-    """Copies of these boxes of the parts in host memory.
+def _on_host(parts: Parts, boxes: Mapping[str, Sequence[Box]], state: TrainingState | None, *, shares: bool) -> Parts:
+    """These boxes of the parts in host memory. A part of an engine that computes there is not copied, because the
+    engine is closed before the state is read.
 
     Args:
         state: that the parts are of; `None` if they are parameters.
+        shares: whether the engine computes in host memory, and is closed before it computes again.
     """
     copies: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     for name, of_name in boxes.items():
@@ -230,7 +233,10 @@ def _on_host(parts: Parts, boxes: Mapping[str, Sequence[Box]], state: TrainingSt
         for box in of_name:
             part = find(parts, name, box)
             assert part is not None, "a rank keeps boxes of its own parts"
-            copies.setdefault(name, []).append((box, part.detach().to("cpu", dtype or part.dtype, copy=True)))
+            is_all = any(own == box for own, _ in parts[name])  # a piece would keep the memory of all of the part
+            copies.setdefault(name, []).append(
+                (box, part.detach().to("cpu", dtype or part.dtype, copy=not (shares and is_all)))
+            )
     return copies
 
 
