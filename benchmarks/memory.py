@@ -22,6 +22,7 @@ import gc
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -180,6 +181,7 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
         pad_token_id=0,
         make_optimizer=lambda module: torch.optim.AdamW(module.parameters()),
         deepspeed=DEEPSPEED,
+        transfer_timeout_s=3600.0,  # the machine may be busy
     )
     config = trained_config(read_config(str(model), "model"), str(model))
     load = partial(load_policy, str(model), trained=True)
@@ -245,7 +247,8 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
 # --- all launches -----------------------------------------------------------------------------------------------------
 
 
-def launch(layout: str, part: str, model: Path, checkpoint: Path, out: Path, log: Path) -> None:
+def launch(layout: str, part: str, model: Path, checkpoint: Path, out: Path, log: Path) -> list[dict[str, Any]]:
+    """The rows of one launch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes(layout)}"]
     command += [str(Path(__file__)), "--rank-of", layout, part, str(model), str(checkpoint), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -253,6 +256,7 @@ def launch(layout: str, part: str, model: Path, checkpoint: Path, out: Path, log
         code = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False).returncode
     if code:
         raise SystemExit(f"{layout}, {part} launch: exit status {code}\n{log.read_text()[-4000:]}")
+    return [row for path in sorted(out.glob(f"{part}-*.json")) for row in json.loads(path.read_text())]
 
 
 def main() -> None:
@@ -274,22 +278,26 @@ def main() -> None:
             checkpoint, out = folder / f"checkpoint-{number}", folder / f"out-{number}"
             out.mkdir()
             for part in ("first", "second"):
-                launch(layout, part, folder / "model", checkpoint, out, folder / f"log-{number}.txt")
-            subprocess.run(["rm", "-rf", str(checkpoint)], check=False)
-            rows += [row for path in sorted(out.glob("*.json")) for row in json.loads(path.read_text())]
+                rows += launch(layout, part, folder / "model", checkpoint, out, folder / f"log-{number}.txt")
+                save(rows, options.size, options.json)
+            shutil.rmtree(checkpoint, ignore_errors=True)
             show([row for row in rows if row["layout"] == layout])
+
+
+def save(rows: list[dict[str, Any]], size: int, path: Path | None) -> None:
+    if path is None:
+        return
     result = {
         "rows": rows,
-        "model": SIZES[options.size],
+        "model": SIZES[size],
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU, {PROCESSES} gloo processes",
         "torch": torch.__version__,
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip(),
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def show(rows: list[dict[str, Any]]) -> None:
