@@ -5,7 +5,7 @@
 A Llama of some 600 million parameters with random weights is written to disk, in float32. Gloo processes train it as
 one role under several layouts, with the engines, the placement and the checkpoints of the trainer. Each layout is
 launched twice: load, train one step, save; and, in new processes, load, resume, replan (move to the next layout of the
-list).
+list). The second launch reads what the first has saved.
 
 `peak_mb` is anonymous and shared memory (RssAnon + RssShmem of /proc/self/status, read every 5 ms by a thread) above
 that of the process before it loads. The pages of files that are read through mmap are left out, because the kernel
@@ -251,7 +251,13 @@ def launch(layout: str, part: str, model: Path, checkpoint: Path, out: Path, log
     """The rows of one launch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes(layout)}"]
     command += [str(Path(__file__)), "--rank-of", layout, part, str(model), str(checkpoint), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # otherwise malloc keeps freed tensors of up to 32 MB
+    }
     with log.open("a") as file:
         code = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False).returncode
     if code:
@@ -264,6 +270,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--size", type=int, choices=SIZES, default=600, help="millions of parameters, about")
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--launches", nargs="*", choices=("first", "second"), default=["first", "second"])
     parser.add_argument("--rank-of", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
@@ -277,7 +284,7 @@ def main() -> None:
         for number, layout in enumerate(options.layouts):
             checkpoint, out = folder / f"checkpoint-{number}", folder / f"out-{number}"
             out.mkdir()
-            for part in ("first", "second"):
+            for part in options.launches:
                 rows += launch(layout, part, folder / "model", checkpoint, out, folder / f"log-{number}.txt")
                 save(rows, options.size, options.json)
             shutil.rmtree(checkpoint, ignore_errors=True)

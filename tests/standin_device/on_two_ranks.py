@@ -32,6 +32,7 @@ from trl_realloc.algorithms.ppo import PolicyLoss, PPOSettings, ValueLoss, prepa
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance  # noqa: E402
 from trl_realloc.engines.device import group_device  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks  # noqa: E402
+from trl_realloc.engines.models import load_classifier, load_policy, seeded  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
@@ -156,6 +157,37 @@ def test_an_engine_of_two_devices_trains_and_scores_as_one_host_does(degrees: tu
     print(f"rank {RANK}, {name}, tp {tp} pp {pp}: {reads} reads back of a step in 2, 8, 2, 8 micro-batches")
     if pp == 1:
         assert reads[3] <= reads[2] + 1, reads
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (1, 2)], ids=["dp 2", "tp 2", "pp 2"])
+def test_a_model_given_by_path_is_read_onto_each_device_in_its_parts(
+    degrees: tuple[int, int], name: str, tmp_path: Path
+) -> None:
+    """The critic's score layer is not in the checkpoint."""
+    tiny.policy(vocab_size=1000).save_pretrained(tmp_path)
+    load, (tp, pp) = (load_policy if name == "policy" else load_classifier), degrees
+    with seeded(3):
+        expected = dict(load(str(tmp_path), trained=True, in_parts=False).named_parameters())
+    with seeded(3):
+        model = load(str(tmp_path), trained=True)
+    head = PolicyHead(model, 1.0) if name == "policy" else ValueHead(model)
+    before = allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    made: Any
+    if tp * pp == 1:
+        made = ReplicatedEngine(head, MeshGroup((0, 1), RANK, dist.group.WORLD, SIM), SIM, **SETTINGS)
+    else:
+        made = MegatronEngine(head, split_groups(tp, pp), SIM, **SETTINGS)
+    share = 0
+    for parameter, cells in made.parts().items():
+        for box, tensor in cells:
+            share += tensor.nbytes
+            assert tensor.device == SIM
+            assert torch.equal(on_host(tensor), expected[parameter][tuple(slice(*bounds) for bounds in box)]), parameter
+    assert all(buffer.device == SIM for buffer in model.buffers())
+    peak = torch.accelerator.max_memory_allocated(SIM) - before
+    assert peak <= share + max(p.nbytes for p in expected.values()) + (64 << 10), (peak, share)
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------
