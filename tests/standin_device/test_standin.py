@@ -36,7 +36,7 @@ def run(script: str, processes: int, folder: Path) -> None:
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         own = {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
         logs.append((folder / f"rank-{rank}.txt").open("w+"))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rA", "-p", "no:cacheprovider", str(HERE / script)]
+        command = [sys.executable, "-m", "pytest", "-x", "-v", "-rP", "--durations=10", "-p", "no:cacheprovider", str(HERE / script)]
         command += ["--basetemp", str(folder / f"temporary-{rank}")]
         started.append(
             subprocess.Popen(
@@ -47,17 +47,19 @@ def run(script: str, processes: int, folder: Path) -> None:
                 start_new_session=True,
             )
         )
+    codes: list[int | None] = []
     try:
-        codes = []
         for process in started:
-            codes.append(process.wait(patience(150)))
+            codes.append(process.wait(patience(200)))
             if codes[-1]:
                 break  # the others wait for this one
+    except subprocess.TimeoutExpired:
+        codes.append(None)
     finally:
         for process in started:
             process.kill()
             process.wait()
-    if any(codes):
+    if codes != [0] * processes:
         texts = [Path(log.name).read_text(errors="replace")[-6000:] for log in logs]
         pytest.fail("\n\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts)))
 
