@@ -292,7 +292,8 @@ def test_ppo_on_two_devices_is_the_same_under_every_plan(name: str, folder: Path
     made = run(folder, PLANS[name])
     _logs[name] = tiny.updates(made)
     for here, first in zip(_logs[name], _logs["flatten"], strict=True):
-        assert {k: pytest.approx(v, abs=5e-3, rel=5e-3) for k, v in first.items()} == here
+        numbers = {name: value for name, value in here.items() if not name.startswith("realloc/")}
+        assert numbers == {name: pytest.approx(value, abs=5e-3, rel=5e-3) for name, value in first.items()}
     made.placement.discard()
 
 

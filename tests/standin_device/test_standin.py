@@ -36,7 +36,18 @@ def run(script: str, processes: int, folder: Path) -> None:
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         own = {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
         logs.append((folder / f"rank-{rank}.txt").open("w+"))
-        command = [sys.executable, "-m", "pytest", "-x", "-v", "-rP", "--durations=10", "-p", "no:cacheprovider", str(HERE / script)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-v",
+            "-rP",
+            "--durations=10",
+            "-p",
+            "no:cacheprovider",
+            str(HERE / script),
+        ]
         command += ["--basetemp", str(folder / f"temporary-{rank}")]
         started.append(
             subprocess.Popen(
