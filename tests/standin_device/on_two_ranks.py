@@ -262,7 +262,7 @@ PLANS: Mapping[str, Any] = {
     "pipelines": plan_of(
         actor__train={**SPLIT, "pp": 2},
         reference__forward={**SPLIT, "pp": 2, "offload": True},
-        critic__forward={"mesh": "1", "engine": "zero", "offload": True},
+        reward__forward={"mesh": "1", "engine": "zero", "offload": True},
     ),
 }
 _logs: dict[str, Any] = {}
