@@ -195,3 +195,8 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(lengths: list[in
 def test_no_two_micro_batches_would_fit_in_one(lengths: list[int], budget: int) -> None:
     loads = sorted(sum(lengths[i] for i in b) for b in micro_batches(lengths, budget))
     assert len(loads) < 2 or loads[0] + loads[1] > budget
+
+
+def test_no_rows_of_a_large_batch_are_sent_without_its_values() -> None:
+    whole = Ragged(torch.zeros(100_000), torch.full((100,), 1000))
+    assert len(Rollouts(values=whole.select([])).to_bytes()) < 10_000

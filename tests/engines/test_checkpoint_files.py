@@ -33,6 +33,7 @@ from trl_realloc.engines.training.checkpoint_files import CheckpointFiles
 from trl_realloc.engines.training.master_weights import NamedOptimizer
 from trl_realloc.engines.training.packed_attention import packs
 from trl_realloc.engines.training.pipeline import keep_stage
+from trl_realloc.engines.training.replica_sync import fingerprint
 from trl_realloc.engines.training.weight_source import fill, source_of, unread
 
 
@@ -298,3 +299,16 @@ def test_a_classifier_of_another_head_is_read_from_its_own_files(tmp_path: Path)
     assert all(p.is_meta for p in critic.parameters())
     fill(critic, CPU)
     assert_equal(critic, AutoModelForSequenceClassification.from_pretrained(tmp_path))
+
+
+def test_two_checkpoints_that_differ_in_one_small_tensor_have_other_fingerprints(tmp_path: Path) -> None:
+    """A classifier of which the head alone was trained again."""
+    prints = []
+    for name in ("first", "second"):
+        model = tiny.classifier(1)
+        with torch.no_grad():
+            if name == "second":
+                model.score.weight[0, 7] += 1e-3
+        model.save_pretrained(tmp_path / name)
+        prints.append(fingerprint(load_classifier(str(tmp_path / name), trained=False)))
+    assert prints[0] != prints[1] and min(prints) > 0

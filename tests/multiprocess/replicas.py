@@ -50,7 +50,10 @@ def trainer(folder: Path, case: dict[str, Any]) -> PPOTrainer:
     rank = int(__import__("os").environ["RANK"])
     given: dict[str, Any] = {"model": tiny.policy(seed=rank), "value_model": tiny.classifier(seed=10 + rank)}
     if case.get("lora"):
-        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        how = {"init_lora_weights": False, "use_dora": case.get("dora", False)}
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **how)
+    if case.get("policy_by_path"):
+        given["model"] = str(folder.parent / "policy")
     if case.get("critic_by_path"):
         given["value_model"] = str(folder.parent / "policy")
     torch.manual_seed(rank)

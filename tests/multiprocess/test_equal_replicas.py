@@ -23,6 +23,12 @@ CASES = {
         "plan": plan(2, changed={"critic.forward": split("0-1", tp=2)}),
         "critic_by_path": True,
     },
+    "adapters that need the weights, by path, and the reference on the other rank": {
+        "plan": plan(2, actor="0", reference="1", critic="0"),
+        "lora": True,
+        "dora": True,
+        "policy_by_path": True,
+    },
     "copies on the other rank": {
         "plan": plan(
             2,

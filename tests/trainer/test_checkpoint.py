@@ -371,7 +371,10 @@ def test_a_state_that_is_written_in_the_background_is_that_of_its_update_though_
     monkeypatch.setattr(_Writer, "write_data", slow)
     monkeypatch.setattr(UnfinishedCheckpoint, "finish", noted)
     made = tiny.trainer(tmp_path, **SAVING, async_save=True)
+    told = Told()
+    made.add_callback(told)
     made.train()
+    assert told.found == [(1, True), (2, True)], "callbacks find a checkpoint by the step that they are told"
     assert steps == [("checkpoint-1", 2), ("checkpoint-2", 2)]
     for name in ("checkpoint-1", "checkpoint-2"):
         assert newest_whole(tmp_path, checksums=True) == tmp_path / "checkpoint-2"
@@ -394,6 +397,17 @@ def test_an_error_in_the_background_ends_the_run_and_leaves_the_older_checkpoint
     with pytest.raises(SaveError, match=r"checkpoint-2 could not be saved: rank 0 .*__0_0.distcp: No space left on"):
         made.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+class Told(TrainerCallback):
+    """Of each save the step that callbacks are told, and whether its checkpoint is there."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, bool]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.found.append((state.global_step, (folder / "manifest.json").exists()))
 
 
 class Breaks:

@@ -77,7 +77,8 @@ class Ragged:
         starts, lengths = (torch.cumsum(self.lengths, 0) - self.lengths)[at], self.lengths[at]
         # no list of all rows: the leader of a mesh selects a few rows of a large batch for each of many ranks
         picked = [self.values[start : start + n] for start, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
-        return Ragged(torch.cat(picked) if picked else self.values[:0], lengths)
+        # not a view, which would be sent with the values of all rows
+        return Ragged(torch.cat(picked) if picked else self.values.new_empty((0, *self.values.shape[1:])), lengths)
 
     def crop(self, lengths: Tensor) -> Ragged:
         """The first `lengths[i]` values of each row.

@@ -29,7 +29,7 @@ from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
 from .placement import Placement
 from .results import Iteration, Statistics, add_statistics, observed, sample_metrics, update_metrics
-from .routes import RESULTS, is_divided_by_each, replica
+from .routes import RESULTS, columns_read, is_divided_by_each, replica
 from .shares import Share, shares_of_samples, shares_of_training
 
 
@@ -178,7 +178,8 @@ class Executor:
             CallsFailed: a call whose outputs it reads failed, after the outputs of all of them have arrived.
         """
         failures: list[CallFailure] = []
-        for producer in dict.fromkeys(self.plan.graph.producer(column) for column in call.inputs):
+        columns = columns_read(self.plan, call.name)
+        for producer in dict.fromkeys(map(self.plan.graph.producer, columns)):
             if producer is not None:
                 try:
                     samples = samples.plus(**self._collect(producer).samples)
@@ -368,7 +369,9 @@ class Executor:
             error = NonFiniteError(str(failure), failure.sample)
             has_text = failure.sample >= 0 and "responses" in samples
             texts.append(str(with_text(error, samples, self.settings.processing_class) if has_text else error))
-        return JobFailed("; ".join(texts), is_unharmed=not has_trained and all(f.is_unharmed for f in failures))
+        return JobFailed(
+            "; ".join(texts), is_unharmed=not has_trained and all(f.is_unharmed for f in failures), is_shared=True
+        )
 
 
 def make_executor(placement: Placement, algorithm: Algorithm, settings: CallSettings) -> Executor:

@@ -32,7 +32,6 @@ class Residency(ModelHook):
         self._module: nn.Module | None = None
         self._host: dict[str, Tensor] = {}
         self._arrived: torch.Event | None = None
-        self._fits = not is_accelerator(device)  # beside the call before
 
     @classmethod
     def attach(cls, module: nn.Module, device: torch.device) -> Residency:
@@ -56,9 +55,9 @@ class Residency(ModelHook):
         assert self._module is not None, "attach the hook first"
         if self.resident:
             return
-        if not self._fits:
-            self._fits = self.moves > 0 and has_room(self.device, sum(t.nbytes for t in self._host.values()))
-        if self._fits:
+        # asked each time, because longer responses take more memory
+        fits = self.moves > 0 and has_room(self.device, sum(t.nbytes for t in self._host.values()))
+        if fits or not is_accelerator(self.device):
             self._move_to_device(self._module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -27,8 +27,19 @@ def receivers(plan: ExecutionPlan, call: str, running: Collection[str]) -> tuple
     Args:
         running: the calls of this iteration that are run.
     """
-    readers = {edge.consumer for edge in plan.graph.data_edges if edge.producer == call and edge.consumer in running}
+    outputs = set(plan.graph.call(call).outputs)
+    readers = [name for name in plan.order if name in running and outputs & set(columns_read(plan, name))]
     return tuple(sorted({RESULTS, *(plan.mesh(reader).leader for reader in readers)}))
+
+
+def columns_read(plan: ExecutionPlan, call: str) -> tuple[str, ...]:
+    """The columns that the leader of the call's mesh needs: the call's inputs, and for a call that trains those of all
+    training calls, which `Algorithm.prepare` may read."""
+    graph = plan.graph
+    if not graph.call(call).trains:
+        return graph.call(call).inputs
+    trainings = [other for other in map(graph.call, graph.order) if other.trains]
+    return tuple(dict.fromkeys(column for other in trainings for column in other.inputs))
 
 
 def replica(plan: ExecutionPlan, call: str, rank: int) -> int:

@@ -35,10 +35,11 @@ def make_replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None
 
     Returns:
         `None` where the user gave the plan, and where the run's state cannot be moved to another plan: with adapters, a
-        policy that is frozen in part, an optimizer of the user's, or an optimizer that cannot be sharded.
+        policy or a critic that is frozen in part, an optimizer of the user's, or one that cannot be sharded.
     """
     job_plan = setup.job_plan
-    if not all(parameter.requires_grad for parameter in setup.policy.parameters()):
+    models = (setup.policy, setup.models_before_start[1])
+    if not all(parameter.requires_grad for model in models for parameter in model.parameters()):
         return None
     is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
     if job_plan.decision is None or setup.roles[Role.ACTOR].adapted or not is_default or not (plugin.replan or 0.0) > 0:
@@ -102,6 +103,7 @@ class PlanChangeMixin:
             assert make_shell is not None, "policy and critic have structures"
             shells.append(make_shell())
         self.model.hold(*shells)
+        self.setup = replace(self.setup, models_before_start=tuple(shells))
 
 
 __all__ = ["PlanChangeMixin", "make_replanner"]

@@ -113,7 +113,7 @@ def _policy_and_reference(
         is_used = has_policy or not isinstance(model, str)
         policy = load_policy(model, trained=True, in_parts=in_parts) if is_used else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
-    reference = _reference_loader(args, plan, inputs, policy, adapted)
+    reference = _reference_loader(args, plan, inputs, policy, adapted, in_parts)
     if has_policy:
         with seeded(args.seed):
             policy = without_dropout(with_adapters(policy, peft_config, args.model_adapter_name))
@@ -122,7 +122,7 @@ def _policy_and_reference(
 
 
 def _reference_loader(
-    args: PPOConfig, plan: ExecutionPlan, inputs: TrainerInputs, policy: Any, adapted: bool
+    args: PPOConfig, plan: ExecutionPlan, inputs: TrainerInputs, policy: Any, adapted: bool, in_parts: bool
 ) -> Callable[[], Any] | None:
     """The function that loads the reference; `None` where the policy without its adapters is the reference. To be
     called before the policy gets its adapters."""
@@ -130,8 +130,9 @@ def _reference_loader(
         return partial(_load_seeded, args.seed, load_policy, inputs.ref_model, trained=False)
     if adapted and in_place(plan["actor.train"], plan["reference.forward"]):
         return None
-    if isinstance(inputs.model, str):
-        return partial(_load_seeded, args.seed, load_policy, inputs.model, trained=False)
+    if isinstance(inputs.model, str):  # read as the policy is, which it is compared with
+        load = partial(load_policy, in_parts=in_parts)
+        return partial(_load_seeded, args.seed, load, inputs.model, trained=False)
     if not adapted:
         return lambda: without_dropout(frozen_copy(policy))  # a copy of the policy as it is when the role is loaded
     if args.ref_adapter_name is not None:

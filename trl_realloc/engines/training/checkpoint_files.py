@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from ...realloc.layout import Box, whole
 from .weight_source import Read, set_source
 
 
-_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each file's content in `CheckpointFiles.fingerprint`
+_SAMPLES, _SAMPLE_BYTES = 4, 4096  # of each tensor in `CheckpointFiles.fingerprint`
 
 
 class CannotReadParts(Exception):
@@ -127,17 +128,23 @@ def _opened(files: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _fingerprint(files: Sequence[str]) -> int:
-    """Of the names, sizes and headers of files and of samples of their content, a positive int64. It does not read the
+    """Of the names, sizes and headers of files and of samples of every tensor, a positive int64. It does not read the
     files whole, and ranks whose folders differ still agree if they have copies of the same files."""
     digest = 0
     for file in sorted(files, key=os.path.basename):
-        size = os.path.getsize(file)
         with open(file, "rb") as content:
-            header = int.from_bytes(content.read(8), "little")
-            digest = zlib.crc32(f"{os.path.basename(file)} {size} ".encode() + content.read(header), digest)
-            for at in range(_SAMPLES):
-                content.seek(8 + header + (size - 8 - header) * at // _SAMPLES)
-                digest = zlib.crc32(content.read(_SAMPLE_BYTES), digest)
+            header = content.read(int.from_bytes(content.read(8), "little"))
+            name = f"{os.path.basename(file)} {os.path.getsize(file)} "
+            digest = zlib.crc32(name.encode() + header, digest)
+            first = content.tell()
+            for tensor, described in json.loads(header).items():
+                if tensor == "__metadata__":
+                    continue
+                begin, end = described["data_offsets"]
+                for at in range(_SAMPLES):  # the last one ends with the tensor
+                    place = begin + max(0, end - begin - _SAMPLE_BYTES) * at // max(1, _SAMPLES - 1)
+                    content.seek(first + place)
+                    digest = zlib.crc32(content.read(min(_SAMPLE_BYTES, end - place)), digest)
     return 1 + digest
 
 

@@ -35,9 +35,16 @@ from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
 from .weight_export import buckets, check_names, specs_of
-from .weight_source import fill
+from .weight_source import fill, source_of
 from .zero_partition import partition_of, partition_unread
-from .zero_setup import Topology, deepspeed_config, initializing, memory_efficient_linear, parameter_dtype
+from .zero_setup import (
+    Topology,
+    cast_parameters,
+    deepspeed_config,
+    initializing,
+    memory_efficient_linear,
+    parameter_dtype,
+)
 
 
 if TYPE_CHECKING:
@@ -83,6 +90,9 @@ class ZeroEngine:
             if stage == 3:
                 partition_unread(head.model, settings, topology, device)
             else:
+                dtype = parameter_dtype(settings)
+                if dtype is not None and source_of(head.model) is not None:
+                    cast_parameters(head.model, dtype)  # as DeepSpeed does, before the device has them in float32
                 fill(head.model, device)
             self.engine, *_ = deepspeed.initialize(
                 model=head,

@@ -37,11 +37,12 @@ class JobFailed(RuntimeError):
     Args:
         is_unharmed: every rank has learned of the failure at the same place, before any role was trained. The run's
             state is good, and all ranks can save it together.
+        is_shared: every rank has learned of the failure at the same place, so collectives are possible.
     """
 
-    def __init__(self, message: str, is_unharmed: bool = False) -> None:
+    def __init__(self, message: str, is_unharmed: bool = False, is_shared: bool = False) -> None:
         super().__init__(message)
-        self.is_unharmed = is_unharmed
+        self.is_unharmed, self.is_shared = is_unharmed, is_shared
 
 
 _generations = itertools.count(1)

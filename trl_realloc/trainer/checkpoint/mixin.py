@@ -7,6 +7,7 @@ The files of a checkpoint are written in `saving`, `models` and `training_state`
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -55,6 +56,7 @@ class CheckpointMixin:
 
     _run: str | None = None  # name of the run in the manifests of its checkpoints
     _unfinished: UnfinishedCheckpoint | None = None  # the checkpoint that is being written
+    _saved_state: Any = None  # the trainer's state when its first file was written
     _saved_step = 0  # number of updates before the last save
     _data_begins = 0  # the update at which this run started to read its data
 
@@ -106,6 +108,7 @@ class CheckpointMixin:
             control=control,
         )
         self._saved_step = self.state.global_step
+        self._saved_state = copy.copy(self.state) if args.async_save else self.state
         if not args.async_save:
             self._finish_save()
 
@@ -123,10 +126,14 @@ class CheckpointMixin:
         best = self.state.best_model_checkpoint
         unfinished.finish(limit=args.save_total_limit, best=Path(best) if best else None)
         self.alarm.checkpoint(unfinished.final)
-        if args.push_to_hub:
-            self._push_from_checkpoint(str(unfinished.final))
-        should_save = self.control.should_save
-        self.control = self.callback_handler.on_save(args, self.state, self.control)
+        should_save, state = self.control.should_save, self.state
+        self.state = self._saved_state  # callbacks find the checkpoint's folder by `global_step`
+        try:
+            if args.push_to_hub:
+                self._push_from_checkpoint(str(unfinished.final))
+            self.control = self.callback_handler.on_save(args, self.state, self.control)
+        finally:
+            self.state = state
         self.control.should_save = should_save  # `on_save` resets it, but it may ask for the next checkpoint
 
     def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
@@ -170,7 +177,7 @@ class CheckpointMixin:
             is_unchanged = isinstance(error, NonFiniteError) or error.is_unharmed
             if is_unchanged and self.args.save_strategy != "no" and self.state.global_step > self._saved_step:
                 self._save_checkpoint(None, None)
-            if is_unchanged:
+            if isinstance(error, NonFiniteError) or error.is_shared:  # an older checkpoint may still be written
                 self._finish_save()
             raise
 
