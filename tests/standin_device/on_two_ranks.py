@@ -278,12 +278,12 @@ def folder() -> Iterator[Path]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def run(folder: Path, plan: Any, **changes: Any) -> Any:
+def run(folder: Path, plan: Any, resume: str | None = None, **changes: Any) -> Any:
     given = {"reward_model": tiny.classifier(4), "ref_model": tiny.policy(seed=5)}
     settings = {"max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": False, "adam_epsilon": 1e-4}
     made = tiny.trainer(folder, given=given, plan=plan, **{**settings, **changes})
     assert made.args.device == SIM
-    made.train()
+    made.train(resume_from_checkpoint=resume)
     return made
 
 
@@ -295,6 +295,19 @@ def test_ppo_on_two_devices_is_the_same_under_every_plan(name: str, folder: Path
         numbers = {name: value for name, value in here.items() if not name.startswith("realloc/")}
         assert numbers == {name: pytest.approx(value, abs=5e-3, rel=5e-3) for name, value in first.items()}
     made.placement.discard()
+
+
+def test_what_tensor_groups_save_on_their_devices_pipelines_resume_on_theirs(folder: Path) -> None:
+    made = run(folder, PLANS["tensor groups"], save_strategy="steps", save_steps=1)
+    expected = tiny.updates(made)[-1]
+    made.placement.discard()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    resumed = run(folder, PLANS["pipelines"], resume=str(folder / "checkpoint-2"))
+    last = {name: value for name, value in tiny.updates(resumed)[-1].items() if not name.startswith("realloc/")}
+    wanted = {name: value for name, value in expected.items() if not name.startswith("realloc/")}
+    assert last == {name: pytest.approx(value, abs=5e-3, rel=5e-3) for name, value in wanted.items()}
+    resumed.save_model(str(folder / "final"))
+    resumed.placement.discard()
 
 
 def test_a_change_of_the_plan_gives_the_old_plans_memory_back(folder: Path) -> None:
