@@ -89,7 +89,8 @@ class Setup:
 def prepare(
     args: PPOConfig, plugin: ReallocationPlugin, request: PlanRequest, rank: int, inputs: TrainerInputs
 ) -> Setup:
-    """Check everything that the user passed, choose the plan, and then make the policy. No weights are read.
+    """Check everything that the user passed, choose the plan, and then make the policy. No weights are read, unless the
+    policy can only be loaded whole.
 
     All ranks together. Fills in the computed fields of `args`.
 
