@@ -304,6 +304,20 @@ def test_a_split_engine_of_one_rank_trains_sixteen_bit_parameters_through_master
     assert torch.allclose(results[0]["policy_loss"], results[1]["policy_loss"], atol=1e-2)
 
 
+def test_a_split_engine_that_is_let_go_of_frees_its_sixteen_bit_parameters_and_masters() -> None:
+    alone, before = MeshGroup((0,), 0), allocated()
+    made: Any = MegatronEngine(
+        PolicyHead(tiny.policy().bfloat16(), 1.0),
+        SplitGroups(alone, alone, alone, alone, alone),
+        SIM,
+        make_optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=0.0),
+    )
+    made.train(training_batch(), LOSSES["policy"], 64, 1e-3)
+    assert allocated() > before
+    del made
+    assert allocated() == before
+
+
 def test_weights_reach_an_engines_shared_memory_from_the_device() -> None:
     buffers = WeightBuffers()
     weight = torch.arange(6.0, device=SIM).view(2, 3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,16 @@ class Master:
 
     def __post_init__(self) -> None:
         if is_low(self.parameter):
-            self.parameter.register_post_accumulate_grad_hook(self._add)
+            # a reference from the hook to this object, and from here to the parameter, would be a circle that the
+            # garbage collector does not see, and the memory of both would never be freed
+            reference = weakref.ref(self)
+
+            def add(parameter: Tensor) -> None:
+                master = reference()
+                assert master is not None, "the engine that trains the parameter has its master weight"
+                master._add(parameter)
+
+            self.parameter.register_post_accumulate_grad_hook(add)
 
     def _add(self, parameter: Tensor) -> None:
         gradient = local_gradient(self.parameter)
