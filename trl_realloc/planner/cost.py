@@ -190,7 +190,7 @@ class Pricing:
         parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
         parts = {name: work.updates * seconds for name, seconds in parts.items()}
         static = size / (dp if stage == 3 else 1) + size / (dp if stage >= 2 else 1)
-        static += elements * state_bytes(spec.bytes_per_element, self.moments) / (dp if stage else 1)
+        static += elements * state_bytes(spec.bytes_per_element, assignment, self.moments) / (dp if stage else 1)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
         return CallCost(parts, static, self._working(spec, tokens / micro, strategy, backward=True, held=held))
 

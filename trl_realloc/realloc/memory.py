@@ -50,14 +50,15 @@ def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -
     """Bytes of gradients and optimizer state of so many elements on a device. Under ZeRO stage 3 the elements are
     sharded already."""
     dp, stage = assignment.strategy.dp, assignment.strategy.zero_stage
-    state = elements * state_bytes(element_bytes)
+    state = elements * state_bytes(element_bytes, assignment)
     return elements * element_bytes // (dp if stage == 2 else 1) + state // (dp if stage in (1, 2) else 1)
 
 
-def state_bytes(element_bytes: int, moments: int = MOMENTS) -> int:
+def state_bytes(element_bytes: int, assignment: Assignment, moments: int = MOMENTS) -> int:
     """Bytes of optimizer state per element of a parameter: the moments, and a float32 master of an element of fewer
-    bytes."""
-    return moments + (_MASTER if element_bytes < _MASTER else 0)
+    bytes. DeepSpeed's ZeRO (0.19.8, all stages) has such a copy of float32 parameters too."""
+    is_deepspeed = assignment.engine == "zero" and assignment.strategy.zero_stage > 0
+    return moments + (_MASTER if element_bytes < _MASTER or is_deepspeed else 0)
 
 
 def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()) -> None:
