@@ -219,8 +219,16 @@ def unlike_files(split: MegatronEngine, case: Mapping[str, Any], head: str, weig
         model = model_of(case, head)
         model.load_state_dict(weights, strict=False)
         model.save_pretrained(theirs, max_shard_size="20KB")
-        files = [{p.name: p.read_bytes() for p in of.iterdir() if p.suffix != ".md"} for of in (ours, theirs)]
+        files = [{p.name: content(p) for p in of.iterdir() if p.suffix != ".md"} for of in (ours, theirs)]
         return float(len([name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]))
+
+
+def content(path: Path) -> Any:
+    """A file's bytes; a JSON file's values, because PEFT writes sets as lists in any order."""
+    if path.suffix != ".json":
+        return path.read_bytes()
+    values = json.loads(path.read_text())
+    return {key: sorted(map(str, value)) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def layout_gap(engine: MegatronEngine, case: Mapping[str, Any], head: str, tp: int, pp: int, world: int) -> None:

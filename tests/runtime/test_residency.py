@@ -40,6 +40,15 @@ def test_the_hosts_copy_is_made_once_for_a_frozen_role_never_changes() -> None:
     assert {p.data_ptr() for p in module.parameters()} == set(kept.values())
 
 
+def test_a_role_is_prefetched_again_after_it_was_released() -> None:
+    module = nn.Linear(4, 4).requires_grad_(False)
+    hook = Residency.attach(module, torch.device("cpu"))
+    for moves in (1, 2):
+        hook.prefetch()
+        assert hook.resident and hook.moves == moves
+        hook.release()
+
+
 def test_a_prefetched_call_moves_nothing_more() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
     hook = Residency.attach(module, torch.device("cpu"))

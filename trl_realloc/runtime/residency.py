@@ -55,9 +55,9 @@ class Residency(ModelHook):
         assert self._module is not None, "attach the hook first"
         if self.resident:
             return
+        size = sum(tensor.nbytes for tensor in self._host.values())
         # asked each time, because longer responses take more memory
-        fits = self.moves > 0 and has_room(self.device, sum(t.nbytes for t in self._host.values()))
-        if fits or not is_accelerator(self.device):
+        if not is_accelerator(self.device) or (self.moves > 0 and has_room(self.device, size)):
             self._move_to_device(self._module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
