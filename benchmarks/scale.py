@@ -18,14 +18,12 @@ import argparse
 import contextlib
 import json
 import os
-import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,9 @@ from rich.table import Table
 
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "trainer")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("trainer", "runtime"))]
+
+from mailboxes import Mailboxes  # noqa: E402
 
 from trl_realloc.algorithms.ppo import PPO, PPOSettings  # noqa: E402
 from trl_realloc.algorithms.prompts import PromptBatch  # noqa: E402
@@ -101,37 +101,6 @@ def plan_of(devices: int) -> ExecutionPlan:
 
 
 # --- samples: the executors of all ranks, in threads ----------------------------------------------------------------
-
-
-class Mailboxes:
-    """Messages in memory, and how many and how large each rank's were."""
-
-    def __init__(self, ranks: int) -> None:
-        self.messages, self.bytes = [0] * ranks, [0] * ranks
-        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
-        self._lock = threading.Lock()
-
-    def box(self, source: int, target: int, tag: int) -> queue.SimpleQueue[bytes]:
-        with self._lock:
-            return self._boxes[source, target, tag]
-
-
-class Mailbox:
-    """`runtime.messages.Messages` of one rank."""
-
-    def __init__(self, boxes: Mailboxes, rank: int) -> None:
-        self.boxes, self.rank = boxes, rank
-
-    def send(self, content: bytes, rank: int, tag: int) -> None:
-        self.boxes.messages[self.rank] += 1  # by this rank's thread alone
-        self.boxes.bytes[self.rank] += len(content)
-        self.boxes.box(self.rank, rank, tag).put(content)
-
-    def receive(self, rank: int, tag: int) -> bytes:
-        return self.boxes.box(rank, self.rank, tag).get()
-
-    def flush(self) -> None:
-        pass
 
 
 class NoEngines:
@@ -211,14 +180,14 @@ def update(plan: ExecutionPlan) -> Mailboxes:
         index=torch.arange(n), prompts=Ragged(torch.ones(n * PROMPT, dtype=torch.long), torch.full((n,), PROMPT))
     )
     batch = PromptBatch(prompts, [{}] * n)
-    boxes = Mailboxes(plan.cluster.size)
+    boxes = Mailboxes(timeout_s=None)
     settings = CallSettings(Sampling(LIMIT, 1.0), 0, None, None, [], {})
     failures: list[BaseException] = []
 
     def rank_of(rank: int) -> None:
         try:
             placement: Any = NoEngines(plan, rank)
-            exchange = Exchange(plan, rank, messages=Mailbox(boxes, rank))
+            exchange = Exchange(plan, rank, messages=boxes.of(rank))
             executor = CountedExecutor(placement, exchange, PPO(PPOSettings(LIMIT)), settings, Alarm())
             executor.lengths = lengths
             executor.run(batch, 0, {Role.ACTOR: 0.0, Role.CRITIC: 0.0})
@@ -226,7 +195,7 @@ def update(plan: ExecutionPlan) -> Mailboxes:
                 ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
                 if rank in ranks:  # on the versions, and on the outcome
                     for _ in range(2):
-                        combined(Mailbox(boxes, rank), ranks, rank, 0, max, 10 * tag)
+                        combined(boxes.of(rank), ranks, rank, 0, max, 10 * tag)
         except BaseException as error:
             failures.append(error)
             raise
@@ -269,8 +238,8 @@ def groups(plan: ExecutionPlan) -> list[int]:
 
     with (
         mock.patch.object(dist, "is_initialized", lambda: True),
-        mock.patch.object(dist, "get_backend", lambda *_: "nccl"),
-        mock.patch.object(process_groups, "_device", lambda: torch.device("cpu")),
+        mock.patch.object(process_groups, "is_accelerator", lambda _: True),
+        mock.patch.object(process_groups, "group_device", lambda *_: torch.device("cpu")),
         mock.patch.object(dist, "new_group", count),
     ):
         process_groups.make_groups(plan, 0, timedelta(seconds=1))
@@ -284,7 +253,8 @@ def row_of(devices: int) -> dict[str, Any]:
     boxes = update(plan)
     leaders = {assignment.mesh.first for assignment in plan.assignments.values()}
     others = [rank for rank in range(devices) if rank not in leaders]
-    of_samples, of_parameters, of_groups = boxes.messages, transfers(plan), groups(plan)
+    of_samples, of_bytes = ([count[rank] for rank in range(devices)] for count in (boxes.sent, boxes.bytes))
+    of_parameters, of_groups = transfers(plan), groups(plan)
     return {
         "devices": devices,
         "messages_per_rank": statistics.mean(of_samples) + statistics.mean(of_parameters),
@@ -292,9 +262,9 @@ def row_of(devices: int) -> dict[str, Any]:
         "messages_max_but_leaders": max(of_samples[rank] for rank in others) + max(of_parameters),
         "transfer_messages_per_rank": statistics.mean(of_parameters),
         "transfer_messages_per_rank_max": max(of_parameters),
-        "bytes_per_rank": statistics.mean(boxes.bytes),
-        "bytes_per_rank_max": max(boxes.bytes),
-        "bytes_max_but_leaders": max(boxes.bytes[rank] for rank in others),
+        "bytes_per_rank": statistics.mean(of_bytes),
+        "bytes_per_rank_max": max(of_bytes),
+        "bytes_max_but_leaders": max(of_bytes[rank] for rank in others),
         "groups_per_rank": statistics.mean(of_groups),
         "groups_per_rank_max": max(of_groups),
         "counted_in_s": time.perf_counter() - start,

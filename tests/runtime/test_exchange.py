@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_messages import Mailbox, Mailboxes
+from mailboxes import Mailbox, Mailboxes
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.cluster import Cluster, DeviceMesh

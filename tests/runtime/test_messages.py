@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from mailboxes import Mailbox, Mailboxes
 
 from trl_realloc.runtime.messages import combined, spread
-
-
-class Mailboxes:
-    """Messages between threads that play the ranks."""
-
-    def __init__(self) -> None:
-        self._boxes: dict[tuple[int, int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
-        self.sent = Counter[int]()
-        self._lock = threading.Lock()
-
-    def of(self, rank: int) -> Mailbox:
-        return Mailbox(self, rank)
-
-    def box(self, source: int, target: int, tag: int) -> queue.Queue[bytes]:
-        with self._lock:
-            return self._boxes[source, target, tag]
-
-
-class Mailbox:
-    """`runtime.messages.Messages` of one thread."""
-
-    def __init__(self, all_boxes: Mailboxes, rank: int) -> None:
-        self.all, self.rank = all_boxes, rank
-
-    def send(self, content: bytes, rank: int, tag: int) -> None:
-        self.all.sent[self.rank] += 1
-        self.all.box(self.rank, rank, tag).put(content)
-
-    def receive(self, rank: int, tag: int) -> bytes:
-        return self.all.box(rank, self.rank, tag).get(timeout=60)
-
-    def flush(self) -> None:
-        pass
 
 
 def on_every_rank(ranks: Sequence[int], work: Callable[[int, Mailbox], Any]) -> tuple[list[Any], Mailboxes]:

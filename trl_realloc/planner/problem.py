@@ -193,7 +193,7 @@ class Problem:
         """
         most, fullest = 0.0, 0
         for device in {candidate.assignment.mesh.first for candidate in state}:
-            static, transient = self._overhead(state, stays, device), 0.0
+            static, transient = sum(self._overhead(state, stays, device).values()), 0.0
             for at, candidate in enumerate(state):
                 if device in candidate.assignment.mesh:
                     static += 0.0 if self._shares(at, candidate, stays) else candidate.cost.static
@@ -206,14 +206,14 @@ class Problem:
         """Whether a call computes on the parameters that its role's training holds."""
         return at in stays and candidate.assignment.engine != "vllm"
 
-    def _overhead(self, state: State, stays: set[int], device: int) -> float:
-        """Bytes of a device's contexts and communicators."""
-        memory = self.space.pricing.memory
-        if memory is None or not (memory.context or memory.communicator):
-            return 0.0
-        return memory.context * self._processes(state, device) + memory.communicator * self._communicators(
-            state, stays, device
-        )
+    def _overhead(self, state: State, stays: set[int], device: int) -> dict[str, float]:
+        """Bytes of a device's contexts and communicators, each under its name."""
+        memory, sizes = self.space.pricing.memory, dict[str, float]()
+        if memory is not None and memory.context:
+            sizes["contexts"] = memory.context * self._processes(state, device)
+        if memory is not None and memory.communicator:
+            sizes["communicators"] = memory.communicator * self._communicators(state, stays, device)
+        return sizes
 
     def _processes(self, state: State, device: int) -> int:
         """The number of processes on a device: a vLLM engine is one of its own."""
@@ -225,10 +225,7 @@ class Problem:
         holds = {self.names[at]: c.cost.static for at, c in on_device if not self._shares(at, c, stays)}
         at, most = max(on_device, key=lambda item: item[1].cost.transient)
         holds[f"while {self.names[at]} runs"] = most.cost.transient
-        memory = self.space.pricing.memory
-        if memory is not None:
-            holds["contexts"] = memory.context * self._processes(state, device)
-            holds["communicators"] = memory.communicator * self._communicators(state, stays, device)
+        holds |= self._overhead(state, stays, device)
         return {name: size for name, size in holds.items() if size}
 
     def _communicators(self, state: State, stays: set[int], device: int) -> int:

@@ -1,0 +1,47 @@
+"""`runtime.messages.Messages` in memory, between threads that play the ranks of a job, with the number and the bytes of
+what each has sent."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, defaultdict
+
+
+class Mailboxes:
+    """The messages of all ranks.
+
+    Args:
+        timeout_s: of waiting for one message; `None` to wait for ever.
+    """
+
+    def __init__(self, timeout_s: float | None = 60.0) -> None:
+        self.timeout_s = timeout_s
+        self.sent, self.bytes = Counter[int](), Counter[int]()  # a rank's are counted by its own thread alone
+        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
+        self._lock = threading.Lock()
+
+    def of(self, rank: int) -> Mailbox:
+        return Mailbox(self, rank)
+
+    def box(self, source: int, target: int, tag: int) -> queue.SimpleQueue[bytes]:
+        with self._lock:
+            return self._boxes[source, target, tag]
+
+
+class Mailbox:
+    """The `Messages` of one rank."""
+
+    def __init__(self, boxes: Mailboxes, rank: int) -> None:
+        self.boxes, self.rank = boxes, rank
+
+    def send(self, content: bytes, rank: int, tag: int) -> None:
+        self.boxes.sent[self.rank] += 1
+        self.boxes.bytes[self.rank] += len(content)
+        self.boxes.box(self.rank, rank, tag).put(content)
+
+    def receive(self, rank: int, tag: int) -> bytes:
+        return self.boxes.box(rank, self.rank, tag).get(timeout=self.boxes.timeout_s)
+
+    def flush(self) -> None:
+        pass
