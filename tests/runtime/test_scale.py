@@ -1,4 +1,4 @@
-"""`benchmarks/scale.py` counts by the runtime's own code, whose names it replaces in two places: it must follow them."""
+"""`benchmarks/scale.py` counts by the runtime's own code and replaces some of its functions by their names."""
 
 from __future__ import annotations
 
