@@ -24,9 +24,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.plan.dataflow import CallKind, Role, ppo_graph
+from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import DEVICES, AnalyticRates, Device, Link

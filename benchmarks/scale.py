@@ -41,7 +41,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("traine
 from mailboxes import Mailboxes  # noqa: E402
 
 from trl_realloc.algorithms.ppo import PPO, PPOSettings  # noqa: E402
-from trl_realloc.algorithms.prompts import PromptBatch  # noqa: E402
+from trl_realloc.algorithms.prompt_batches import PromptBatch  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
 from trl_realloc.engines.base import Sampling  # noqa: E402
 from trl_realloc.plan.cluster import Cluster, DeviceMesh  # noqa: E402

@@ -18,7 +18,8 @@ from papers import SETTINGS, spec_of
 from rich.console import Console
 from rich.table import Table
 
-from trl_realloc.plan.dataflow import Role, ppo_graph
+from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory

@@ -11,8 +11,8 @@ import pytest
 
 import trl_realloc
 from trl_realloc.cli.main import main
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.dataflow import ppo_graph
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS, flatten, interleave
 from trl_realloc.plan.timeline import Span, Timeline

@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
-from trl_realloc.plan.dataflow import CallKind, Role, ppo_graph
+from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
 from trl_realloc.plan.model_spec import FAMILIES
 from trl_realloc.trainer.plan_checks import check_layouts

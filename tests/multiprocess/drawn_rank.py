@@ -26,7 +26,7 @@ from drawn import case_of, config_of  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 
-from trl_realloc.algorithms.prompts import PromptBatch  # noqa: E402
+from trl_realloc.algorithms.prompt_batches import PromptBatch  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
 from trl_realloc.plan.dataflow import Role  # noqa: E402
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from whole_state import whole_state
 
 from trl_realloc import PPOTrainer
-from trl_realloc.algorithms.prompts import PromptBatch
+from trl_realloc.algorithms.prompt_batches import PromptBatch
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trl_realloc.plan import dataflow
+from trl_realloc.plan import algorithm_graphs
 
 
 SAMPLE = ("prompts", "responses")
-GRAPHS = {name: make() for name, make in dataflow.GRAPHS.items()}
+GRAPHS = {name: make() for name, make in algorithm_graphs.GRAPHS.items()}
 GRPO, REMAX, DPO = GRAPHS["grpo"], GRAPHS["remax"], GRAPHS["dpo"]

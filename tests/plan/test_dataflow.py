@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.dataflow import Call, CallKind, DataEdge, DataflowGraph, ParameterEdge, Role, ppo_graph
+from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.dataflow import Call, CallKind, DataEdge, DataflowGraph, ParameterEdge, Role
 
 
 GENERATE, FORWARD, TRAIN = CallKind

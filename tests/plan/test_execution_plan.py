@@ -12,9 +12,10 @@ from graphs import GRAPHS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import ENGINE_ABILITIES
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, is_legal, legal_meshes
-from trl_realloc.plan.dataflow import CallKind, DataflowGraph, ppo_graph
+from trl_realloc.plan.dataflow import CallKind, DataflowGraph
 from trl_realloc.plan.execution_plan import (
     ENGINES,
     LONGEST_NAME,

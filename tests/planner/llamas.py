@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.dataflow import DataflowGraph, Role, ppo_graph
+from trl_realloc.plan.dataflow import DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory

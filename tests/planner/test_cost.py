@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llamas import llama, pricing, specs, work
 
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
-from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role, ppo_graph
+from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.planner.cost import PARTS, CallCost, move_seconds, quick_move_seconds
 from trl_realloc.planner.hardware import DEVICES, AnalyticRates, Link, Sharing
 from trl_realloc.planner.problem import Problem

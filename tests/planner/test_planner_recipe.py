@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from llamas import llama, pricing
 
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.dataflow import Role, ppo_graph
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.planner.recipe import DEFAULTS, Recipe
 
 

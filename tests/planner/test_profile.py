@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from llamas import llama, work
 
 from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.plan.dataflow import ppo_graph
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Sharing

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from llamas import llama, pricing, specs, work
 
 from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.algorithm_graphs import GRAPHS, ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
-from trl_realloc.plan.dataflow import GRAPHS, CallKind, ppo_graph
+from trl_realloc.plan.dataflow import CallKind
 from trl_realloc.planner import search as searching
 from trl_realloc.planner.choose import choose, why_slower
 from trl_realloc.planner.cost import CallCost

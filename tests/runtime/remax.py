@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trl_realloc.algorithms.base import TrainingLoss
-from trl_realloc.algorithms.prompts import PromptBatch
+from trl_realloc.algorithms.prompt_batches import PromptBatch
 from trl_realloc.algorithms.rewards import FunctionReward
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import Sampling

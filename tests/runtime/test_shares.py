@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from trl_realloc.algorithms.ppo import PPO, PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.dataflow import ppo_graph
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.runtime.shares import Share, shares_of_samples, shares_of_training

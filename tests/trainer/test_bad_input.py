@@ -14,8 +14,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import OPTConfig
 
 from trl_realloc.engines.generation.vllm import is_vllm_available
+from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.dataflow import Role, grpo_graph
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
 from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.plan_checks import check_layouts

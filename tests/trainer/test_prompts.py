@@ -9,7 +9,8 @@ import pytest
 import tiny
 from datasets import Dataset
 
-from trl_realloc.algorithms.prompts import check_prompts, collate_prompts
+from trl_realloc.algorithms.prompt_batches import collate_prompts
+from trl_realloc.algorithms.prompts import check_prompts
 
 
 def test_a_collator_changes_the_context_length_only_by_what_it_makes_of_the_prompts(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import tiny
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from trl_realloc.algorithms.prompts import SeededOrder, batches_of
+from trl_realloc.algorithms.prompt_batches import SeededOrder, batches_of
 from trl_realloc.trainer.ppo_config import ConfigError
 
 

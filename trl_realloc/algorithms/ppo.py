@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.dataflow import DataflowGraph, Role, ppo_graph
+from ..plan.algorithm_graphs import ppo_graph
+from ..plan.dataflow import DataflowGraph, Role
 from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
 from .base import TrainingLoss
 from .rollout import Ragged, Rollouts

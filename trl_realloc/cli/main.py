@@ -21,9 +21,9 @@ from rich.text import Text
 from .. import __version__
 from ..common.errors import PlanError, Problems, shown, suggest
 from ..common.files import exists, read_yaml_mapping, shortened
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import MOST_DEVICES, Cluster
-from ..plan.dataflow import ppo_graph
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline

@@ -7,7 +7,7 @@ calls in the next iteration. Where and how a call runs is in `assignment`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -267,69 +267,3 @@ def _columns(where: str, value: object) -> tuple[str, ...]:
     if len(value) > MOST_COLUMNS:
         raise PlanError(f"graph, {where}: {len(value):,} columns, and {MOST_COLUMNS} are the most.")
     return tuple(value)
-
-
-_SAMPLE = ("prompts", "responses")
-_TRAINING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")
-
-
-def ppo_graph() -> DataflowGraph:
-    """PPO's six calls."""
-    return DataflowGraph(
-        (
-            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
-            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
-            Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
-            Call(Role.CRITIC, CallKind.FORWARD, _SAMPLE, ("values",)),
-            Call(Role.ACTOR, CallKind.TRAIN, _TRAINING),
-            Call(Role.CRITIC, CallKind.TRAIN, _TRAINING),
-        )
-    )
-
-
-def grpo_graph() -> DataflowGraph:
-    """GRPO (Shao et al. 2024): several responses of each prompt, each a sample, and no critic."""
-    return DataflowGraph(
-        (
-            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
-            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
-            Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
-            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", "ref_logprobs", "scores")),
-        )
-    )
-
-
-def remax_graph() -> DataflowGraph:
-    """ReMax (Li et al. 2023) for the planner: the greedy response's reward is the baseline. One call generates both
-    responses, because decoding them in one batch takes fewer steps than in two. The executor runs it as two calls with
-    labels (docs/algorithms.md)."""
-    greedy = "greedy_responses"
-    return DataflowGraph(
-        (
-            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs", greedy), passes=2),
-            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
-            Call(Role.REWARD, CallKind.FORWARD, (*_SAMPLE, greedy), ("scores", "baselines"), passes=2),
-            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", "ref_logprobs", "scores", "baselines")),
-        )
-    )
-
-
-def dpo_graph() -> DataflowGraph:
-    """DPO (Rafailov et al. 2023): two given responses of each prompt, scored by the reference and trained on."""
-    pair = ("prompts", "chosen", "rejected")
-    ref_logprobs = ("ref_chosen_logprobs", "ref_rejected_logprobs")
-    return DataflowGraph(
-        (
-            Call(Role.REFERENCE, CallKind.FORWARD, pair, ref_logprobs, passes=2),
-            Call(Role.ACTOR, CallKind.TRAIN, (*pair, *ref_logprobs), passes=2),
-        ),
-        sources=pair,
-    )
-
-
-GRAPHS: Mapping[str, Callable[[], DataflowGraph]] = {
-    "ppo": ppo_graph,
-    "grpo": grpo_graph,
-    "remax": remax_graph,
-    "dpo": dpo_graph,
-}

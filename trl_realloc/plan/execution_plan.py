@@ -16,9 +16,10 @@ import yaml
 
 from ..common.errors import PlanError, Problems, nearest, shown, suggest, unknown_keys
 from ..common.files import parse_yaml, read_text
+from .algorithm_graphs import ppo_graph
 from .assignment import ENGINES, RELEASE_FLAGS, Assignment, ParallelStrategy, assignment_problems, engines_for, in_place
 from .cluster import Cluster, DeviceMesh
-from .dataflow import CallKind, DataflowGraph, ParameterEdge, ppo_graph
+from .dataflow import CallKind, DataflowGraph, ParameterEdge
 
 
 __all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]

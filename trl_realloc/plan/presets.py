@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from ..common.errors import PlanError, nearest, shown
 from ..common.files import exists
+from .algorithm_graphs import ppo_graph
 from .cluster import Cluster, DeviceMesh, halves
-from .dataflow import CallKind, DataflowGraph, Role, ppo_graph
+from .dataflow import CallKind, DataflowGraph, Role
 from .execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.errors import PlanError
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
-from ..plan.dataflow import DataflowGraph, ppo_graph
+from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
 from ..plan.presets import PRESETS
 from .cost import PARTS, CallCost, Pricing

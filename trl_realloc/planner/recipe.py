@@ -11,8 +11,9 @@ from typing import Any
 from ..common.errors import MOST_LISTED, PlanError, Problems, nearest, shown
 from ..common.files import exists, read_json_mapping, read_yaml_mapping, shortened
 from ..common.settings import SETTINGS, number_of_text, read_settings
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
-from ..plan.dataflow import CallKind, Role, ppo_graph
+from ..plan.dataflow import CallKind, Role
 from ..plan.model_spec import Head, ModelSpec
 from .device_memory import HEADROOM
 from .workload import Workload

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..engines.models import shell
-from ..plan.dataflow import DataflowGraph, Role, ppo_graph
+from ..plan.algorithm_graphs import ppo_graph
+from ..plan.dataflow import DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, ModelSpec
 
 

@@ -21,14 +21,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ..algorithms.base import Algorithm
 from ..algorithms.ppo import PPO, PPOSettings
-from ..algorithms.prompts import PromptBatch
+from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
 from ..common.errors import PlanError
 from ..engines.base import Sampling
 from ..engines.models import frozen_copy, shell, with_adapters, without_dropout
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import Assignment, ParallelStrategy
-from ..plan.dataflow import CallKind, Role, ppo_graph
+from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import flatten
 from ..plan.timeline import Timeline

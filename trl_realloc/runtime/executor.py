@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..algorithms.base import Algorithm, training_inputs
 from ..algorithms.nonfinite import NonFiniteError, problem_of, with_text
-from ..algorithms.prompts import PromptBatch
+from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import RewardError
 from ..algorithms.rollout import Rollouts
 from ..engines.base import EngineError, Rate, Sampling

@@ -15,7 +15,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
 
-from ..algorithms.prompts import PromptBatch, prompt_loader, tokenize_prompts
+from ..algorithms.prompt_batches import PromptBatch, prompt_loader
+from ..algorithms.prompts import tokenize_prompts
 from ..plan.dataflow import CallKind, Role
 from ..runtime.executor import EVALUATION_STEP, Executor
 from .completions import completion_rows, show_completions

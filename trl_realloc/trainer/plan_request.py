@@ -15,8 +15,8 @@ from ..common.errors import PlanError
 from ..engines.device import is_accelerator
 from ..engines.generation.vllm import is_vllm_available, why_not_served
 from ..engines.models import read_config
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
-from ..plan.dataflow import ppo_graph
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import AUTO, resolve_plan
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 from transformers.utils import logging
 
-from ..algorithms.prompts import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
+from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
 from ..common.notices import working
 from ..engines.base import Sampling
 from ..plan.dataflow import Role

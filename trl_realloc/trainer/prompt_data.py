@@ -1,6 +1,6 @@
 """The prompts of a run: the training and evaluation datasets, tokenized and checked against the policy.
 
-Tokenizing, checking and batching themselves are in `algorithms.prompts`.
+Tokenizing and checking are in `algorithms.prompts`, batching in `algorithms.prompt_batches`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..algorithms.prompts import PromptBatch, check_prompts, collate_prompts, tokenize_prompts
+from ..algorithms.prompt_batches import PromptBatch, collate_prompts
+from ..algorithms.prompts import check_prompts, tokenize_prompts
 from .ppo_config import PPOConfig
 from .trainer_inputs import TrainerInputs
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 
-from ..algorithms.prompts import PromptBatch
+from ..algorithms.prompt_batches import PromptBatch
 from ..engines.models import adapters_off, has_adapters
 from ..plan.dataflow import CallKind, Role
 from ..runtime.placement import Placement

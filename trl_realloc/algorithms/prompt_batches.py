@@ -1,0 +1,121 @@
+"""Global batches of prompts: the order of a data set's rows, a batch of them, and the batches of a range of updates.
+
+A data set is tokenized and checked in `prompts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from .rollout import Ragged, Rollouts
+
+
+class PromptBatch:
+    """One global batch: `prompts` with the columns `index` and `prompts`, and `rows`, the other columns of each
+    sample."""
+
+    def __init__(self, prompts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.prompts, self.rows = prompts, tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class SeededOrder(Sampler[int]):
+    """Permutes the rows in every pass over the data, from (seed, pass).
+
+    The number of an update therefore gives its position in the data, so a resumed run continues where the other
+    stopped.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed, self.epoch = size, seed, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        seed = int(np.random.SeedSequence((self.seed, self.epoch)).generate_state(1, np.uint64)[0])
+        generator = torch.Generator().manual_seed(seed >> 1)
+        yield from torch.randperm(self.size, generator=generator).tolist()
+
+
+def collate_prompts(
+    pad_token_id: int | None, data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
+) -> Callable[[list[Mapping[str, Any]]], PromptBatch]:
+    """Makes the function that turns rows into a `PromptBatch`.
+
+    Args:
+        data_collator: the user's. Its `input_ids` (and `attention_mask`) are used, and their padding is removed,
+            because engines pad on their own.
+    """
+
+    def collate(rows: list[Mapping[str, Any]]) -> PromptBatch:
+        ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+        masks = [row.get("attention_mask") for row in rows]
+        if data_collator is not None:
+            collated = data_collator([dict(row) for row in rows])
+            ids = list(torch.as_tensor(collated["input_ids"]).long())
+            masks = list(collated.get("attention_mask", [None] * len(ids)))
+        prompts = [_unpadded(row, mask, pad_token_id) for row, mask in zip(ids, masks, strict=True)]
+        index = torch.arange(len(rows))
+        others = [{k: v for k, v in row.items() if k not in ("input_ids", "attention_mask")} for row in rows]
+        return PromptBatch(Rollouts(index=index, prompts=Ragged.of(prompts, torch.long)), others)
+
+    return collate
+
+
+def _unpadded(ids: torch.Tensor, mask: Any, pad_token_id: int | None) -> torch.Tensor:
+    """The token ids that `mask` keeps; without a mask, the ids after the padding on the left."""
+    if mask is not None:
+        return ids[torch.as_tensor(mask).bool()]
+    if not len(ids) or pad_token_id is None or int(ids[0]) != pad_token_id:
+        return ids
+    real = (ids != pad_token_id).nonzero()
+    return ids[int(real[0]) :] if len(real) else ids
+
+
+def prompt_loader(
+    dataset: Any, batch_size: int, collate: Callable[[list[Any]], PromptBatch], order: Sampler[int] | None
+) -> DataLoader[PromptBatch]:
+    """Global batches, the same on every rank, because the plan assigns samples to devices.
+
+    With `order` there are full batches only, and the rows of a last partial one are left out of the pass. Without it
+    all rows come in their own order.
+    """
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=order,
+        shuffle=False if order is None else None,
+        collate_fn=collate,
+        drop_last=order is not None,
+    )
+
+
+def batches_of(loader: DataLoader[PromptBatch], start: int, stop: int) -> Iterator[tuple[PromptBatch, bool, bool]]:
+    """The batches of updates `start` to `stop`, in as many passes over the data as they need.
+
+    Yields:
+        A batch, whether it is the first one read in its pass, and whether it is the last.
+    """
+    per_pass = len(loader)
+    step = start
+    while step < stop:
+        if isinstance(loader.sampler, SeededOrder):
+            loader.sampler.epoch = step // per_pass
+        is_first, first_position = True, step % per_pass
+        for position, batch in enumerate(loader):
+            if position < first_position:
+                continue
+            step += 1
+            is_last = position + 1 == per_pass or step == stop
+            yield batch, is_first, is_last
+            is_first = False
+            if is_last:
+                break
