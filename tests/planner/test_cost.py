@@ -60,7 +60,7 @@ def test_an_offloaded_role_is_brought_back_over_the_host_link() -> None:
 
 
 def test_samples_in_and_out_take_their_time() -> None:
-    assert price("reward.forward", on(8, "zero")).parts["launch"] == DEVICES["h100"].call
+    assert price("reward.forward", on(8, "zero")).parts["handover"] == DEVICES["h100"].call
 
 
 def test_decoding_slows_as_the_cache_grows() -> None:

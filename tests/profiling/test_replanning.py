@@ -24,19 +24,21 @@ def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
         broadcasts.append(value)
         return 5.0, None
 
-    better = SimpleNamespace(best=SimpleNamespace(seconds=4.99))  # by too little to move
+    better = SimpleNamespace(best=SimpleNamespace(seconds=4.7))  # by less than estimates are good for
     monkeypatch.setattr(replanning, "from_first_rank", from_first_rank)
     monkeypatch.setattr(replanning, "estimate_at_lengths", lambda *_: SimpleNamespace(seconds=estimate))
     monkeypatch.setattr(replanning, "choose", lambda *_, **__: better)
     workload = SimpleNamespace(of_lengths=lambda lengths: None)
     models = SimpleNamespace(specs={})
     options = SimpleNamespace(collective_timeout_s=1.0)
+    priced = SimpleNamespace(rates=SimpleNamespace(error=0.08))
     job = SimpleNamespace(
-        rank=rank, engine="vllm", models=models, workload=workload, options=options, pricing=lambda *_: None
+        rank=rank, engine="vllm", models=models, workload=workload, options=options, pricing=lambda *_: priced
     )
     planned = SimpleNamespace(priced=SimpleNamespace(seconds=1.0), profile=object(), decision=object())
-    watcher = Replanner(job, planned, threshold=0.1)  # type: ignore[arg-type]
+    observer = SimpleNamespace(job_plan=planned)
+    watcher = Replanner(job, observer, threshold=0.1)  # type: ignore[arg-type]
     watcher.note([3, 4])
     assert watcher.better(updates_left=10, move_seconds=0.0) is None
     assert len(broadcasts) == 1
-    assert watcher.job_plan is planned
+    assert observer.job_plan is planned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..plan.assignment import Assignment, ParallelStrategy
 from ..plan.cluster import Cluster
@@ -16,6 +16,7 @@ from ..plan.dataflow import Call, CallKind
 from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, state_bytes
 from ..realloc.schedule import TransferSchedule
+from .corrections import Corrections
 from .device_memory import DeviceMemory
 from .hardware import Link, Rates
 from .workload import Workload
@@ -25,13 +26,15 @@ from .workload import Workload
 PARTS = {
     "compute": "arithmetic",
     "memory": "reading weights and caches (memory bandwidth)",
-    "launch": "scheduling, and handing samples in and out",
+    "handover": "receiving and sending samples",
+    "launch": "scheduling decode steps",
     "tensor": "tensor-parallel collectives",
     "pipeline": "messages between pipeline stages",
     "bubble": "pipeline stages that wait (bubbles)",
     "data": "data-parallel reductions and ZeRO's gathers",
     "optimizer": "optimizer steps",
     "load": "parameters into the engine or back from host memory",
+    "functions": "reward functions",
 }
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
@@ -62,6 +65,10 @@ class CallCost:
         parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
         return CallCost(parts, self.static + other.static, max(self.transient, other.transient))
 
+    def times(self, factor: float) -> CallCost:
+        """The cost of a call that takes `factor` times as long."""
+        return replace(self, parts={name: factor * seconds for name, seconds in self.parts.items()})
+
 
 @dataclass(frozen=True)
 class Pricing:
@@ -72,6 +79,7 @@ class Pricing:
         vllm_share: fraction of a device's memory that a vLLM engine reserves.
         moments: bytes of optimizer state for each trained element, without the float32 master weight.
         default_cap: largest number of tokens of one forward if the plan has no `micro_batch_tokens`. `None`: no cap.
+        corrections: of the estimates, by the runs before.
     """
 
     cluster: Cluster
@@ -81,13 +89,25 @@ class Pricing:
     vllm_share: float = 0.3
     moments: int = MOMENTS
     default_cap: int | None = None
+    corrections: Corrections = field(default_factory=Corrections)
 
     def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
         """The cost of a call that runs the models of `specs` one after the other."""
+        cost = self.work(call, specs, assignment).times(self.corrections.factor(call, assignment))
+        handover = self.corrections.handover
+        if handover is None:
+            cost += self._shared(CallCost({"handover": self.rates.call}), assignment)
+        else:
+            cost += CallCost({"handover": handover})
+        functions = self.corrections.functions.get(call.name) if not specs else None
+        return cost if functions is None else cost + CallCost({"functions": functions})
+
+    def work(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
+        """The cost of a call without corrections, and without receiving and sending its samples."""
         if call.passes > 1:
             work = replace(self.workload, episodes=call.passes * self.workload.episodes)
-            return replace(self, workload=work).price(replace(call, passes=1), specs, assignment)
-        total = CallCost({"launch": self.rates.call})
+            return replace(self, workload=work).work(replace(call, passes=1), specs, assignment)
+        total = CallCost({})
         for spec in specs:
             match call.kind:
                 case CallKind.GENERATE:

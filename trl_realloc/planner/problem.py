@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from ..plan.assignment import Assignment, in_place
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.model_spec import ModelSpec
 from ..plan.timeline import Timeline
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
-from .cost import CallCost, move_seconds, quick_move_seconds
+from .cost import CallCost, Pricing, move_seconds, quick_move_seconds
 from .simulate import Task, simulate, steady_seconds
 from .space import Candidate, Space
 
@@ -81,11 +82,15 @@ class PricedPlan:
 
     @property
     def timeline(self) -> Timeline:
-        """The expected timeline of one iteration."""
+        """The expected timeline of one iteration. A call's span begins when it has its samples, as in a measured one."""
         seconds = {name: cost.seconds for name, cost in self.costs.items()}
+        waiting = {
+            name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in self.costs.items() if cost.parts
+        }
         sharing = self.space.pricing.rates.sharing
-        spans = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, sharing=sharing)
-        return spans.of_step(1)
+        timeline = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, sharing=sharing)
+        spans = timeline.of_step(1).spans
+        return Timeline(replace(span, start=span.start + waiting.get(span.call, 0.0) * span.seconds) for span in spans)
 
 
 @dataclass
@@ -146,7 +151,8 @@ class Problem:
         home, other = state[source], state[target]
         key = (id(home), id(other), exact)
         if key not in self._moves:
-            self._moves[key] = self._priced_move(home, other, self.names[source], exact)
+            factor = self.space.pricing.corrections.move(self.names[target])
+            self._moves[key] = factor * self._priced_move(home, other, self.names[source], exact)
         return self._moves[key]
 
     def _priced_move(self, home: Candidate, other: Candidate, name: str, exact: bool) -> float:
@@ -270,3 +276,18 @@ class Problem:
     def _priced(self, name: str, assignment: Assignment) -> Candidate:
         space = self.space
         return Candidate(assignment, space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignment))
+
+
+def estimate_plan(
+    plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, *, exact: bool = True
+) -> PricedPlan:
+    """A written plan with its estimate.
+
+    Args:
+        exact: as `Problem.priced_plan`'s.
+
+    Raises:
+        PlanError: the profile has no measurements of a model, or of a split.
+    """
+    problem = Problem(Space(plan.cluster, plan.graph, specs, pricing), {}, barrier=True)
+    return problem.priced_plan(problem.state_of(plan.assignments), plan.name, exact=exact)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +21,7 @@ from ..common.files import MOST_RECORD_BYTES, read_json_mapping
 from ..common.schema import checked
 from ..plan.cluster import MOST_DEVICES
 from ..plan.model_spec import ModelSpec
+from .corrections import Corrections
 from .hardware import Sharing
 
 
@@ -89,6 +90,7 @@ class Profile:
         nodes: number of nodes of the job that measured it.
         links: messages and all-reduces on the network that is planned for; empty where that is the one on which the
             observations were made.
+        corrections: of estimates from these observations, by the runs since.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -102,6 +104,7 @@ class Profile:
     thorough: bool = False
     nodes: _Count = 1
     links: tuple[Observation, ...] = ()
+    corrections: Corrections = field(default_factory=Corrections)
 
     def save(self, path: str | Path) -> None:
         """As JSON, a line for each observation; the file is whole or is not there, for other jobs may read it."""
@@ -109,6 +112,7 @@ class Profile:
         file.parent.mkdir(parents=True, exist_ok=True)
         head = {key: value for key, value in vars(self).items() if key not in ("observations", "links")}
         head["links"] = [asdict(row) for row in self.links]
+        head["corrections"] = asdict(self.corrections)
         head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(row)) for row in self.observations)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")

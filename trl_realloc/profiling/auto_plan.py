@@ -5,21 +5,18 @@ Rank 0 searches and all ranks receive the same plan. `planner.choose` decides; `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from ..common.errors import PlanError
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.model_spec import ModelSpec
 from ..plan.presets import flatten
 from ..planner.choose import Decision, choose
-from ..planner.cost import Pricing
-from ..planner.problem import PricedPlan, Problem
+from ..planner.problem import PricedPlan, estimate_plan
 from ..planner.profile import Profile
 from ..planner.show import alternatives_table, plan_cost_table
-from ..planner.space import Space
 from ..runtime.process_groups import from_first_rank
 from .job import Job
 from .profile_cache import cached_profile, known_profile
@@ -81,20 +78,9 @@ def known_estimate(job: Job, plan: ExecutionPlan) -> JobPlan:
         profile = known_profile(job)
         if profile is None:
             return JobPlan(plan)
-        return JobPlan(plan, estimate(plan, job.models.specs, job.pricing(profile)), profile=profile)
+        return JobPlan(plan, estimate_plan(plan, job.models.specs, job.pricing(profile)), profile=profile)
     except PlanError:  # the plan splits a model as was not measured
         return JobPlan(plan)
-
-
-def estimate(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> PricedPlan:
-    """A written plan with its estimate.
-
-    Raises:
-        PlanError: the profile has no measurements of a model, or of a split.
-    """
-    space = Space(plan.cluster, plan.graph, specs, pricing)
-    problem = Problem(space, {}, barrier=True)
-    return problem.priced_plan(problem.state_of(plan.assignments), plan.name)
 
 
 def estimate_at_lengths(job: Job, job_plan: JobPlan, lengths: Sequence[int]) -> PricedPlan | None:
@@ -103,7 +89,7 @@ def estimate_at_lengths(job: Job, job_plan: JobPlan, lengths: Sequence[int]) -> 
     if job_plan.priced is None or job_plan.profile is None or not lengths:
         return job_plan.priced
     pricing = job.pricing(job_plan.profile, job.workload.of_lengths(lengths))
-    return estimate(job_plan.plan, job.models.specs, pricing)
+    return estimate_plan(job_plan.plan, job.models.specs, pricing)
 
 
 def print_decision(decision: Decision, profile: Profile, *, is_new: bool) -> None:
@@ -114,6 +100,8 @@ def print_decision(decision: Decision, profile: Profile, *, is_new: bool) -> Non
     """
     console = Console(stderr=True)
     source = "measured just now" if is_new else "measured before"
+    if corrected := profile.corrections.described():
+        source += f", and corrected by the times of earlier runs: {corrected}"
     console.print(f"plan: auto on {profile.hardware} ({source}). {decision.summary}")
     console.print(plan_cost_table(decision.best))
     if decision.alternatives:

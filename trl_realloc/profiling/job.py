@@ -60,4 +60,5 @@ class Job:
             vllm_share=self.vllm_share,
             moments=MOMENTS,
             default_cap=CACHED_TOKENS if size is None else None,
+            corrections=profile.corrections,
         )

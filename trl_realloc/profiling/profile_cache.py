@@ -115,6 +115,18 @@ def known_profile(job: Job) -> Profile | None:
     return profile if job.cluster.nodes == 1 or profile.about.get("network") == network() else None
 
 
+def keep_corrections(profile: Profile, job: Job) -> None:
+    """Write a profile with other corrections to the cache. Rank 0 calls this alone. Where another job has measured
+    the machine again meanwhile, its profile stays."""
+    path = cache_path(job)
+    try:
+        if path.is_file() and Profile.load(path).observations != profile.observations:
+            return
+    except PlanError:  # damaged, or of another version
+        pass
+    _keep(profile, path, job.rank)
+
+
 def _keep(profile: Profile, path: Path, rank: int) -> None:
     if rank != 0:
         return

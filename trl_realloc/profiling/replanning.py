@@ -1,4 +1,5 @@
-"""Decides when a run changes its plan, because its response lengths have changed.
+"""Decides when a run changes its plan, because the plan's estimate has changed: by the lengths of responses, or by the
+run's own times (`run_observer`).
 
 The trainer asks between two updates and makes the change; `runtime.run_state` keeps the training state meanwhile.
 """
@@ -14,24 +15,25 @@ from ..planner.profile import Profile
 from ..runtime.process_groups import from_first_rank
 from .auto_plan import JobPlan, estimate_at_lengths
 from .job import Job
+from .run_observer import RunObserver
 
 
 WINDOW = 4  # updates whose response lengths are used
-LEAST_GAIN = 0.02  # share of an iteration that another plan has to save
 
 
 class Replanner:
     """Watches response lengths and searches for a faster plan.
 
     Args:
-        job_plan: the plan that the planner chose for the job.
+        observer: of the run, whose plan the planner chose.
         threshold: the planner searches again when the estimate of the current plan has changed by more than this share.
     """
 
-    def __init__(self, job: Job, job_plan: JobPlan, threshold: float) -> None:
-        self.job, self.job_plan, self.threshold = job, job_plan, threshold
+    def __init__(self, job: Job, observer: RunObserver, threshold: float) -> None:
+        self.job, self.observer, self.threshold = job, observer, threshold
         self._lengths: deque[Sequence[int]] = deque(maxlen=WINDOW)
-        self._searched_at = job_plan.priced.seconds if job_plan.priced else 0.0  # the estimate at the last search
+        priced = observer.job_plan.priced
+        self._searched_at = priced.seconds if priced else 0.0  # the estimate at the last search
 
     def note(self, lengths: Sequence[int]) -> None:
         """Adds the response lengths (tokens) of one update."""
@@ -44,8 +46,8 @@ class Replanner:
         Args:
             move_seconds: seconds that a change of plan takes.
         """
-        profile = self.job_plan.profile
-        if self.job_plan.decision is None or profile is None:
+        profile = self.observer.job_plan.profile
+        if self.observer.job_plan.decision is None or profile is None:
             return None
         decision: Decision | None = None
         if self.job.rank == 0 and self._lengths:
@@ -55,12 +57,11 @@ class Replanner:
         self._searched_at, decision = from_first_rank((self._searched_at, decision), timeout_s)
         if decision is None:
             return None
-        self.job_plan = JobPlan.of(decision, profile)
-        return self.job_plan
+        return JobPlan.of(decision, profile)
 
     def _search(self, profile: Profile, updates_left: int, move_seconds: float, time_limit_s: float) -> Decision | None:
         lengths = [length for update in self._lengths for length in update]
-        current = estimate_at_lengths(self.job, self.job_plan, lengths)
+        current = estimate_at_lengths(self.job, self.observer.job_plan, lengths)
         assert current is not None, "a plan that the planner chose has an estimate"
         if abs(current.seconds / self._searched_at - 1) <= self.threshold:
             return None
@@ -72,7 +73,7 @@ class Replanner:
         except PlanError:
             return None
         saved = current.seconds - decision.best.seconds
-        if saved < current.seconds * LEAST_GAIN or saved * updates_left < move_seconds:
+        if saved < current.seconds * pricing.rates.error or saved * updates_left < move_seconds:
             return None
         self._searched_at = decision.best.seconds
         return decision

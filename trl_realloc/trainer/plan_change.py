@@ -1,4 +1,4 @@
-"""Moving a run to another execution plan between two updates, when the lengths of its responses have changed.
+"""Moving a run to another execution plan between two updates, when another plan is faster.
 
 The search for a faster plan is in `profiling.replanning`, the state that is moved in `runtime.run_state`.
 """
@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ..plan.dataflow import Role
 from ..profiling.auto_plan import JobPlan
 from ..profiling.replanning import Replanner
+from ..profiling.run_observer import RunObserver
 from ..runtime.executor import Executor
 from ..runtime.failures.alarm import Alarm
 from ..runtime.placement import Placement
@@ -30,23 +31,16 @@ from .setup import Setup
 logger = logging.get_logger(__name__)
 
 
-def make_replanner(setup: Setup, plugin: ReallocationPlugin) -> Replanner | None:
-    """What searches for a faster plan during the run.
-
-    Returns:
-        `None` where the user gave the plan, and where the run's state cannot be moved to another plan: with adapters, a
-        policy or a critic that is frozen in part, an optimizer of the user's, or one that cannot be sharded.
-    """
-    job_plan = setup.job_plan
+def can_change_plan(setup: Setup) -> bool:
+    """Whether the run's state can be moved to another plan. It cannot be with adapters, a policy or a critic that is
+    frozen in part, an optimizer of the user's, or one that cannot be sharded."""
     models = (setup.policy, setup.models_before_start[1])
     if not all(parameter.requires_grad for model in models for parameter in model.parameters()):
-        return None
+        return False
     is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
-    if job_plan.decision is None or setup.roles[Role.ACTOR].adapted or not is_default or not (plugin.replan or 0.0) > 0:
-        return None
-    if not can_be_sharded(setup.make_optimizer, torch.device("cpu")):  # another plan may shard its state
-        return None
-    return Replanner(setup.job, job_plan, plugin.replan or 0.0)
+    if setup.roles[Role.ACTOR].adapted or not is_default:
+        return False
+    return can_be_sharded(setup.make_optimizer, torch.device("cpu"))  # another plan may shard its state
 
 
 class PlanChangeMixin:
@@ -59,6 +53,7 @@ class PlanChangeMixin:
     placement: Placement
     executor: Executor
     alarm: Alarm
+    observer: RunObserver
     replanner: Replanner | None
     _place: Callable[[], None]
     _start: Callable[[], None]
@@ -66,12 +61,23 @@ class PlanChangeMixin:
 
     _start_seconds = 0.0  # what loading the models and starting the engines took
 
+    def _observe_run(self, plugin: ReallocationPlugin) -> None:
+        """Make the observer of the run and, where the planner chose its plan and the run can leave it, the replanner."""
+        self.observer = RunObserver(self.setup.job, self.setup.job_plan)
+        threshold = plugin.replan or 0.0
+        replans = self.setup.job_plan.decision is not None and threshold > 0 and can_change_plan(self.setup)
+        self.replanner = Replanner(self.setup.job, self.observer, threshold) if replans else None
+
     def _replan(self, iteration: Iteration) -> None:
-        """Move to another plan where it is now faster. Collective over the job."""
+        """Compare an update with the estimate, and move to another plan where it is now faster. Collective over the
+        job."""
+        has_samples = "responses" in iteration.samples  # on rank 0, which decides
+        lengths = iteration.samples.ragged("responses").lengths.tolist() if has_samples else []
+        self.observer.note(iteration, lengths)
         if self.replanner is None:
             return
-        if "responses" in iteration.samples:  # on rank 0, which decides
-            self.replanner.note(iteration.samples.ragged("responses").lengths.tolist())
+        if has_samples:
+            self.replanner.note(lengths)
         job_plan = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
         if job_plan is not None:
             self._move_to(job_plan)
@@ -91,6 +97,7 @@ class PlanChangeMixin:
         self._place()
         self._start()
         run_state.load_into(self.placement)
+        self.observer.follow(job_plan)
         if self.accelerator.is_main_process:
             expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""
             logger.warning(f"update {self.state.global_step}: the plan is now {job_plan.plan.name}{expected}.")
@@ -106,4 +113,4 @@ class PlanChangeMixin:
         self.setup = replace(self.setup, models_before_start=tuple(shells))
 
 
-__all__ = ["PlanChangeMixin", "make_replanner"]
+__all__ = ["PlanChangeMixin", "can_change_plan"]

@@ -28,7 +28,6 @@ from ..engines.base import Sampling
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
-from ..profiling.auto_plan import estimate_at_lengths
 from ..runtime.calls import check_first_weights
 from ..runtime.executor import make_executor
 from ..runtime.failures.alarm import Alarm
@@ -43,7 +42,7 @@ from .evaluation import EvaluationMixin
 from .input_checks import check_config
 from .metrics import SPANS, RunMetrics
 from .optimizers import follows_metrics
-from .plan_change import PlanChangeMixin, make_replanner
+from .plan_change import PlanChangeMixin
 from .plan_request import read_plan_request
 from .policy_and_value import PolicyAndValueWrapper
 from .ppo_config import PPOConfig
@@ -178,7 +177,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self._place()
-        self.replanner = make_replanner(self.setup, self.plugin)
+        self._observe_run(self.plugin)
 
     def _place(self) -> None:
         """Make the process groups and the executor of the plan. `_start` makes the engines."""
@@ -296,7 +295,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         if self.accelerator.is_main_process:  # after on_train_end, so that the progress bar has ended its line
-            expected = estimate_at_lengths(self.setup.job, self.setup.job_plan, list(self.metrics.lengths))
+            expected = self.observer.end(list(self.metrics.lengths))
             save_record(self.plan, self.timeline, expected, Path(args.output_dir))
         loss = self.metrics.mean_loss(args.vf_coef)
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})

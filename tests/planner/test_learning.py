@@ -1,0 +1,197 @@
+"""What a run teaches the planner: its own times correct the estimates, on a simulated machine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llamas import work
+from test_profile import ACTOR, CRITIC, made_up
+
+from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.dataflow import Role, ppo_graph
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import PRESETS
+from trl_realloc.plan.timeline import Span
+from trl_realloc.planner.corrections import Corrections, layout_name
+from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.learning import LEAST, WARM_UP, MeasuredUpdate, PlanEvidence
+from trl_realloc.planner.measured_rates import MeasuredRates
+from trl_realloc.planner.problem import estimate_plan
+from trl_realloc.planner.profile import Profile
+
+
+CLUSTER = Cluster(1, 4)
+SPECS = {c.name: (ACTOR,) if c.role in (Role.ACTOR, Role.REFERENCE) else (CRITIC,) for c in ppo_graph().calls}
+LENGTHS = tuple(range(20, 120))
+Slower = Callable[[str], float]
+
+
+def pricing(corrections: Corrections | None = None, processors: float | None = None) -> Pricing:
+    rates = MeasuredRates(made_up(processors))
+    return Pricing(CLUSTER, work(episodes=64), rates, corrections=corrections or Corrections())
+
+
+def plan(name: str) -> ExecutionPlan:
+    return PRESETS[name](CLUSTER, generation_engine="vllm")
+
+
+class Machine:
+    """Runs a plan as the planner's own simulation does, slower than it was measured.
+
+    Args:
+        slower: by the name of a call or of a reallocation, how many times longer it takes.
+        handover: seconds between calls, of each call.
+    """
+
+    def __init__(
+        self, slower: Slower, *, handover: float = 0.01, processors: float | None = None, seed: int = 0
+    ) -> None:
+        self.slower, self.handover, self.processors = slower, handover, processors
+        self.draw = random.Random(seed)
+
+    def pricing(self, factor: float = 1.0) -> Pricing:
+        calls = {name: factor * self.slower(name) for name in SPECS}
+        moves = {name: factor * self.slower(f"move to {name}") for name in SPECS}
+        return pricing(Corrections(calls, moves=moves, handover=factor * self.handover), self.processors)
+
+    def update(self, of: ExecutionPlan, lengths: tuple[int, ...] = LENGTHS, factor: float = 1.0) -> MeasuredUpdate:
+        factor *= self.draw.uniform(0.98, 1.02)
+        costs = self.pricing(factor)
+        estimate = estimate_plan(of, SPECS, replace(costs, workload=costs.workload.of_lengths(lengths)))
+        return MeasuredUpdate.of(estimate.timeline.spans, lengths)
+
+
+def learned(machine: Machine, of: ExecutionPlan, before: Corrections | None = None, updates: int = 9) -> Corrections:
+    evidence = PlanEvidence(of, SPECS, pricing(before, machine.processors))
+    evidence.add(machine.update(of, factor=20.0))  # kernels are compiled
+    for _ in range(updates):
+        evidence.add(machine.update(of))
+    return evidence.corrections()
+
+
+def errors(
+    machine: Machine, of: ExecutionPlan, corrections: Corrections, lengths: tuple[int, ...]
+) -> Mapping[str, float]:
+    """By call and for the iteration, estimate over truth minus 1."""
+    estimates = []
+    for costs in (pricing(corrections, machine.processors), machine.pricing()):
+        made = estimate_plan(of, SPECS, replace(costs, workload=costs.workload.of_lengths(lengths)))
+        estimates.append({**made.timeline.by_call(), "iteration": made.timeline.seconds_per_step})
+    return {name: estimates[0][name] / true - 1 for name, true in estimates[1].items()}
+
+
+@pytest.mark.parametrize("processors", [None, 2.0])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_machine_that_is_three_times_slower_than_it_was_measured_ends_with_estimates_within_ten_percent(
+    name: str, processors: float | None
+) -> None:
+    machine = Machine(lambda _: 3.0, handover=0.03, processors=processors)
+    before = errors(machine, plan(name), Corrections(), LENGTHS)
+    assert before["iteration"] == pytest.approx(-2 / 3, abs=0.02)
+    after = errors(machine, plan(name), learned(machine, plan(name)), LENGTHS)
+    assert {call: error for call, error in after.items() if abs(error) > 0.1} == {}
+
+
+@pytest.mark.parametrize("processors", [None, 2.0])
+def test_each_call_and_each_reallocation_is_corrected_by_its_own_factor(processors: float | None) -> None:
+    slower = {"actor.train": 4.0, "critic.train": 0.5, "reward.forward": 2.0, "move to actor.generate": 50.0}
+    machine = Machine(lambda name: slower.get(name, 1.0), handover=0.2, processors=processors)
+    split = plan("separate")
+    after = errors(machine, split, learned(machine, split), LENGTHS)
+    assert {call: error for call, error in after.items() if abs(error) > 0.1} == {}
+    assert any(" -> actor.generate" in call for call in after), "parameters are moved in it"
+
+
+def test_other_lengths_than_those_learned_from_are_estimated_as_well() -> None:
+    machine = Machine(lambda _: 3.0)
+    after = errors(machine, plan("flatten"), learned(machine, plan("flatten")), tuple(range(200, 400)))
+    assert max(map(abs, after.values())) < 0.1
+
+
+@given(factors=st.dictionaries(st.sampled_from(sorted(SPECS)), st.floats(0.02, 50.0)), seed=st.integers(0, 100))
+@settings(max_examples=25, deadline=None)
+def test_updates_that_something_else_slowed_down_do_not_count(factors: dict[str, float], seed: int) -> None:
+    machine, flat = Machine(lambda name: factors.get(name, 1.0), seed=seed), plan("flatten")
+    evidence = PlanEvidence(flat, SPECS, pricing())
+    for factor in (20.0, 1.0, 1.0, 10.0, 1.0, 1.0, 10.0, 1.0, 1.0):
+        evidence.add(machine.update(flat, factor=factor))
+    after = errors(machine, flat, evidence.corrections(), LENGTHS)
+    assert max(map(abs, after.values())) < 0.1
+
+
+def test_the_first_updates_and_too_few_of_them_correct_nothing() -> None:
+    machine = Machine(lambda _: 3.0)
+    evidence = PlanEvidence(plan("flatten"), SPECS, pricing())
+    for _ in range(WARM_UP + LEAST - 1):
+        evidence.add(machine.update(plan("flatten")))
+        assert evidence.corrections() == Corrections()
+    evidence.add(machine.update(plan("flatten")))
+    assert evidence.corrections().calls["actor.train"] == pytest.approx(3.0, rel=0.05)
+
+
+def test_what_is_learned_of_a_layout_is_kept_apart_and_a_slower_machine_slows_them_all() -> None:
+    """Otherwise a run would leave each plan that it has seen for one that it has not."""
+    call = ppo_graph().call("actor.train")
+    flat, split = plan("flatten"), plan("separate")
+    first = learned(Machine(lambda _: 1.0), flat)
+    both = learned(Machine(lambda _: 2.0), split, first)
+    assert both.factor(call, flat["actor.train"]) == pytest.approx(1.0, rel=0.05)
+    assert both.factor(call, split["actor.train"]) == pytest.approx(2.0, rel=0.05)
+    unseen = Assignment(DeviceMesh(0, 4), ParallelStrategy(1, 4), "megatron")
+    assert both.factor(call, unseen) == pytest.approx(1.5, rel=0.05), "between those that were seen"
+    slower = learned(Machine(lambda _: 3.0), flat, both)
+    assert slower.factor(call, flat["actor.train"]) == pytest.approx(3.0, rel=0.05)
+    assert slower.factor(call, split["actor.train"]) == pytest.approx(6.0, rel=0.1)
+
+
+def test_reward_functions_which_have_no_estimate_get_the_seconds_that_they_took() -> None:
+    specs = {**SPECS, "reward.forward": ()}
+    costs = pricing()
+    evidence = PlanEvidence(plan("flatten"), specs, costs)
+    estimate = estimate_plan(plan("flatten"), specs, costs)
+    for _ in range(WARM_UP + LEAST):
+        spans = [
+            Span("reward.forward", 0, 0.0, 7.0, 1),
+            *(s for s in estimate.timeline.spans if s.call != "reward.forward"),
+        ]
+        evidence.add(MeasuredUpdate.of(spans, LENGTHS))
+    corrections = evidence.corrections()
+    assert corrections.functions == {"reward.forward": 7.0}
+    cost = replace(costs, corrections=corrections).price(
+        ppo_graph().call("reward.forward"), (), plan("flatten")["reward.forward"]
+    )
+    assert cost.parts["functions"] == 7.0
+
+
+def test_corrections_are_kept_in_the_profile_and_a_file_with_wrong_ones_is_refused(tmp_path: Path) -> None:
+    profile = replace(made_up(), corrections=learned(Machine(lambda _: 3.0), plan("separate")))
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    for wrong in ({"calls": {"actor.train": 0.0}}, {"handover": -1.0}, {"handovers": 1.0}):
+        made_up().save(tmp_path / "wrong.json")
+        saved: dict[str, Any] = json.loads((tmp_path / "wrong.json").read_text())
+        saved["corrections"] = {**saved["corrections"], **wrong}
+        (tmp_path / "wrong.json").write_text(json.dumps(saved))
+        with pytest.raises(PlanError, match="corrections"):
+            Profile.load(tmp_path / "wrong.json")
+
+
+def test_the_corrections_are_said_in_a_line() -> None:
+    corrections = Corrections({"actor.train": 3.021, "critic.train": 1.01}, moves={"actor.generate": 0.5})
+    assert corrections.described() == "actor.train x 3.02, reallocation to actor.generate x 0.5"
+    assert Corrections().described() == ""
+
+
+def test_layouts_are_named_by_all_that_their_seconds_depend_on() -> None:
+    mesh = DeviceMesh(0, 4)
+    assert layout_name(Assignment(mesh, ParallelStrategy(2, 2), "megatron", offload=True)) == "megatron dp2 tp2 offload"

@@ -1,0 +1,143 @@
+"""What a run has learned is kept for the next run of the same models on the same machine, and for no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
+from trl_realloc.plan.dataflow import Role, ppo_graph
+from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.plan.presets import flatten
+from trl_realloc.planner.corrections import Corrections
+from trl_realloc.planner.problem import estimate_plan
+from trl_realloc.planner.profile import Observation, Profile, model_key
+from trl_realloc.profiling import profile_cache
+from trl_realloc.profiling.auto_plan import JobPlan, known_estimate
+from trl_realloc.profiling.job import Job
+from trl_realloc.profiling.job_models import JobModels
+from trl_realloc.profiling.profile_cache import cache_path, known_profile
+from trl_realloc.profiling.run_observer import RunObserver
+from trl_realloc.runtime.results import Iteration
+from trl_realloc.trainer.job_builder import make_job
+
+
+CLUSTER = Cluster(1, 2)
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 100}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+POLICY, CRITIC = (ModelSpec.from_config(CONFIG, head, bytes_per_element=4) for head in ("lm", "score"))
+SPECS = {c.name: (POLICY,) if c.role in (Role.ACTOR, Role.REFERENCE) else (CRITIC,) for c in ppo_graph().calls}
+LENGTHS = list(range(1, 9))
+
+
+def make(folder: Path, cluster: Cluster = CLUSTER, specs: Any = None, rank: int = 0, **values: Any) -> Job:
+    args = PPOConfig(output_dir=str(folder), use_cpu=True, report_to="none", **{"bf16": False, **values})
+    models = JobModels({}, specs or SPECS)
+    sizes = {"prompt_tokens": 5.0, "context_length": 60, "pad_token_id": 0}
+    return make_job(args, ReallocationPlugin(), cluster, rank, "transformers", models, **sizes)
+
+
+def measured(job: Job) -> Profile:
+    rows = []
+    for size in (1e4, 1e6):
+        rows += [Observation(work, "", 1e-4 + size / 1e9, 2, bytes=size) for work in ("send", "all_reduce")]
+    for spec in (POLICY, CRITIC):
+        for tokens in (100.0, 200.0):
+            counts: dict[str, Any] = {"tokens": tokens, "squared": 9 * tokens, "answered": tokens / 2}
+            counts |= {"layers": spec.layers, "elements": float(spec.elements)}
+            rows.append(Observation("forward", model_key(spec), 1e-3 * tokens, 2, **counts))
+            rows.append(Observation("train", model_key(spec), 4e-3 * tokens, 2, steps=1.0, **counts))
+    for samples in (4, 8):
+        counts = {"tokens": samples * 5.0, "steps": 60.0, "grown": samples * 60.0, "cached": samples * 1800.0}
+        counts |= {"layers": POLICY.layers, "elements": float(POLICY.elements)}
+        rows.append(Observation("generate", model_key(POLICY), 0.5 + 0.01 * samples, 2, **counts))
+    hardware = profile_cache.hardware(job.options.device)
+    return Profile(hardware, profile_cache.about(job), 2, None, False, tuple(rows))
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "cache"))
+    made = make(tmp_path)
+    measured(made).save(cache_path(made))
+    return made
+
+
+def three_times_slower(job: Job, job_plan: JobPlan) -> Iteration:
+    """An update that takes three times as long as was measured."""
+    assert job_plan.profile is not None
+    costs = replace(job.pricing(job_plan.profile), corrections=Corrections(dict.fromkeys(SPECS, 3.0)))
+    costs = replace(costs, workload=costs.workload.of_lengths(LENGTHS))
+    timeline = estimate_plan(job_plan.plan, job.models.specs, costs).timeline
+    return SimpleNamespace(spans=timeline.spans)  # type: ignore[return-value]
+
+
+def test_the_next_run_begins_with_what_the_last_one_has_learned(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = flatten(CLUSTER, generation_engine="transformers")
+    first = known_estimate(job, plan)
+    assert first.priced is not None
+    observer = RunObserver(job, first)
+    for _ in range(6):
+        observer.note(three_times_slower(job, first), LENGTHS)
+    corrected = observer.end(LENGTHS)
+    assert corrected is not None
+    assert "actor.train x 3" in capsys.readouterr().err
+    second = known_estimate(job, plan)
+    assert second.priced is not None
+    busy = second.priced.timeline.by_call()
+    for name, seconds in first.priced.timeline.by_call().items():
+        assert busy[name] == pytest.approx(3 * seconds, rel=0.1)
+
+
+def test_a_run_that_went_as_estimated_says_nothing(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    made = known_estimate(job, flatten(CLUSTER, generation_engine="transformers"))
+    observer = RunObserver(job, made)
+    observer.note(three_times_slower(job, made), LENGTHS)
+    observer.end(LENGTHS)
+    assert capsys.readouterr().err == ""
+    assert known_profile(job) == made.profile
+
+
+def test_a_profile_that_another_job_has_measured_meanwhile_is_not_overwritten(job: Job) -> None:
+    made = known_estimate(job, flatten(CLUSTER, generation_engine="transformers"))
+    observer = RunObserver(job, made)
+    newer = replace(measured(job), observations=measured(job).observations[:-1])
+    newer.save(cache_path(job))
+    for _ in range(6):
+        observer.note(three_times_slower(job, made), LENGTHS)
+    assert known_profile(job) == newer
+
+
+def test_only_rank_0_which_has_the_times_corrects(job: Job, tmp_path: Path) -> None:
+    made = known_estimate(job, flatten(CLUSTER, generation_engine="transformers"))
+    observer = RunObserver(make(tmp_path, rank=1), made)
+    for _ in range(6):
+        observer.note(three_times_slower(job, made), LENGTHS)
+    assert observer.job_plan is made
+
+
+def test_nothing_is_carried_to_another_device_cluster_model_or_dtype(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider = {name: (replace(spec, bytes_per_element=2),) for name, (spec,) in SPECS.items()}
+    deeper = ModelSpec.from_config({**CONFIG, "num_hidden_layers": 3}, "lm", bytes_per_element=4)
+    others = [
+        make(tmp_path, Cluster(1, 4)),
+        make(tmp_path, Cluster(2, 1)),
+        make(tmp_path, specs=wider),
+        make(tmp_path, specs={**SPECS, "actor.generate": (deeper,)}),
+        make(tmp_path, bf16=True),
+        make(tmp_path, gradient_checkpointing=False),
+        replace(job, engine="vllm"),
+    ]
+    paths = [cache_path(each) for each in (job, *others)]
+    assert job.options.device == torch.device("cpu")
+    monkeypatch.setattr(profile_cache, "hardware", lambda device: "NVIDIA H100 80GB HBM3")
+    paths.append(cache_path(job))
+    assert len(set(paths)) == len(paths)
+    assert known_profile(job) is None

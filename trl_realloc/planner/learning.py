@@ -1,0 +1,146 @@
+"""Corrects the estimates of a plan by the updates of a run under it.
+
+The measured seconds of each call are divided by its estimate at the update's response lengths. A median over updates
+keeps an update that something else slowed down out. `corrections` holds the result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.model_spec import ModelSpec
+from ..plan.timeline import Span, Timeline
+from .choose import MANY
+from .corrections import Corrections, bounded
+from .cost import Pricing
+from .problem import estimate_plan
+from .simulate import task_times, tasks_of
+
+
+WARM_UP = 1  # updates after a start that are left out: kernels are compiled and caches filled in them
+LEAST = 3  # updates after those, below which nothing is corrected
+WINDOW = 8  # latest updates that are used
+ROUNDS = 4  # calls that share processors change each other's seconds, so that factors are found in several rounds
+
+
+@dataclass(frozen=True)
+class MeasuredUpdate:
+    """The seconds of one update of a run.
+
+    Args:
+        spans: by the name of a call, of the device that took longest; by that of a reallocation, the median of the
+            devices, because devices that arrive early wait for the others.
+        seconds: from the first span's start to the last one's end.
+        lengths: of the responses, tokens.
+    """
+
+    spans: Mapping[str, float]
+    seconds: float
+    lengths: tuple[int, ...]
+
+    @staticmethod
+    def of(spans: Iterable[Span], lengths: Sequence[int]) -> MeasuredUpdate:
+        """Of the spans of all devices in one update."""
+        timeline = Timeline(spans)
+        seconds = timeline.by_call()
+        for name in (name for name in seconds if " -> " in name):
+            seconds[name] = float(median(span.seconds for span in timeline.spans if span.call == name))
+        return MeasuredUpdate(seconds, timeline.seconds_per_step, tuple(lengths))
+
+
+class PlanEvidence:
+    """The latest updates of a run under one plan.
+
+    Args:
+        specs: the models that each call runs, by the call's name.
+        pricing: with the corrections that were known before the run came to this plan.
+
+    Raises:
+        PlanError: the plan cannot be estimated.
+    """
+
+    def __init__(self, plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> None:
+        self.plan, self.specs, self.before = plan, specs, pricing.corrections
+        self.pricing = replace(pricing, corrections=Corrections())
+        is_small = plan.cluster.size <= MANY
+        self._moves = estimate_plan(plan, specs, self.pricing, exact=is_small).estimate.moves
+        self._updates: deque[tuple[MeasuredUpdate, dict[str, float]]] = deque(maxlen=WINDOW)
+        self.seen = 0
+
+    def add(self, update: MeasuredUpdate) -> None:
+        """Add an update. The first `WARM_UP` ones, and those without samples, are left out."""
+        self.seen += 1
+        if self.seen > WARM_UP and update.lengths:
+            pricing = replace(self.pricing, workload=self.pricing.workload.of_lengths(update.lengths))
+            graph = self.plan.graph
+            work = {
+                name: pricing.work(graph.call(name), self.specs.get(name, ()), self.plan[name]).seconds
+                for name in self.plan.order
+            }
+            self._updates.append((update, work))
+
+    def corrections(self) -> Corrections:
+        """The corrections after these updates; those before them where there are fewer than `LEAST`."""
+        if len(self._updates) < LEAST:
+            return self.before
+        functions = {
+            name: median(update.spans.get(name, 0.0) for update, _ in self._updates)
+            for name in self.plan.order
+            if all(work[name] == 0 for _, work in self._updates)
+        }
+        known = Corrections(functions=functions)
+        factors = self._factors(known)
+        calls = {name: factor for name, factor in factors.items() if " -> " not in name}
+        moves = {name.partition(" -> ")[2]: factor for name, factor in factors.items() if " -> " in name}
+        handovers = [self._handover(update.seconds, work, factors, known) for update, work in self._updates]
+        return self.before.learned(self.plan, calls, moves, functions, median(handovers))
+
+    def _factors(self, known: Corrections) -> dict[str, float]:
+        """By call and by reallocation, the factor of the estimate with which the plan's timeline has the measured
+        seconds."""
+        factors: dict[str, float] = {}
+        for _ in range(ROUNDS if self.pricing.rates.sharing else 1):
+            ratios: dict[str, list[float]] = defaultdict(list)
+            for update, work in self._updates:
+                for name, (start, end) in self._times(work, factors, known, 0.0).items():
+                    measured = update.spans.get(name, 0.0)
+                    if measured > 0 and end > start and name not in known.functions:
+                        ratios[name].append(measured / (end - start))
+            factors |= {name: bounded(factors.get(name, 1.0) * median(rows)) for name, rows in ratios.items()}
+        return factors
+
+    def _times(
+        self, work: Mapping[str, float], factors: Mapping[str, float], known: Corrections, handover: float
+    ) -> dict[str, tuple[float, float]]:
+        """(start, end) of every call and reallocation of an iteration."""
+        seconds = {
+            name: known.functions.get(name, factors.get(name, 1.0) * own) + handover for name, own in work.items()
+        }
+        names = {edge.target: f"{edge.source} -> {edge.target}" for edge in self.plan.reallocations}
+        moves = {target: own * factors.get(names[target], 1.0) for target, own in self._moves.items()}
+        tasks = tasks_of(self.plan, seconds, moves)
+        sharing, per_node = self.pricing.rates.sharing, self.plan.cluster.devices_per_node
+        times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=per_node)[0]
+        return {task.name: of_task for task, of_task in zip(tasks, times, strict=True)}
+
+    def _handover(
+        self, seconds: float, work: Mapping[str, float], factors: Mapping[str, float], known: Corrections
+    ) -> float:
+        """Seconds that each call would take to receive and send samples, so that the iteration takes `seconds` from the
+        start of its first call, when that has its samples."""
+
+        def iteration(handover: float) -> float:
+            return max(end for _, end in self._times(work, factors, known, handover).values()) - handover
+
+        without = iteration(0.0)
+        rest = seconds - without
+        if rest <= 0:
+            return 0.0
+        handover = rest / len(work)
+        for _ in range(2):  # nearly linear: the number of calls that wait for each other
+            handover *= rest / (iteration(handover) - without)
+        return handover

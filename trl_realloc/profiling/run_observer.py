@@ -1,0 +1,95 @@
+"""`RunObserver`: compares the updates of a run with its plan's estimate, and keeps the corrections for the next run.
+
+The arithmetic is in `planner.learning`, the file in `profile_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..common.errors import PlanError
+from ..common.notices import notice
+from ..planner.learning import MeasuredUpdate, PlanEvidence
+from ..planner.problem import PricedPlan
+from ..planner.profile import Profile
+from ..runtime.results import Iteration
+from .auto_plan import JobPlan, estimate_at_lengths
+from .job import Job
+from .profile_cache import cache_path, keep_corrections
+
+
+CHANGE = 0.1  # of a factor, above which the corrections are written again
+
+
+class RunObserver:
+    """Observes the updates of one run. Rank 0 has their times. On the other ranks, and for a plan without an estimate,
+    it does nothing.
+
+    Attributes:
+        job_plan: the run's plan, with the profile as it was corrected last.
+    """
+
+    def __init__(self, job: Job, job_plan: JobPlan) -> None:
+        self.job = job
+        self._kept: Profile | None = None
+        self.follow(job_plan)
+
+    def follow(self, job_plan: JobPlan) -> None:
+        """Observe another plan from now on."""
+        self.job_plan = job_plan
+        self._evidence: PlanEvidence | None = None
+        profile = job_plan.profile
+        if self.job.rank == 0 and profile is not None and job_plan.priced is not None:
+            self._kept = self._kept or profile
+            try:
+                self._evidence = PlanEvidence(job_plan.plan, self.job.models.specs, self.job.pricing(profile))
+            except PlanError:  # the plan splits a model as was not measured
+                return
+
+    def note(self, iteration: Iteration, lengths: Sequence[int]) -> None:
+        """Add an update, and correct the profile.
+
+        Args:
+            lengths: of the responses, tokens.
+        """
+        profile = self.job_plan.profile
+        if self._evidence is None or profile is None or not iteration.spans:
+            return
+        self._evidence.add(MeasuredUpdate.of(iteration.spans, lengths))
+        corrected = replace(profile, corrections=self._evidence.corrections())
+        self.job_plan = replace(self.job_plan, profile=corrected)
+        if self._kept is None or _differ(corrected, self._kept):
+            self._keep()
+
+    def end(self, lengths: Sequence[int]) -> PricedPlan | None:
+        """Keep the corrections for the next run, and print them.
+
+        Args:
+            lengths: of the run's responses, tokens.
+
+        Returns:
+            The plan's estimate for these lengths, to compare with the run's times; `None` where nothing was measured.
+        """
+        profile = self.job_plan.profile
+        if self._evidence is not None and profile is not None and profile.corrections != self._evidence.before:
+            self._keep()
+            if text := profile.corrections.described():
+                notice(
+                    f"this run's own times against those expected: {text}. Estimates are corrected by these factors, "
+                    f"those of the next run too ({cache_path(self.job)})"
+                )
+        return estimate_at_lengths(self.job, self.job_plan, lengths)
+
+    def _keep(self) -> None:
+        self._kept = self.job_plan.profile
+        if self._kept is not None:
+            keep_corrections(self._kept, self.job)
+
+
+def _differ(one: Profile, other: Profile) -> bool:
+    """Whether a factor of one profile differs from that of the other by more than `CHANGE`."""
+    new, old = one.corrections, other.corrections
+    pairs = [(factor, old.calls.get(name, 1.0)) for name, factor in new.calls.items()]
+    pairs += [(factor, old.moves.get(name, 1.0)) for name, factor in new.moves.items()]
+    return any(abs(factor / before - 1) > CHANGE for factor, before in pairs)
