@@ -81,6 +81,7 @@ class Job:
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "TRL_REALLOC_MEASURE": "first",
             "TRL_REALLOC_CACHE": str(
                 folder / "cache" if setup["plan"] == "auto" and fault else folder.parent / "cache"
             ),

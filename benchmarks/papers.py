@@ -29,8 +29,9 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import DEVICES, AnalyticRates, Device, Link
+from trl_realloc.planner.hardware import DEVICES, Device, Link
 from trl_realloc.planner.problem import PricedPlan, Problem
 from trl_realloc.planner.search import search
 from trl_realloc.planner.space import Space

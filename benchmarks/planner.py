@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -26,6 +27,8 @@ from rich.table import Table
 
 from trl_realloc.plan.presets import AUTO, PRESETS
 from trl_realloc.plan.timeline import Timeline
+from trl_realloc.planner.corrections import Corrections
+from trl_realloc.planner.profile import Profile
 
 
 # (hidden, layers) of actor and critic; reference is the actor's, reward the critic's shape
@@ -110,12 +113,20 @@ def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) 
         (folder / "run.json").write_text(json.dumps({"steps": steps, "estimated": estimated}), encoding="utf-8")
 
 
+def _forget(cache: Path) -> None:
+    """Remove from the profiles what earlier runs have taught: estimates are from measurements made before any run."""
+    for path in cache.glob("profile-*.json"):
+        replace(Profile.load(path), corrections=Corrections()).save(path)
+
+
 def measure(pair: str, plan: str, processes: int, given: argparse.Namespace, cache: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         launch = [*LAUNCH, "--num_processes", str(processes)] if processes > 1 else [sys.executable]
         engine = ["--engine", given.engine] if given.engine else []
         command = [*launch, __file__, "--child", pair, plan, folder, "--updates", str(given.updates), *engine]
         environment = {**os.environ, "TRL_REALLOC_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+        environment["TRL_REALLOC_MEASURE"] = "first"
+        _forget(cache)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")

@@ -20,10 +20,11 @@ from rich.table import Table
 
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.dataflow import Role
+from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.hardware import AnalyticRates, parse_cluster
+from trl_realloc.planner.hardware import parse_cluster
 from trl_realloc.planner.workload import Workload
 
 

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import gpu_memory
-from trl_realloc.planner.hardware import AnalyticRates, parse_cluster
+from trl_realloc.planner.hardware import parse_cluster
 from trl_realloc.planner.problem import PricedPlan, Problem
 from trl_realloc.planner.recipe import Recipe, read_recipe
 from trl_realloc.planner.space import Space

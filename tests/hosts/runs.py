@@ -59,6 +59,7 @@ def _run(folder: Path, options: dict[str, Any]) -> Outcome:
 
 
 def main() -> None:
+    os.environ["TRL_REALLOC_MEASURE"] = "first"
     folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     outcomes = {name: asdict(_run(folder / name, options)) for name, options in runs.items()}
     if os.environ["LOCAL_RANK"] == "0":

@@ -1,4 +1,4 @@
-"""A rank of a run under `plan: auto`, for the second time where the cache is filled already."""
+"""A rank of a run under `plan: auto`, with an empty cache or with that of a run before."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import tiny
 
+from trl_realloc.profiling import late_measuring
 from trl_realloc.profiling import profile_cache as cache
 
 
 def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    if options.pop("measures", False):  # as soon as it is asked
+        late_measuring.LateMeasuring.cost = lambda *given: 0.0
     measured = []
     measure = cache.measure
     cache.measure = lambda *given: measured.append(1) or measure(*given)
@@ -20,7 +23,8 @@ def main() -> None:
     made.train()
     if made.accelerator.is_main_process:
         found = made.setup.job_plan.priced
-        said = {"measured": len(measured), "plan": made.plan.to_dict(), "estimate": found.seconds}
+        said = {"measured": len(measured), "plan": made.plan.to_dict(), "estimate": found.timeline.seconds_per_step}
+        said["took"] = [made.timeline.of_step(step).seconds_per_step for step in made.timeline.steps]
         said["step"] = made.state.log_history[-1]["time/step"] if made.state.log_history else None
         (folder / "log.json").write_text(json.dumps({**said, "updates": tiny.updates(made)}))
     made.close()

@@ -1,4 +1,4 @@
-"""`plan: auto` on real processes: measured once, chosen alike on all ranks, run, and compared."""
+"""`plan: auto` on real processes: begun at once, measured once, chosen alike on all ranks, run, learned from."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def test_a_machine_is_measured_once_and_its_plan_runs(
     run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRL_REALLOC_MEASURE", "first")
     options = {"plan": "auto", "max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no"}
     folders = [run("auto.py", 2, options, name) for name in ("first", "second")]
     first, second = (json.loads((folder / "log.json").read_text()) for folder in folders)
@@ -40,13 +41,39 @@ def test_a_machine_is_measured_once_and_its_plan_runs(
     )
 
 
-def test_a_plan_that_the_user_named_is_estimated_where_the_machine_is_known(
+def test_a_run_begins_unmeasured_teaches_the_next_one_and_measures_between_updates_when_it_pays(
     run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Three runs on one cache: under a plan by specification, under a named plan, and with measuring that costs
+    nothing by estimate."""
     monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "cache"))
-    options = {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no"}
-    run("auto.py", 2, {**options, "plan": "auto"}, "auto")
-    named = json.loads((run("auto.py", 2, {**options, "plan": "separate"}, "named") / "log.json").read_text())
+    options = {"max_steps": 8, "per_device_train_batch_size": 4, "save_strategy": "no", "learning_rate": 1e-4}
+    at_once, named, measured = (
+        json.loads((run("auto.py", 2, {**options, **more}, name) / "log.json").read_text())
+        for name, more in (
+            ("at_once", {"plan": "auto"}),
+            ("named", {"plan": "separate"}),
+            ("measures", {"plan": "auto", "measures": True}),
+        )
+    )
+    assert [job["measured"] for job in (at_once, named, measured)] == [0, 0, 1]
+    assert "by specification" in (tmp_path / "at_once" / "log.txt").read_text()
+    assert (
+        "this run's own times against those expected: actor.generate x"
+        in (tmp_path / "at_once" / "log.txt").read_text()
+    )
     assert named["plan"]["name"] == "separate"
-    assert named["measured"] == 0
-    assert named["estimate"] > 0
+    assert named["estimate"] > 0, "by the specification, and what the run before has taught"
+    text = _text(tmp_path / "measures")
+    assert "and corrected by the times of earlier runs" in text
+    assert "measuring this machine for a better plan" in text
+    assert "the plan is now auto" in text
+    for job in (named, measured):
+        for one, other in zip(job["updates"], at_once["updates"], strict=True):
+            learned = {key: value for key, value in one.items() if not key.startswith("realloc/")}
+            assert learned == pytest.approx({key: other[key] for key in learned}, rel=1e-4, abs=1e-4)
+
+
+def _text(folder: Path) -> str:
+    """What a job has printed, without the line ends of tables."""
+    return " ".join((folder / "log.txt").read_text(errors="replace").split())

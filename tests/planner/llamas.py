@@ -10,9 +10,10 @@ from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.hardware import DEVICES, AnalyticRates
+from trl_realloc.planner.hardware import DEVICES
 from trl_realloc.planner.workload import Workload
 
 

@@ -14,9 +14,11 @@ from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
-from trl_realloc.planner.cost import PARTS, CallCost, move_seconds, quick_move_seconds
-from trl_realloc.planner.hardware import DEVICES, AnalyticRates, Link, Sharing
+from trl_realloc.planner.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost import PARTS, CallCost
+from trl_realloc.planner.hardware import DEVICES, Link, Sharing
 from trl_realloc.planner.problem import Problem
+from trl_realloc.planner.reallocation_cost import move_seconds, quick_move_seconds
 from trl_realloc.planner.space import Space
 from trl_realloc.realloc.layout import layout_of
 from trl_realloc.realloc.schedule import make_schedule

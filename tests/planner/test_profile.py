@@ -17,8 +17,9 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.measured_rates import MeasuredRates, fit_unit_costs
+from trl_realloc.planner.measured_rates import MeasuredRates
 from trl_realloc.planner.profile import Observation, Profile, model_key
+from trl_realloc.planner.unit_cost_fit import fit_unit_costs
 
 
 ACTOR, CRITIC = llama(1), llama(1, "score")

@@ -27,10 +27,11 @@ from ..plan.cluster import MOST_DEVICES, Cluster
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
+from ..planner.analytic_rates import AnalyticRates
 from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
 from ..planner.device_memory import gpu_memory
-from ..planner.hardware import AnalyticRates, parse_cluster
+from ..planner.hardware import parse_cluster
 from ..planner.measured_rates import MeasuredRates
 from ..planner.profile import Profile, model_key
 from ..planner.recipe import Recipe, is_plan, read_recipe
@@ -195,7 +196,12 @@ def _choose(
         machine = _cluster(recipe.path.name, profile.devices, nodes)
         _check_measured(profile, recipe, measured)
         pricing = Pricing(
-            machine, recipe.workload(machine), MeasuredRates(profile), moments=MOMENTS, default_cap=CACHED_TOKENS
+            machine,
+            recipe.workload(machine),
+            MeasuredRates(profile),
+            moments=MOMENTS,
+            default_cap=None if profile.is_accelerator else CACHED_TOKENS,
+            corrections=profile.corrections,
         )
         specs = recipe.specs()
     return choose(specs, pricing, generation_engine=recipe.engine, time_limit_s=time_limit)

@@ -1,4 +1,4 @@
-"""The cost model: time and memory of one call under one assignment, and time of one reallocation.
+"""The cost model: time and memory of one call under one assignment. Reallocations are in `reallocation_cost`.
 
 The time of a call is the sum of its causes (`PARTS`). docs/planner.md has the formulas with their sources. The choice
 between assignments is in `search`.
@@ -15,11 +15,11 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind
 from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, state_bytes
-from ..realloc.schedule import TransferSchedule
 from .corrections import Corrections
 from .device_memory import DeviceMemory
 from .hardware import Link, Rates
 from .workload import Workload
+from .zero_communication import DataParallelGroup
 
 
 # The causes of a call's seconds, with the text that messages show.
@@ -135,6 +135,10 @@ class Pricing:
         inner = strategy.tp * strategy.pp
         return self._link(strategy.tp), self._link(inner), self._link(inner * strategy.dp)
 
+    def _replicas(self, spec: ModelSpec, assignment: Assignment) -> DataParallelGroup:
+        link = self._links(assignment)[2]
+        return DataParallelGroup(link, assignment.strategy.dp, self.rates.overlap, _layers(spec))
+
     # --- scoring -----------------------------------------------------------------------------------------------------
 
     def _forward(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
@@ -143,7 +147,8 @@ class Pricing:
         micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, strategy), strategy.pp)
         parts, stage = self._pass(spec, assignment, tokens / micro, squared / micro, micro)
         if strategy.zero_stage == 3:
-            parts["data"] = micro * self._exposed_gather(spec, strategy, self._links(assignment)[2], stage)
+            gather = self._replicas(spec, assignment).gather_parameters(spec.bytes, stage)
+            parts["data"] = micro * gather * rates.zero(3, trains=False)
         size = spec.bytes / (strategy.tp * strategy.pp * (strategy.dp if strategy.zero_stage == 3 else 1))
         working = self._working(spec, tokens / micro, strategy, backward=False)
         if assignment.offload or assignment.drop:
@@ -188,11 +193,6 @@ class Pricing:
             parts["pipeline"] = (1 + train) * (micro + strategy.pp - 2) * hop
         return parts, compute
 
-    def _exposed_gather(self, spec: ModelSpec, strategy: ParallelStrategy, link: Link, compute: float) -> float:
-        """ZeRO-3: seconds of gathering all parameters once that do not overlap with the arithmetic."""
-        gather = link.gather(spec.bytes, strategy.dp) + (_layers(spec) - 1) * link.collective_latency / 2
-        return gather - self.rates.overlap * min(gather, compute)
-
     # --- training ----------------------------------------------------------------------------------------------------
 
     def _train(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
@@ -201,38 +201,19 @@ class Pricing:
         tokens, squared = work.tokens / share, work.episodes * work.mean_square / share
         micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, strategy), strategy.pp)
         parts, compute = self._pass(spec, assignment, tokens / micro, squared / micro, micro, train=True)
-        link = self._links(assignment)[2]
         elements = spec.elements / (strategy.tp * strategy.pp)
         size = elements * spec.bytes_per_element
         stage, dp = strategy.zero_stage, strategy.dp
         if dp > 1:
-            parts["data"] = self._reduction(spec, strategy, link, size, micro, compute)
+            group = self._replicas(spec, assignment)
+            step = group.optimizer_step(stage, size, spec.bytes, micro, compute)
+            parts["data"] = step * (rates.zero(stage, trains=True) if stage else 1.0)
         parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
         parts = {name: work.updates * seconds for name, seconds in parts.items()}
         static = size / (dp if stage == 3 else 1) + size / (dp if stage >= 2 else 1)
         static += elements * state_bytes(spec.bytes_per_element, assignment, self.moments) / (dp if stage else 1)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
         return CallCost(parts, static, self._working(spec, tokens / micro, strategy, backward=True, held=held))
-
-    def _reduction(
-        self, spec: ModelSpec, strategy: ParallelStrategy, link: Link, size: float, micro: int, compute: float
-    ) -> float:
-        """Seconds of one optimizer step's data-parallel communication that do not overlap with the backward.
-
-        The formulas are from Rajbhandari et al. 2020, section 7.
-        """
-        dp, under = strategy.dp, self.rates.overlap * compute * 2 / 3
-        match strategy.zero_stage:
-            case 0 | 1:
-                reduction = link.all_reduce(size, dp)
-                gathered = link.gather(size, dp) if strategy.zero_stage else 0.0
-                return reduction - self.rates.overlap * min(reduction, under) + gathered
-            case 2:
-                scatter = link.gather(size, dp)
-                return micro * (scatter - self.rates.overlap * min(scatter, under)) + scatter
-        scatter = link.gather(size, dp)
-        passes = 2 * self._exposed_gather(spec, strategy, link, compute / 3)
-        return micro * (passes + scatter - self.rates.overlap * min(scatter, under))
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -332,39 +313,6 @@ class Pricing:
         parts = {name: seconds * slowdown for name, seconds in parts.items()}
         parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
         return CallCost(parts, cost.static, cost.transient)
-
-
-def move_seconds(schedule: TransferSchedule, rates: Rates) -> float:
-    """Seconds of one reallocation: the time of the device that takes longest to send or receive.
-
-    A device sends and receives at the same time.
-    """
-    inside, between = schedule.traffic()
-    seconds = most = 0.0
-    for sent_in, received_in, sent_out, received_out in zip(*inside, *between, strict=True):
-        inside_s = max(sent_in, received_in) / rates.inside.bandwidth
-        between_s = max(sent_out, received_out) / rates.between.bandwidth
-        seconds = max(seconds, inside_s + between_s)
-        most = max(most, sent_in + sent_out, received_in + received_out)
-    return seconds + schedule.waves * rates.between.latency + rates.reallocation(float(most)) if seconds else 0.0
-
-
-def quick_move_seconds(spec: ModelSpec, home: Assignment, other: Assignment, pricing: Pricing) -> float:
-    """An estimate of `move_seconds` without a transfer schedule, for a search that ranks thousands of plans.
-
-    It uses the larger of the bytes that a device receives and the mean number of bytes that a device sends.
-    """
-    rates = pricing.rates
-    split = other.strategy.tp * other.strategy.pp if other.engine == "megatron" else 1
-    receivers = other.mesh.size // (other.strategy.tp if other.engine == "vllm" else 1)
-    held = home.strategy.tp * home.strategy.pp * (home.strategy.dp if home.strategy.zero_stage == 3 else 1)
-    received = spec.bytes / split * (1 - 1 / held if home.mesh.overlaps(other.mesh) else 1)
-    together = (
-        home.mesh.first // pricing.cluster.devices_per_node == other.mesh.last // pricing.cluster.devices_per_node
-    )
-    link = rates.inside if together else rates.between
-    size = max(received, received * receivers / home.mesh.size)
-    return size / link.bandwidth + rates.reallocation(size)
 
 
 def _layers(spec: ModelSpec) -> int:

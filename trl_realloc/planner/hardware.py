@@ -1,7 +1,6 @@
-"""Devices and links: public specifications, the protocol of unit costs (`Rates`), and unit costs computed from a
-specification (`AnalyticRates`).
+"""Devices and links: public specifications, and the protocol of unit costs (`Rates`).
 
-Unit costs fitted to measurements are in `measured_rates.MeasuredRates`.
+Unit costs computed from a specification are in `analytic_rates`, those fitted to measurements in `measured_rates`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..common.errors import PlanError, nearest, shown
@@ -109,6 +108,7 @@ class Device:
         step: seconds of a decode step outside the layers, for scheduling and sampling.
         call: seconds that a call takes to receive and send samples.
         overlap: fraction of ZeRO's communication that overlaps with arithmetic.
+        single_flops: peak FLOP/s of float32 matrix products without tensor cores; 0 where they are those of bf16.
     """
 
     name: str
@@ -125,16 +125,17 @@ class Device:
     step: float = 2e-3
     call: float = 20e-3
     overlap: float = 0.8
+    single_flops: float = 0.0
 
 
-# Peak dense bf16 FLOP/s, memory and NVLink bandwidth are from NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and
-# H200 SXM. The data sheets quote NVLink as the sum of both directions, and half of that sum is used here. Each GPU has
-# one NIC, as in NVIDIA's DGX A100 and DGX H100: HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) with the other
-# GPUs. Host bandwidth is PCIe 4 (A100) and PCIe 5 (the other GPUs) with 16 lanes.
+# Peak dense bf16 and float32 FLOP/s, memory and NVLink bandwidth are from NVIDIA's data sheets of the A100 80GB SXM,
+# H100 SXM and H200 SXM. The data sheets quote NVLink as the sum of both directions, and half of that sum is used here.
+# Each GPU has one NIC, as in NVIDIA's DGX A100 and DGX H100: HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) in
+# the other nodes. Host bandwidth is PCIe 4 (A100) and PCIe 5 (the other GPUs) with 16 lanes.
 DEVICES: Mapping[str, Device] = {
-    "a100": Device("a100", 312e12, 80e9, 2.039e12, Link(300e9), Link(25e9), 32e9),
-    "h100": Device("h100", 989e12, 80e9, 3.35e12, Link(450e9), Link(50e9), 64e9),
-    "h200": Device("h200", 989e12, 141e9, 4.8e12, Link(450e9), Link(50e9), 64e9),
+    "a100": Device("a100", 312e12, 80e9, 2.039e12, Link(300e9), Link(25e9), 32e9, single_flops=19.5e12),
+    "h100": Device("h100", 989e12, 80e9, 3.35e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),
+    "h200": Device("h200", 989e12, 141e9, 4.8e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),
 }
 
 
@@ -234,105 +235,9 @@ class Rates(Protocol):
     def optimizer(self, elements: float, element_bytes: int) -> float:
         """Seconds of one optimizer step on `elements` parameters."""
 
+    def zero(self, stage: int, *, trains: bool) -> float:
+        """Factor of the formulas of ZeRO's communication (`zero_communication`) under a stage from 1 to 3. 1 if not
+        measured."""
+
     def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
         """Bytes that one layer's forward of `tokens` tokens keeps for its backward. `None` if not measured."""
-
-
-@dataclass(frozen=True)
-class AnalyticRates:
-    """`Rates` computed from a device's specification.
-
-    The time of an operation is the longer of arithmetic and memory traffic (a roofline), and at least the time that the
-    host needs to launch the kernels.
-    """
-
-    device: Device
-    sharing: Sharing | None = None
-
-    @property
-    def name(self) -> str:
-        return self.device.name
-
-    @property
-    def inside(self) -> Link:
-        return self.device.inside
-
-    @property
-    def between(self) -> Link:
-        return self.device.between
-
-    @property
-    def host_bandwidth(self) -> float:
-        return self.device.host_bandwidth
-
-    @property
-    def step(self) -> float:
-        return self.device.step
-
-    @property
-    def call(self) -> float:
-        return self.device.call
-
-    @property
-    def overlap(self) -> float:
-        return self.device.overlap
-
-    @property
-    def hop(self) -> float:
-        return 0.0
-
-    def reallocation(self, size: float) -> float:
-        return 0.0
-
-    @property
-    def error(self) -> float:
-        return 0.02
-
-    def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
-        return True
-
-    def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        flops = (
-            2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
-        )  # causal attention computes half of the pairs
-        read = spec.layer_elements * spec.bytes_per_element / self._read
-        return max(flops / self._flops / tp, read / tp, self.device.launch)
-
-    def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        return 2 * self.layer(spec, tokens, squared, tp)
-
-    def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
-        flops = 2 * tokens * spec.head_elements / self._flops
-        return max(flops, spec.head_elements * spec.bytes_per_element / self._read) / tp * (2 if backward else 1)
-
-    @property
-    def decodes_whole(self) -> bool:
-        return False
-
-    def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
-        pairs = 4 * spec.heads * spec.head_dim * samples * cached
-        compute = max((2 * samples * spec.layer_elements + pairs) / self._flops / tp, self.device.decode_launch)
-        cache = samples * cached * spec.kv_bytes_per_token / max(spec.layers, 1) / min(tp, max(spec.kv_heads, 1))
-        return compute, (spec.layer_elements * spec.bytes_per_element / tp + cache) / self._read
-
-    def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
-        return self.head(spec, samples, tp)
-
-    def optimizer(self, elements: float, element_bytes: int) -> float:
-        # Reads the gradient, reads and writes the float32 weight and two moments, and writes the weight once more.
-        return elements * (2 * element_bytes + 24) / self._read
-
-    @property
-    def _flops(self) -> float:
-        return self.device.flops * self.device.efficiency
-
-    @property
-    def _read(self) -> float:
-        return self.device.memory_bandwidth * self.device.memory_efficiency
-
-    def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
-        return None
-
-    def changed(self, **values: float) -> AnalyticRates:
-        """A copy with other values of the fields of `device`."""
-        return AnalyticRates(replace(self.device, **values), self.sharing)  # type: ignore[arg-type]

@@ -12,14 +12,18 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from ..common.errors import PlanError
 from ..plan.model_spec import ModelSpec
 from .hardware import Link
 from .profile import Observation, Profile, model_key
+from .unit_cost_fit import dot, fit_unit_costs, line_through
+from .zero_communication import DataParallelGroup
 
 
+CPU_ERROR = 0.08  # measured by benchmarks/planner.py
+LEAST_ZERO = 0.1  # of the formula, below which a measurement is taken for noise
+ACCELERATOR_ERROR = 0.1  # assumed: no estimate has been compared with an accelerator
 FEWEST = 2  # observations of a kind of work, below which nothing is fitted
 
 
@@ -48,8 +52,8 @@ class MeasuredRates:
     device working alone.
     """
 
-    error = 0.08  # measured by benchmarks/planner.py
-    overlap = 0.0  # gloo's collectives start after the tensors are complete
+    # Replicas reduce their gradients after the backward, and what overlaps under ZeRO is in the measured factors.
+    overlap = 0.0
     decodes_whole = True
 
     def __init__(self, profile: Profile) -> None:
@@ -59,6 +63,10 @@ class MeasuredRates:
     @property
     def name(self) -> str:
         return self.profile.hardware
+
+    @property
+    def error(self) -> float:
+        return ACCELERATOR_ERROR if self.profile.is_accelerator else CPU_ERROR
 
     @cached_property
     def inside(self) -> Link:
@@ -87,10 +95,10 @@ class MeasuredRates:
         rings, sends = ([row for row in rows if row[0].far == far] for rows in measured)
         if not rings or not sends:
             return None
-        latency, byte_seconds = _line([(o.bytes, seconds) for o, seconds in sends])
+        latency, byte_seconds = line_through([(o.bytes, seconds) for o, seconds in sends])
         bandwidth = 1 / byte_seconds
         parts = [(2 * (o.devices - 1) / o.devices * o.bytes / bandwidth, seconds) for o, seconds in rings]
-        collective, slower = _line(parts)
+        collective, slower = line_through(parts)
         return Link(bandwidth, latency, collective, 1 / slower)
 
     @cached_property
@@ -123,7 +131,7 @@ class MeasuredRates:
         for row in self.profile.observations:
             if row.pp > 1 and row.work == "forward":
                 passes = self._passes_of(row.model, row.layers, row.tp)
-                whole = _dot(passes.forward, (row.tokens, row.squared))
+                whole = dot(passes.forward, (row.tokens, row.squared))
                 steps = row.micro + row.pp - 1
                 expected = whole / row.pp * steps / row.micro
                 overheads.append(max(0.0, row.seconds / self._slowdown(row) - expected) / steps)
@@ -147,12 +155,12 @@ class MeasuredRates:
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         passes = self._passes(spec, tp)
-        return self._of_layer(spec, passes, tp, tokens, _dot(passes.forward, (tokens, squared)))
+        return self._of_layer(spec, passes, tp, tokens, dot(passes.forward, (tokens, squared)))
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         passes = self._passes(spec, tp)
         again = 1 + self.profile.recompute
-        whole = _dot(passes.train, (tokens, squared)) - again * _dot(passes.forward, (tokens, squared))
+        whole = dot(passes.train, (tokens, squared)) - again * dot(passes.forward, (tokens, squared))
         return self._of_layer(spec, passes, tp, tokens, max(whole, 0.0))
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
@@ -186,12 +194,35 @@ class MeasuredRates:
         at = ("activations", model_key(spec), spec.layers)
         if at not in self._fits:
             self._fits[at] = fit_unit_costs([(o.tokens, o.squared) for o in rows], [o.bytes for o in rows])
-        return _dot(self._fits[at], (tokens, squared)) / max(rows[0].layers, 1)
+        return dot(self._fits[at], (tokens, squared)) / max(rows[0].layers, 1)
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
         sizes = {(o.model, o.layers): o.elements for o in self.profile.observations if o.work == "train" and o.tp == 1}
         per_element = [self._passes_of(*key, 1).step / size for key, size in sizes.items() if size]
         return elements * float(np.median(per_element)) if per_element else 0.0
+
+    def zero(self, stage: int, *, trains: bool) -> float:
+        """The median over the measured models of what a stage adds to the arithmetic of replicas, over the formula."""
+        at = ("zero", stage, trains)
+        if at not in self._fits:
+            work = "train" if trains else "forward"
+            rows = [row for row in self.profile.observations if row.work == work and row.zero_stage == stage]
+            factors = [self._zero_factor(row) for row in rows]
+            self._fits[at] = max(LEAST_ZERO, float(np.median(factors))) if factors else 1.0
+        factor: float = self._fits[at]
+        return factor
+
+    def _zero_factor(self, row: Observation) -> float:
+        passes, micro = self._passes_of(row.model, row.layers, 1), int(row.micro)
+        unit_costs = passes.train if row.work == "train" else passes.forward
+        compute = dot(unit_costs, (row.tokens, row.squared))
+        group = DataParallelGroup(self._link_then(row.devices), row.devices, self.overlap, max(row.layers, 1))
+        if row.work == "train":
+            formula = group.optimizer_step(row.zero_stage, row.bytes, row.bytes, micro, compute / micro)
+            compute += passes.step / row.devices
+        else:
+            formula = micro * group.gather_parameters(row.bytes, compute / micro)
+        return (row.seconds / self._slowdown(row) - compute) / formula
 
     # --- fits --------------------------------------------------------------------------------------------------------
 
@@ -219,9 +250,9 @@ class MeasuredRates:
         Args:
             among: in place of the profile's observations.
         """
-        kind = (work, model, tp, pp)
+        kind = (work, model, tp, pp, 0)
         observations = self.profile.observations if among is None else among
-        rows = [o for o in observations if (o.work, o.model, o.tp, o.pp) == kind]
+        rows = [o for o in observations if (o.work, o.model, o.tp, o.pp, o.zero_stage) == kind]
         depth = min((o.layers for o in rows), key=lambda count: abs(count - layers), default=0)
         fastest: dict[Observation, Observation] = {}
         for row in (o for o in rows if o.layers == depth):
@@ -290,32 +321,3 @@ class MeasuredRates:
 def _head_share(spec: ModelSpec, layers: int) -> float:
     """The share of the arithmetic outside the layers, in a pass through so many layers."""
     return spec.head_elements / (spec.head_elements + layers * spec.layer_elements)
-
-
-def _dot(rates: Sequence[float], counts: Sequence[float]) -> float:
-    return sum(rate * count for rate, count in zip(rates, counts, strict=True))
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds at 0 units, seconds of a unit) of the line through the smallest and the largest of (units, seconds).
-
-    The points between are not used: a network that lets bursts pass moves some hundred KB faster than its rate, and
-    plans move large messages.
-    """
-    (few, short), (many, long) = min(points), max(points)
-    slope = (long - short) / (many - few) if many > few and long > short else long / many
-    return max(0.0, short - slope * few), slope
-
-
-def fit_unit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Non-negative unit costs that explain the seconds, by least squares of the relative error.
-
-    Args:
-        counts: of each observation, one count for each unit cost.
-        seconds: of each observation, above 0.
-    """
-    relative = np.asarray(counts, float) / np.asarray(seconds, float)[:, None]
-    scale = np.abs(relative).max(axis=0)
-    scale[scale == 0] = 1.0  # what was never counted costs nothing
-    costs, _ = nnls(relative / scale, np.ones(len(seconds)))
-    return tuple(float(cost) for cost in costs / scale)

@@ -11,7 +11,8 @@ from ..plan.model_spec import ModelSpec
 from ..plan.timeline import Timeline
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
-from .cost import CallCost, Pricing, move_seconds, quick_move_seconds
+from .cost import CallCost, Pricing
+from .reallocation_cost import move_seconds, quick_move_seconds
 from .simulate import Task, simulate, steady_seconds
 from .space import Candidate, Space
 
@@ -82,7 +83,7 @@ class PricedPlan:
 
     @property
     def timeline(self) -> Timeline:
-        """The expected timeline of one iteration. A call's span begins when it has its samples, as in a measured one."""
+        """The expected timeline of one iteration. As in a measured one, a span begins when its samples are there."""
         seconds = {name: cost.seconds for name, cost in self.costs.items()}
         waiting = {
             name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in self.costs.items() if cost.parts

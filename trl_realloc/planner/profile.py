@@ -49,8 +49,10 @@ class Observation:
         steps: decode steps, or optimizer steps.
         grown: sum over decode steps of the samples that are decoded.
         cached: sum over decode steps of all tokens in the caches.
-        bytes: of a message, of a collective's tensor, of saved activations, or of what a device receives in a move.
-        micro: number of micro-batches of a pipeline.
+        bytes: of a message, of a collective's tensor, of saved activations, of what a device receives in a move, or of
+            the parameters under a ZeRO stage.
+        micro: number of micro-batches, of a pipeline or under a ZeRO stage.
+        zero_stage: of the model; 0 for replicas.
         far: the message went to another node.
         layers, elements: of the model, which may be shallower than the job's.
     """
@@ -74,11 +76,12 @@ class Observation:
     far: bool = False
     layers: Annotated[int, Ge(0), Le(100_000)] = 0
     elements: _Amount = 0.0
+    zero_stage: Annotated[int, Ge(0), Le(3)] = 0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A table of observations of one machine.
+    """A table of observations of one machine. Without observations the machine is known by its specification alone.
 
     Args:
         hardware: name of the devices; a profile is used only on devices of this name.
@@ -91,6 +94,8 @@ class Profile:
         links: messages and all-reduces on the network that is planned for; empty where that is the one on which the
             observations were made.
         corrections: of estimates from these observations, by the runs since.
+        is_accelerator: the devices are GPUs or the like, not CPU ranks.
+        complete: every short run has been done. Measuring between two updates may end before.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -105,6 +110,8 @@ class Profile:
     nodes: _Count = 1
     links: tuple[Observation, ...] = ()
     corrections: Corrections = field(default_factory=Corrections)
+    is_accelerator: bool = False
+    complete: bool = True
 
     def save(self, path: str | Path) -> None:
         """As JSON, a line for each observation; the file is whole or is not there, for other jobs may read it."""
@@ -163,6 +170,8 @@ def _check_observations(rows: Sequence[Observation], path: str | Path, name: str
             wrong = "tokens is 0, but it says how much work it was"
         elif row.pp > 1 and row.micro < 1:
             wrong = f"micro is {row.micro:g}, but a pipeline is given one micro-batch or more"
+        elif row.zero_stage and (row.micro < 1 or not row.bytes):
+            wrong = f"micro is {row.micro:g} and bytes {row.bytes:g}, but ZeRO moves parameters for each micro-batch"
         elif row.devices % (row.tp * row.pp):
             wrong = f"devices is {row.devices}, which tp {row.tp} x pp {row.pp} does not divide"
         if wrong:

@@ -1,4 +1,4 @@
-"""Makes the plan of a job (`plan: auto`): measures the machine or reads its profile, chooses, prints the decision.
+"""Makes the plan of a job (`plan: auto`): reads the machine's profile or specification, chooses, prints the decision.
 
 Rank 0 searches and all ranks receive the same plan. `planner.choose` decides; `profile_cache` measures.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from ..common.errors import PlanError
+from ..common.notices import working
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import flatten
 from ..planner.choose import Decision, choose
@@ -19,7 +20,7 @@ from ..planner.profile import Profile
 from ..planner.show import alternatives_table, plan_cost_table
 from ..runtime.process_groups import from_first_rank
 from .job import Job
-from .profile_cache import cached_profile, known_profile
+from .profile_cache import cached_profile, known_profile, measure_between_updates, starting_profile
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,31 @@ class JobPlan:
         return JobPlan(plan, decision.best, decision, profile)
 
 
-def plan_job(job: Job, *, time_limit_s: float = 5.0) -> JobPlan:
-    """The plan with the shortest estimated iteration. All ranks call this together. Where the machine and the models
-    have no profile yet, they are measured first.
+def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0) -> JobPlan:
+    """The plan with the shortest estimated iteration. All ranks call this together.
+
+    Args:
+        measure_first: measure the machine and the models now, where they have no profile. Otherwise the plan is chosen
+            by specification, and measuring waits until it pays (`late_measuring`).
 
     Raises:
         PlanError: the models fit on no plan.
     """
     if job.cluster.size == 1:
         return JobPlan(flatten(job.cluster, generation_engine=job.engine))  # one device has one plan
-    profile, is_new = cached_profile(job)
+    profile, is_new = cached_profile(job) if measure_first else (starting_profile(job), False)
+    return chosen_plan(job, profile, is_new=is_new, time_limit_s=time_limit_s)
+
+
+def chosen_plan(job: Job, profile: Profile, *, is_new: bool, time_limit_s: float = 5.0) -> JobPlan:
+    """The plan with the shortest iteration as a profile estimates it. All ranks call this together.
+
+    Args:
+        is_new: the profile was measured in this run.
+
+    Raises:
+        PlanError: the models fit on no plan.
+    """
     decision: Decision | PlanError | None = None
     if job.rank == 0:
         pricing = job.pricing(profile)
@@ -67,6 +83,13 @@ def plan_job(job: Job, *, time_limit_s: float = 5.0) -> JobPlan:
         raise decision
     assert decision is not None, "rank 0 chose or refused"
     return JobPlan.of(decision, profile)
+
+
+def measured_plan(job: Job, budget_s: float) -> JobPlan:
+    """The plan for the machine as it is measured now, within some seconds. All ranks call this together."""
+    with working("measuring this machine for the planner"):
+        profile = measure_between_updates(job, budget_s)
+    return chosen_plan(job, profile, is_new=True)
 
 
 def known_estimate(job: Job, plan: ExecutionPlan) -> JobPlan:
@@ -99,7 +122,7 @@ def print_decision(decision: Decision, profile: Profile, *, is_new: bool) -> Non
         is_new: the profile was measured for this run.
     """
     console = Console(stderr=True)
-    source = "measured just now" if is_new else "measured before"
+    source = "measured just now" if is_new else "measured before" if profile.observations else "by specification"
     if corrected := profile.corrections.described():
         source += f", and corrected by the times of earlier runs: {corrected}"
     console.print(f"plan: auto on {profile.hardware} ({source}). {decision.summary}")

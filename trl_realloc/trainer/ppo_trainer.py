@@ -277,7 +277,8 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             self.state.episode += len(batch)
             self.state.global_step += 1
             self.state.epoch = self.state.episode / len(self.train_dataset)
-            self.metrics.add(iteration, time.time() - update_start)
+            update_seconds = time.time() - update_start
+            self.metrics.add(iteration, update_seconds)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
             self._show_completions()
@@ -286,7 +287,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
                 self._log_evaluate_save()
             if self.control.should_training_stop:
                 break
-            self._replan(iteration)
+            self._replan(iteration, update_seconds)
         self._log_metrics()
         self._finish_save()
         self._end_together()

@@ -113,7 +113,8 @@ def prepare(
     context_length = prompts.longest + args.response_length
     input_checks.check_positions(configs, context_length)
     job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
-    job_plan = plan_job(job) if request.plan is None else known_estimate(job, request.plan)
+    measures = plugin.measure == "first"
+    job_plan = plan_job(job, measure_first=measures) if request.plan is None else known_estimate(job, request.plan)
     plan = job_plan.plan
     if request.plan is None:
         check(plan)

@@ -1,0 +1,88 @@
+"""When a run that began unmeasured measures its machine: once it can pay, and never for longer than it has trained."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trl_realloc.planner.learning import LEAST, WARM_UP
+from trl_realloc.profiling import late_measuring
+from trl_realloc.profiling.late_measuring import GAIN, LateMeasuring
+
+
+COST_S, UPDATE_S = 50.0, 2.0
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, rank: int = 0, cost_s: float = COST_S, **profile: Any) -> LateMeasuring:
+    known = SimpleNamespace(**{"observations": (), "complete": True, **profile})
+    job = SimpleNamespace(rank=rank, options=SimpleNamespace(collective_timeout_s=1.0))
+    observer = SimpleNamespace(job_plan=SimpleNamespace(profile=known))
+    monkeypatch.setattr(LateMeasuring, "cost", lambda *_: cost_s)
+    monkeypatch.setattr(late_measuring, "from_first_rank", lambda value, timeout_s: value)
+    return LateMeasuring(job, observer)  # type: ignore[arg-type]
+
+
+def budgets(made: LateMeasuring, updates: int) -> list[float]:
+    """What it may take after each update, until it is over."""
+    found: list[float] = []
+    for done in range(1, updates + 1):
+        if not made.is_over:
+            made.note(UPDATE_S)
+            found.append(made.budget(updates - done, start_s=1.0))
+    return found
+
+
+@pytest.mark.parametrize("updates", [2, 10, 100, 1000, 10_000])
+def test_no_run_measures_for_longer_than_it_has_trained_or_than_a_better_plan_could_save(
+    updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = budgets(measuring(monkeypatch), updates)
+    for done, budget_s in enumerate(found, start=1):
+        assert budget_s <= done * UPDATE_S
+        assert budget_s <= GAIN * (updates - done) * UPDATE_S
+    assert bool(found and found[-1]) == (GAIN * (updates - COST_S / UPDATE_S) * UPDATE_S >= COST_S)
+
+
+def test_a_long_run_measures_when_it_has_trained_for_as_long_as_measuring_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = measuring(monkeypatch)
+    assert budgets(made, 10_000) == [0.0] * 24 + [COST_S]
+    assert made.is_over
+
+
+def test_a_short_run_is_told_once_that_measuring_cannot_pay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = measuring(monkeypatch)
+    assert budgets(made, 20) == [0.0] * (WARM_UP + LEAST + 1)
+    assert made.is_over
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "measuring takes about 50 s, and in the 15 updates left a better plan might save 3 s" in line
+
+
+def test_models_that_no_short_run_can_hold_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = measuring(monkeypatch, cost_s=float("inf"))
+    assert not any(budgets(made, 10_000))
+    assert made.is_over
+    assert capsys.readouterr().err == ""
+
+
+def test_a_machine_that_was_measured_is_not_measured_again_unless_measuring_was_cut_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert measuring(monkeypatch, observations=(1,)).is_over
+    assert not measuring(monkeypatch, observations=(1,), complete=False).is_over
+
+
+def test_the_other_ranks_do_what_rank_0_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = measuring(monkeypatch, rank=1)
+    monkeypatch.setattr(late_measuring, "from_first_rank", lambda value, timeout_s: late_measuring.Verdict(7.0, True))
+    for _ in range(WARM_UP + LEAST + 1):
+        made.note(1e-3)
+    assert made.budget(1, 1.0) == 7.0
+    assert made.is_over

@@ -1,0 +1,108 @@
+"""`AnalyticRates`: unit costs computed from a device's specification. The specifications are in `hardware`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..plan.model_spec import ModelSpec
+from .hardware import Device, Link, Sharing
+
+
+@dataclass(frozen=True)
+class AnalyticRates:
+    """`Rates` computed from a device's specification.
+
+    The time of an operation is the longer of arithmetic and memory traffic (a roofline), and at least the time that the
+    host needs to launch the kernels.
+    """
+
+    device: Device
+    sharing: Sharing | None = None
+    error: float = 0.02
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def inside(self) -> Link:
+        return self.device.inside
+
+    @property
+    def between(self) -> Link:
+        return self.device.between
+
+    @property
+    def host_bandwidth(self) -> float:
+        return self.device.host_bandwidth
+
+    @property
+    def step(self) -> float:
+        return self.device.step
+
+    @property
+    def call(self) -> float:
+        return self.device.call
+
+    @property
+    def overlap(self) -> float:
+        return self.device.overlap
+
+    @property
+    def hop(self) -> float:
+        return 0.0
+
+    def reallocation(self, size: float) -> float:
+        return 0.0
+
+    def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
+        return True
+
+    def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        flops = (
+            2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
+        )  # causal attention computes half of the pairs
+        read = spec.layer_elements * spec.bytes_per_element / self._read
+        return max(flops / self._flops(spec) / tp, read / tp, self.device.launch)
+
+    def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        return 2 * self.layer(spec, tokens, squared, tp)
+
+    def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
+        flops = 2 * tokens * spec.head_elements / self._flops(spec)
+        return max(flops, spec.head_elements * spec.bytes_per_element / self._read) / tp * (2 if backward else 1)
+
+    @property
+    def decodes_whole(self) -> bool:
+        return False
+
+    def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
+        pairs = 4 * spec.heads * spec.head_dim * samples * cached
+        compute = max((2 * samples * spec.layer_elements + pairs) / self._flops(spec) / tp, self.device.decode_launch)
+        cache = samples * cached * spec.kv_bytes_per_token / max(spec.layers, 1) / min(tp, max(spec.kv_heads, 1))
+        return compute, (spec.layer_elements * spec.bytes_per_element / tp + cache) / self._read
+
+    def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
+        return self.head(spec, samples, tp)
+
+    def optimizer(self, elements: float, element_bytes: int) -> float:
+        # Reads the gradient, reads and writes the float32 weight and two moments, and writes the weight once more.
+        return elements * (2 * element_bytes + 24) / self._read
+
+    def _flops(self, spec: ModelSpec) -> float:
+        peak = self.device.single_flops if spec.activation_bytes > 2 else 0.0
+        return (peak or self.device.flops) * self.device.efficiency
+
+    @property
+    def _read(self) -> float:
+        return self.device.memory_bandwidth * self.device.memory_efficiency
+
+    def zero(self, stage: int, *, trains: bool) -> float:
+        return 1.0
+
+    def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
+        return None
+
+    def changed(self, **values: float) -> AnalyticRates:
+        """A copy with other values of the fields of `device`."""
+        return AnalyticRates(replace(self.device, **values), self.sharing)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""Decides whether a run that began under a plan by specification measures its machine between two updates.
+
+Measuring has to pay: in the updates that are left a better plan has to save more than measuring costs. And it takes no
+longer than the run has trained. The measuring itself is in `profile_cache`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from ..common.errors import PlanError
+from ..common.notices import notice
+from ..planner.learning import LEAST, WARM_UP
+from ..planner.problem import estimate_plan
+from ..runtime.process_groups import from_first_rank
+from .job import Job
+from .profile_cache import elements_of_short_runs, plans_of, short_runs
+from .run_observer import RunObserver
+
+
+# Share of an update that a measured plan is expected to save. On the machines of docs/planner.md the planner's plan was
+# 5 to 14 % faster than the best other preset.
+GAIN = 0.1
+OVERHEAD_S = 5.0  # seconds of measuring beside the short runs and the engines' starts: links, copies, shared processors
+
+
+class Verdict(NamedTuple):
+    """Rank 0's decision. Measuring begins now if `budget_s`, the most seconds it may take, is above 0. It is not asked
+    again if `is_last`."""
+
+    budget_s: float
+    is_last: bool
+
+
+class LateMeasuring:
+    """Whether and for how long a run measures its machine.
+
+    Attributes:
+        is_over: it has measured, or measuring cannot pay any more. The same on all ranks.
+    """
+
+    def __init__(self, job: Job, observer: RunObserver) -> None:
+        self.job, self.observer = job, observer
+        profile = observer.job_plan.profile
+        self.is_over = profile is None or bool(profile.observations and profile.complete)
+        self._seconds: list[float] = []
+
+    def note(self, seconds: float) -> None:
+        """Add the seconds of an update."""
+        self._seconds.append(seconds)
+
+    def budget(self, updates_left: int, start_s: float) -> float:
+        """The most seconds that measuring may take if it begins now; 0 if it does not. All ranks call this together.
+
+        Args:
+            start_s: seconds that starting the engines takes.
+        """
+        if self.is_over or len(self._seconds) <= WARM_UP + LEAST:
+            return 0.0
+        verdict = Verdict(0.0, False)
+        if self.job.rank == 0:
+            verdict = self._verdict(updates_left, start_s)
+        verdict = from_first_rank(verdict, self.job.options.collective_timeout_s)
+        self.is_over = verdict.is_last
+        return verdict.budget_s
+
+    def _verdict(self, updates_left: int, start_s: float) -> Verdict:
+        saved_s, cost_s = GAIN * median(self._seconds[WARM_UP:]) * updates_left, self.cost(start_s)
+        if saved_s < cost_s:
+            if cost_s < math.inf:
+                notice(
+                    f"this machine is not measured for a better plan: measuring takes about {cost_s:.0f} s, and in the "
+                    f"{updates_left} updates left a better plan might save {saved_s:.0f} s"
+                )
+            return Verdict(0.0, True)
+        trained_s = sum(self._seconds)
+        if trained_s < cost_s:
+            return Verdict(0.0, False)
+        budget_s = min(saved_s, trained_s)
+        notice(
+            f"update {len(self._seconds)}: measuring this machine for a better plan, for {budget_s:.0f} s at most; "
+            f"in the {updates_left} updates left a better plan might save {saved_s:.0f} s"
+        )
+        return Verdict(budget_s, True)
+
+    def cost(self, start_s: float) -> float:
+        """Expected seconds of the first short runs, which every plan's estimate needs, and of starting the run's
+        engines again. If measuring has been cut short before, expected seconds of all short runs."""
+        job, profile = self.job, self.observer.job_plan.profile
+        assert profile is not None, "the planner chose the plan"
+        runs = short_runs(job, elements_of_short_runs(job))
+        plans = plans_of(job, runs)
+        if not plans:
+            return math.inf  # a device's memory does not hold the models
+        seconds = 0.0
+        for episodes, response in runs.sizes:
+            work = replace(job.workload, episodes=episodes, response_tokens=(response,), epochs=1, mini_batches=1)
+            try:
+                seconds += estimate_plan(plans[0], runs.models.specs, job.pricing(profile, work), exact=False).seconds
+            except PlanError:  # cannot be estimated: as long as an update
+                seconds += median(self._seconds)
+        rounds = len(plans) if profile.observations else 1
+        return OVERHEAD_S + start_s + rounds * (start_s + seconds)

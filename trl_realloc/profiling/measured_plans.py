@@ -1,0 +1,104 @@
+"""The plans under which short runs measure a job: every call on all devices, whole and in each split that the planner
+may choose. A plan that a device's memory does not hold is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from accelerate.utils import is_deepspeed_available
+
+from ..common.errors import PlanError
+from ..plan.assignment import Assignment, ParallelStrategy
+from ..plan.dataflow import CallKind, ppo_graph
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.presets import flatten
+from ..planner.cost import Pricing
+from ..planner.problem import estimate_plan
+from ..planner.profile import Profile
+from ..planner.workload import Workload
+from .job import Job
+
+
+def measured_plans(job: Job, shallow: Job, work: Workload, profile: Profile, thorough: bool) -> list[ExecutionPlan]:
+    """The plans in the order in which they are measured. The first has no splits; it is there even if the memory does
+    not hold it.
+
+    Args:
+        shallow: the job with the models of the short runs.
+        work: of the short runs.
+        profile: of the machine, which may have no observations.
+        thorough: measure generation under tensor degrees too.
+    """
+    whole, *splits = _plans(shallow, thorough)
+    own, short = job.pricing(profile), shallow.pricing(profile, work)
+    return [whole, *(plan for plan in splits if _is_of_use(plan, job, own) and fits(plan, shallow, short))]
+
+
+def fits(plan: ExecutionPlan, job: Job, pricing: Pricing) -> bool:
+    """Whether a device's memory holds the job's models under a plan, by the estimate. True where the memory is not
+    known."""
+    if pricing.memory is None:
+        return True
+    return estimate_plan(plan, job.models.specs, pricing, exact=False).fits
+
+
+def _is_of_use(plan: ExecutionPlan, job: Job, pricing: Pricing) -> bool:
+    """Whether the job itself could run one of the plan's split calls, as far as its memory says."""
+    if pricing.memory is None:
+        return True
+    for name, assignment in plan.assignments.items():
+        strategy = assignment.strategy
+        if strategy.tp * strategy.pp > 1 or strategy.zero_stage:
+            cost = pricing.work(plan.graph.call(name), job.models.specs.get(name, ()), assignment)
+            if cost.static + cost.transient <= pricing.memory.usable:
+                return True
+    return False
+
+
+def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
+    """Without splits; with scoring and training under each tensor degree that all models support, and in pipelines of
+    two stages; with training under each ZeRO stage, where the planner considers them; and, where `thorough`, with
+    generation under each tensor degree."""
+    cluster = job.cluster
+    yield flatten(cluster, generation_engine=job.engine)
+    per_node = cluster.devices_per_node
+    tensor = [1 << at for at in range(1, per_node.bit_length()) if per_node % (1 << at) == 0]
+    for tp, pp in [*((tp, 1) for tp in tensor), (1, 2)]:
+        if per_node % (tp * pp) == 0 and _can_split(job, tp, pp):
+            yield _split(job, tp, pp)
+    if job.memory is not None and is_deepspeed_available():
+        for stage in (1, 2, 3):
+            # the samples are those of the first plan, so the engine does not generate
+            plan = flatten(cluster, generation_engine="transformers", zero_stage=stage)
+            yield ExecutionPlan(cluster, plan.assignments, plan.graph, f"ZeRO-{stage}")
+    if thorough and job.engine == "vllm":
+        (spec,) = job.models.specs["actor.generate"]
+        for tp in tensor:
+            if spec.layers > 0 and spec.generates_under(tp):
+                yield _generating(job, tp)
+
+
+def _can_split(job: Job, tp: int, pp: int) -> bool:
+    try:
+        for specs in job.models.specs.values():
+            for spec in specs:
+                spec.check_strategy(tp, pp)
+    except PlanError:
+        return False
+    return True
+
+
+def _generating(job: Job, tp: int) -> ExecutionPlan:
+    plan = flatten(job.cluster, generation_engine=job.engine)
+    mesh = job.cluster.mesh
+    split = Assignment(mesh, ParallelStrategy(mesh.size // tp, tp), job.engine)
+    return ExecutionPlan(job.cluster, {**plan.assignments, "actor.generate": split}, name=f"generation tp {tp}")
+
+
+def _split(job: Job, tp: int, pp: int) -> ExecutionPlan:
+    mesh, graph = job.cluster.mesh, ppo_graph()
+    split = Assignment(mesh, ParallelStrategy(mesh.size // (tp * pp), tp, pp), "megatron")
+    whole = Assignment(mesh, ParallelStrategy(mesh.size), "transformers")
+    assignments = {c.name: whole if c.kind is CallKind.GENERATE else split for c in graph.calls}
+    return ExecutionPlan(job.cluster, assignments, graph, f"tp {tp} pp {pp}")
