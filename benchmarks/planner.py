@@ -41,8 +41,8 @@ VOCABULARY, PROMPT, RESPONSE, EPISODES = 1000, 16, 64, 64
 LIMIT_S = 600
 
 
-def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) -> None:
-    """One run: what it measured and what was expected of it, in `folder`."""
+def make_trainer(pair: str, plan: str, folder: Path, updates: int, engine: str | None, callbacks: Any = None) -> Any:
+    """The trainer of a run of a pair of models."""
 
     import torch
     from datasets import Dataset
@@ -92,7 +92,7 @@ def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) 
         logging_steps=1,
         disable_tqdm=True,
     )
-    trainer = PPOTrainer(
+    return PPOTrainer(
         args,
         tokenizer,
         LlamaForCausalLM(actor),
@@ -100,7 +100,13 @@ def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) 
         LlamaForSequenceClassification(critic),
         Dataset.from_dict({"input_ids": prompts.tolist()}),
         LlamaForSequenceClassification(critic),
+        callbacks=callbacks,
     )
+
+
+def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) -> None:
+    """One run: what it measured and what was expected of it, in `folder`."""
+    trainer = make_trainer(pair, plan, folder, updates, engine)
     trainer.train()
     if trainer.accelerator.is_main_process:
         trainer.plan.save(folder / "plan.yaml")
