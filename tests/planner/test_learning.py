@@ -16,9 +16,10 @@ from llamas import work
 from test_profile import ACTOR, CRITIC, made_up
 
 from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.plan.dataflow import Role, ppo_graph
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.plan.timeline import Span

@@ -10,9 +10,9 @@ from llamas import work
 from test_profile import ACTOR, BANDWIDTH, CRITIC, FORWARD, STEP, TRAIN, made_up
 
 from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.plan.dataflow import ppo_graph
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.measured_rates import MeasuredRates
 from trl_realloc.planner.profile import Observation, Profile, model_key

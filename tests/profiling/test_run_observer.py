@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
-from trl_realloc.plan.dataflow import Role, ppo_graph
+from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.planner.corrections import Corrections

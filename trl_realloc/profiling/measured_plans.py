@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from accelerate.utils import is_deepspeed_available
 
 from ..common.errors import PlanError
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import Assignment, ParallelStrategy
-from ..plan.dataflow import CallKind, ppo_graph
+from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import flatten
 from ..planner.cost import Pricing
