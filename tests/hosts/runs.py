@@ -40,7 +40,7 @@ class Outcome:
 def _run(folder: Path, options: dict[str, Any]) -> Outcome:
     measured: list[None] = []
     measure = profile_cache.measure
-    profile_cache.measure = lambda *given: measured.append(None) or measure(*given)
+    profile_cache.measure = lambda *given, **named: measured.append(None) or measure(*given, **named)
     resume = options.pop("resume", None)
     made = tiny.trainer(folder, **options)
     profile_cache.measure = measure
