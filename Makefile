@@ -2,8 +2,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 NEXT ?= .venv-next
-# the newest TRL, which has no PPO of its own any more
-TRL_NEXT ?= 1.16.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq -c requirements/tested.txt
@@ -19,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines"
-	@echo "make test       lint, type check, all tests, and a smoke test with the newest TRL"
+	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"
 	@echo "make lint | format | typecheck | setup | setup-next | clean"
@@ -47,14 +45,15 @@ $(STAMP): $(RUN_STAMP)
 
 setup-next: $(NEXT_STAMP)
 
-# An overlay: everything is $(VENV)'s, only TRL is the newest.
-$(NEXT_STAMP): $(STAMP)
-	test -x $(NEXT)/bin/python || $(PYTHON) -m venv $(NEXT)
+# An overlay: everything is $(VENV)'s but what requirements/next.txt names.
+$(NEXT_STAMP): $(STAMP) requirements/next.txt
+	@test ! -e $(NEXT)/pyvenv.cfg || rm -rf $(NEXT)
+	$(PYTHON) -m venv $(NEXT)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/overlay.pth
 	echo '$(CURDIR)' >> $$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/overlay.pth
-	@echo "setup: TRL $(TRL_NEXT) in $(NEXT)"
-	$(NEXT)/bin/python -m pip install -qq --no-deps --ignore-installed trl==$(TRL_NEXT)
+	@echo "setup: the newest releases in $(NEXT)"
+	$(NEXT)/bin/python -m pip install -qq --no-deps --ignore-installed -r requirements/next.txt
 	@touch $@
 
 lint: setup
@@ -70,14 +69,14 @@ typecheck: setup
 	$(BIN)/mypy
 
 test: lint typecheck
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest --deselect tests/multiprocess/test_newest.py
 	$(MAKE) --no-print-directory test-next
 
 test-fast: setup
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -m "not multiprocess and not vllm and not deepspeed and not slow"
 
 test-next: setup-next
-	PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m trl_next
+	PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m newest
 
 # Not built from `setup`, whose packages are for the CPU: PYTHON is the interpreter of an environment with CUDA.
 check-gpu:

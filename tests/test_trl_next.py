@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer  # noqa: E402
 from trl_realloc.trainer.trl_compat import HAS_TRL_PPO  # noqa: E402
 
 
-pytestmark = pytest.mark.trl_next
+pytestmark = pytest.mark.newest
 
 
 def test_only_trl_up_to_1_12_has_a_ppo_to_stand_on() -> None:

@@ -27,7 +27,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trl_realloc.engines.models import adapts_unread, blank, load_classifier, load_policy, seeded, with_adapters
+from trl_realloc.engines import transformers_compat
+from trl_realloc.engines.models import (
+    adapts_unread,
+    blank,
+    load_classifier,
+    load_policy,
+    read_config,
+    seeded,
+    with_adapters,
+)
 from trl_realloc.engines.training import checkpoint_files
 from trl_realloc.engines.training.checkpoint_files import CheckpointFiles
 from trl_realloc.engines.training.master_weights import NamedOptimizer
@@ -312,3 +321,62 @@ def test_two_checkpoints_that_differ_in_one_small_tensor_have_other_fingerprints
         model.save_pretrained(tmp_path / name)
         prints.append(fingerprint(load_classifier(str(tmp_path / name), trained=False)))
     assert prints[0] != prints[1] and min(prints) > 0
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_that_differs_from_the_embedding_is_kept_by_whoever_has_the_config_alone(
+    differs: bool, tmp_path: Path
+) -> None:
+    """vLLM, and the empty model of a new plan, would tie it by `tie_word_embeddings`."""
+    tiny.policy(tie_word_embeddings=True).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    head[-1, -1] += differs
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.tie_word_embeddings, "the checkpoint's config is wrong"
+    for model in (str(tmp_path), loaded):
+        config = read_config(model, "model")
+        assert config.tie_word_embeddings != differs
+        empty = blank(config, True, {"": torch.float32})
+        assert (empty.lm_head.weight is not empty.model.embed_tokens.weight) == differs
+    assert loaded.config.tie_word_embeddings, "the user's own config is left as it is"
+
+
+def test_an_error_of_ours_is_raised_and_does_not_make_every_rank_load_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.policy().save_pretrained(tmp_path)
+
+    def broken(*given: Any) -> Any:
+        raise KeyError("a name that nobody has")
+
+    monkeypatch.setattr(transformers_compat, "names_in_checkpoint", broken)
+    with pytest.raises(KeyError, match="nobody"):
+        load_policy(str(tmp_path), trained=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (transformers_compat.UnknownRelease("this release names tensors otherwise"), "names tensors otherwise"),
+        (RuntimeError("Tensor.item() cannot be called on meta tensors"), "cannot be built without weights"),
+        (NotImplementedError("aten::odd is not implemented for Meta"), "aten::odd"),
+    ],
+)
+def test_a_model_that_cannot_be_built_without_weights_is_loaded_whole_and_the_reason_is_printed(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.policy().save_pretrained(tmp_path)
+    build, before = AutoModelForCausalLM.from_pretrained, torch.get_rng_state()
+
+    def from_pretrained(*given: Any, **options: Any) -> Any:
+        if "device_map" in options:
+            torch.rand(3)
+            raise error
+        return build(*given, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    model = load_policy(str(tmp_path), trained=True)
+    assert source_of(model) is None and torch.equal(torch.get_rng_state(), before)
+    assert "every rank loads the whole model" in (printed := capsys.readouterr().err) and reason in printed

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
+from trl_realloc.engines.torch_compat import extensions_folder
 from trl_realloc.engines.training import compiled_ops
-from trl_realloc.engines.training.compiled_ops import clear_stale_locks, compiles, extensions_folder
+from trl_realloc.engines.training.compiled_ops import clear_stale_locks, compiles
 
 
 def lock_of(folder: Path) -> Path:

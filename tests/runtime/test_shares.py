@@ -70,9 +70,11 @@ def test_the_shares_of_a_training_are_every_mini_batch_and_each_sample_is_sent_o
     whole, plan = algorithm.prepare(batch(responses)), plan_of(devices)
     shares = shares_of_training(plan, GRAPH.call("actor.train"), algorithm, whole, 5)
     received = [sent(share, whole.only(("index", "prompts"))) for share in shares]
-    for share in received:
+    for replica, share in enumerate(received):
         index = share.samples.tensor("index").tolist()
         assert len(set(index)) == len(index)
+        (own,) = shares_of_training(plan, GRAPH.call("actor.train"), algorithm, whole, 5, [replica])
+        assert own.packed() == shares[replica].packed(), "a replica's share is made alone too"
     own_batches = [list(share.mini_batches()) for share in received]
     for at, mini_batch in enumerate(algorithm.mini_batches(whole, 5)):
         for replica, own in enumerate(balance(mini_batch.lengths.tolist(), devices)):

@@ -39,7 +39,7 @@ from trl_realloc.plan.presets import flatten  # noqa: E402
 from trl_realloc.profiling.machine import copies, hardware  # noqa: E402
 from trl_realloc.runtime import engine_builder  # noqa: E402
 from trl_realloc.runtime.placement import Placement  # noqa: E402
-from trl_realloc.runtime.residency import DroppedCopy, Residency  # noqa: E402
+from trl_realloc.runtime.residency import DroppedCopy, Residency, move_to_host  # noqa: E402
 
 
 SIM, CPU = torch.device(DEVICE.type, 0), torch.device("cpu")
@@ -387,6 +387,19 @@ def test_a_dropped_copy_gives_its_memory_back() -> None:
     for tensor in data:
         tensor.fill_(1.0)
     assert module(torch.ones(1, 64, device=SIM))[0, 0].item() == 65.0
+
+
+def test_a_partition_of_zero_3_leaves_the_device_with_its_model() -> None:
+    """The parameter itself is empty; DeepSpeed has the rank's partition beside it."""
+    model = nn.Linear(2, 2, device=SIM)
+    for parameter in model.parameters():
+        partition = parameter.data.flatten().clone()
+        parameter.data = torch.empty(0, device=SIM)
+        parameter.ds_id, parameter.ds_tensor = 0, partition
+    kept = on_host(model.weight.ds_tensor).tolist()
+    move_to_host(model)
+    assert all(p.ds_tensor.device == CPU for p in model.parameters())
+    assert model.weight.ds_tensor.tolist() == kept
 
 
 @of_standin

@@ -28,7 +28,7 @@ from trl_realloc.trainer.checkpoint import CheckpointError, SaveError
 from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in, list_files, read_manifest
 from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_resume_setting
 from trl_realloc.trainer.checkpoint.saving import UnfinishedCheckpoint, surplus
-from trl_realloc.trainer.checkpoint.training_state import Reader, _Writer
+from trl_realloc.trainer.checkpoint.state_storage import Reader, Writer
 from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 from trl_realloc.trainer.ppo_config import ConfigError
 
@@ -356,9 +356,9 @@ def test_a_state_that_is_written_in_the_background_is_that_of_its_update_though_
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = []
-    write, finish = _Writer.write_data, UnfinishedCheckpoint.finish
+    write, finish = Writer.write_data, UnfinishedCheckpoint.finish
 
-    def slow(writer: _Writer, *given: Any) -> Any:
+    def slow(writer: Writer, *given: Any) -> Any:
         target = made.state.global_step + 1
         while made.state.global_step < min(target, 2):
             time.sleep(0.01)
@@ -368,7 +368,7 @@ def test_a_state_that_is_written_in_the_background_is_that_of_its_update_though_
         steps.append((unfinished.final.name, made.state.global_step))
         finish(unfinished, *given, **named)
 
-    monkeypatch.setattr(_Writer, "write_data", slow)
+    monkeypatch.setattr(Writer, "write_data", slow)
     monkeypatch.setattr(UnfinishedCheckpoint, "finish", noted)
     made = tiny.trainer(tmp_path, **SAVING, async_save=True)
     told = Told()
@@ -385,14 +385,14 @@ def test_a_state_that_is_written_in_the_background_is_that_of_its_update_though_
 def test_an_error_in_the_background_ends_the_run_and_leaves_the_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = _Writer.write_data
+    write = Writer.write_data
 
-    def failing(writer: _Writer, *given: Any) -> Any:
+    def failing(writer: Writer, *given: Any) -> Any:
         if "checkpoint-2" in str(writer.path):
             raise OSError(28, "No space left on device")
         return write(writer, *given)
 
-    monkeypatch.setattr(_Writer, "write_data", failing)
+    monkeypatch.setattr(Writer, "write_data", failing)
     made = tiny.trainer(tmp_path, **{**SAVING, "max_steps": 4}, async_save=True)
     with pytest.raises(SaveError, match=r"checkpoint-2 could not be saved: rank 0 .*__0_0.distcp: No space left on"):
         made.train()

@@ -20,9 +20,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from ..common.notices import notice
-from .training.checkpoint_files import CannotReadParts, open_model
+from .training.meta_model import CannotReadParts, has_own_head, is_untied, open_model, untie
 from .training.weight_source import Uninitialized, forget_stand_ins, set_source, stand_in
-from .training.zero_init import created_whole
+from .transformers_compat import created_whole
 
 
 class ModelError(ValueError):
@@ -31,16 +31,19 @@ class ModelError(ValueError):
 
 def read_config(model: PreTrainedModel | str, argument: str) -> Any:
     """A model's Transformers config, without loading weights. Its `dtype` is that of the parameters if the model is
-    loaded, and the checkpoint's otherwise.
+    loaded, and the checkpoint's otherwise. Its `tie_word_embeddings` is what the parameters show.
 
     Raises:
         ModelError: a name or path under which there is no model.
     """
     if not isinstance(model, str):
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), model.config.dtype)
-        return _in_dtype(model.config, dtype)
+        return _untied(_in_dtype(model.config, dtype)) if is_untied(model) else _in_dtype(model.config, dtype)
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        if has_own_head(model, config):
+            untie(config)
+        return config
     except Exception as error:  # a damaged config may make its class raise anything
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -60,6 +63,12 @@ def trained_config(config: Any, model: PreTrainedModel | str) -> Any:
     """The config of a model that is trained, with the dtype of its parameters in this run. A model given by path is
     loaded in float32 (`load_policy`)."""
     return _in_dtype(config, torch.float32) if isinstance(model, str) else config
+
+
+def _untied(config: Any) -> Any:
+    config = copy.deepcopy(config)
+    untie(config)
+    return config
 
 
 def _in_dtype(config: Any, dtype: torch.dtype) -> Any:

@@ -130,10 +130,10 @@ class Executor:
         call = self.plan.graph.call(name)
         self.exchange.forget(name)
         self._prepared = None
-        shares = self._divide(call, samples)
+        of_rank = [replica(self.plan, name, self.rank)] if self.placement.has(name) else []
+        shares = self._divide(call, samples, of_rank)
         if self.placement.takes_part(name):
-            own = shares[replica(self.plan, name, self.rank)] if self.placement.has(name) else None
-            self._execute(call, own)
+            self._execute(call, shares[0] if shares else None)
         outcome: Rollouts | JobFailed | None = None
         if self.rank == RESULTS:
             try:
@@ -194,21 +194,23 @@ class Executor:
             self.alarm.at(f"waiting for the samples of {producer} of {self._step_name}")
         return self.exchange.collect(producer)
 
-    def _divide(self, call: Call, samples: Rollouts) -> list[Share]:
+    def _divide(self, call: Call, samples: Rollouts, replicas: Collection[int] | None = None) -> list[Share]:
         """The shares of a call's replicas.
 
         Args:
             samples: the global batch with every column that the call reads.
+            replicas: whose shares are wanted; by default all.
 
         Raises:
             NonFiniteError: the call trains, and a number of the samples is not finite.
         """
         if not call.trains:
-            return shares_of_samples(self.plan, call, samples)
+            return shares_of_samples(self.plan, call, samples, replicas)
         prepared = self._prepare(samples)
         if self._skips_training:
-            return [Share(Rollouts(), is_skipped=True)] * self.plan[call.name].strategy.dp
-        return shares_of_training(self.plan, call, self.algorithm, prepared, self._step.number)
+            count = self.plan[call.name].strategy.dp if replicas is None else len(replicas)
+            return [Share(Rollouts(), is_skipped=True)] * count
+        return shares_of_training(self.plan, call, self.algorithm, prepared, self._step.number, replicas)
 
     def _prepare(self, samples: Rollouts) -> Rollouts:
         """The samples with the columns that the algorithm computes before training. The leaders of the meshes that

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..engines.base import Bucket, EngineError, GenerationEngine
@@ -21,6 +20,7 @@ from ..plan.model_spec import ModelSpec
 from ..realloc.layout import Box, Layout, whole
 from ..realloc.schedule import TransferSchedule, make_schedule
 from ..realloc.transfer import Parts, Transfer, TransferError, TransferOptions
+from .layout_agreement import HeldParts, agree_on_parts
 from .messages import GlooMessages, combined
 from .process_groups import ReallocationGroups
 
@@ -275,14 +275,6 @@ class Reallocation:
 
     # --- agreement between the ranks --------------------------------------------------------------------------------
 
-    def _gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of `ranks`."""
-        if len(self.ranks) == 1:
-            return [value]
-        values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self.control)
-        return values
-
     def _agree_on_versions(self) -> tuple[int, int]:
         """(the source's version, the target's): the latter `STALE` where any rank's differs from the source's."""
         own = _Versions(
@@ -304,23 +296,38 @@ class Reallocation:
         """The schedule and the dtype of every parameter, which all ranks derive from the parts that each of them holds.
         So families that no table describes, and a user's adapters, can be moved too."""
         parts = self.holder.parts() if self.holder else {}
-        source_parts = self._gather(
-            {name: (cells[0][1].dtype, [box for box, _ in cells]) for name, cells in parts.items() if cells}
-        )
-        dtypes: dict[str, torch.dtype] = {}
+        own_dtypes = {name: cells[0][1].dtype for name, cells in parts.items() if cells}
+        own_boxes = {name: [box for box, _ in parts[name]] for name in own_dtypes}
+        source, dtypes = self._agree_on_parts(self.holder, own_boxes, own_dtypes)
         shapes: dict[str, tuple[int, ...]] = {}
-        for rank_parts in source_parts:
-            for name, (dtype, boxes) in rank_parts.items():
-                dtypes[name] = dtype
-                ends = [shapes.get(name, tuple(0 for _ in boxes[0])), *(tuple(b for _, b in box) for box in boxes)]
-                shapes[name] = tuple(map(max, zip(*ends, strict=True)))
-        target_boxes = self._gather(None if self.sink is None else self.sink.boxes(shapes))
+        for name in dtypes:
+            boxes = [box for rank_boxes in source.values() for box in rank_boxes.get(name, ())]
+            shapes[name] = tuple(max(stop for _, stop in ranges) for ranges in zip(*boxes, strict=True))
+        wanted = None if self.sink is None else self.sink.boxes(shapes)
+        target, _ = self._agree_on_parts(self.sink, wanted, dtypes)
         spec = ModelSpec.of_shapes(
             list(shapes.items()), bytes_per_element=max((dtype.itemsize for dtype in dtypes.values()), default=1)
         )
-        source = {
-            rank: {name: boxes for name, (_, boxes) in rank_parts.items()}
-            for rank, rank_parts in zip(self.ranks, source_parts, strict=True)
-        }
-        target = {rank: boxes for rank, boxes in zip(self.ranks, target_boxes, strict=True) if boxes is not None}
         return make_schedule(cluster, Layout.of_parts(spec, source), Layout.of_parts(spec, target)), dtypes
+
+    def _agree_on_parts(
+        self, side: Holder | Sink | None, boxes: Mapping[str, Sequence[Box]] | None, dtypes: Mapping[str, torch.dtype]
+    ) -> tuple[dict[int, dict[str, list[Box]]], dict[str, torch.dtype]]:
+        """What every rank holds in one of the layouts, and the dtypes.
+
+        Args:
+            side: this rank's side of it; `None` on a rank that is not in the layout, which has no boxes.
+        """
+        held = None
+        if side is not None and boxes is not None:
+            engine: Any = getattr(side, "engine", side)
+            specs = getattr(engine, "parameter_specs", {})
+            held = HeldParts(
+                boxes,
+                {name: dtypes[name] for name in boxes},
+                getattr(engine, "flat_partition", None),
+                {name: tuple(spec.shape) for name, spec in specs.items()},
+            )
+        agreed = agree_on_parts(self._messages, self.ranks, self.rank, held, AGREEMENT_TAG)
+        self._messages.flush()
+        return agreed

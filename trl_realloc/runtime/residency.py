@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..engines.device import copy_stream, has_room, is_accelerator
+from ..engines.torch_compat import memory_of
+from ..engines.training.deepspeed_compat import is_partitioned, move_partition
 
 
 class Residency(ModelHook):
@@ -73,7 +74,7 @@ class Residency(ModelHook):
             self._arrived = None
 
     def _move_to_device(self, module: nn.Module) -> None:
-        parameters = [_memory(parameter) for parameter in module.parameters()]
+        parameters = [memory_of(parameter) for parameter in module.parameters()]
         if is_accelerator(self.device):
             self._arrived = self._copy_beside(parameters)
         else:
@@ -104,25 +105,22 @@ class Residency(ModelHook):
             return
         self._await_copies()  # of a call that failed before its first forward
         for name, tensor in self._module.named_parameters():
-            parameter = _memory(tensor)
+            parameter = memory_of(tensor)
             if name not in self._host:
                 copy = parameter.data.to("cpu")
-                self._host[name] = copy.pin_memory() if is_accelerator(self.device) else copy
+                self._host[name] = copy.pinmemory_of() if is_accelerator(self.device) else copy
             parameter.data = self._host[name]
         self.resident = False
-
-
-def _memory(parameter: Tensor) -> Tensor:
-    """The plain tensor of a parameter. A DTensor (of a tensor-parallel group) cannot be pinned, and setting its `data`
-    does not move its local part."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def move_to_host(module: nn.Module) -> None:
     """Move a module's parameters and gradients to host memory, in place."""
     for parameter in module.parameters():
         parameter.grad = None
-        local = _memory(parameter)
+        if is_partitioned(parameter):  # the parameter itself is empty
+            move_partition(parameter, torch.device("cpu"))
+            continue
+        local = memory_of(parameter)
         if is_accelerator(local.device):
             local.data = local.data.to("cpu")
 

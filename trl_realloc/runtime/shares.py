@@ -79,24 +79,31 @@ def shares_of_samples(
 
 
 def shares_of_training(
-    plan: ExecutionPlan, call: Call, algorithm: Algorithm, prepared: Rollouts, step: int
+    plan: ExecutionPlan,
+    call: Call,
+    algorithm: Algorithm,
+    prepared: Rollouts,
+    step: int,
+    replicas: Iterable[int] | None = None,
 ) -> list[Share]:
-    """The share of every replica of a call that trains. The tokens of every mini-batch are balanced over the replicas.
+    """The share of each replica of a call that trains. The tokens of every mini-batch are balanced over the replicas.
 
     Args:
         prepared: the global batch after `Algorithm.prepare`.
         step: the number of the iteration.
+        replicas: as of `shares_of_samples`.
     """
     dp, made = plan[call.name].strategy.dp, {column for other in plan.graph.calls for column in other.outputs}
-    steps: list[list[Rollouts]] = [[] for _ in range(dp)]
+    steps: dict[int, list[Rollouts]] = {replica: [] for replica in (range(dp) if replicas is None else replicas)}
     for batch in algorithm.mini_batches(prepared, step):
         added = ("index", *(name for name in batch if name not in prepared))
-        for replica, own in enumerate(balance(batch.lengths.tolist(), dp)):
-            steps[replica].append(batch.only(added).select(own))
+        positions = balance(batch.lengths.tolist(), dp)
+        for replica, of_replica in steps.items():
+            of_replica.append(batch.only(added).select(positions[replica]))
     # without the outputs of other calls that this call does not read
     read = prepared.only(n for n in prepared if n in (*call.inputs, "index") or n not in made)
     shares = []
-    for own_steps in steps:
+    for own_steps in steps.values():
         index = torch.cat([own.tensor("index") for own in own_steps]).unique() if own_steps else torch.zeros(0).long()
         shares.append(Share(_rows(read, index), tuple(own_steps)))
     return shares

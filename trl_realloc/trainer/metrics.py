@@ -5,7 +5,7 @@ The metrics of an algorithm itself are computed by `Algorithm.sample_metrics` an
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 
 from ..plan.timeline import Span, Timeline
 from ..runtime.results import Iteration
@@ -26,14 +26,14 @@ class RunMetrics:
         self._most_spans, self._kept_spans = spans, 0
         self._spans: deque[tuple[Span, ...]] = deque()  # of each update
         self.lengths: deque[int] = deque(maxlen=LENGTHS)
-        self._window: dict[str, list[float]] = defaultdict(list)
-        self._losses: list[tuple[float, float]] = []
+        self._window: dict[str, tuple[float, int]] = {}  # of each metric the sum and the number of updates
+        self._losses = (0.0, 0.0, 0)  # of this training: sums of policy and value losses, number of updates
         self.begin(0)
 
     def begin(self, episode: int) -> None:
         """Start a training at this episode. Drops metrics of an earlier training that failed."""
         self._window.clear()
-        self._losses.clear()
+        self._losses = (0.0, 0.0, 0)
         self._start_time, self._first_episode = time.time(), episode
 
     def episodes_per_second(self, episode: int) -> float:
@@ -42,8 +42,8 @@ class RunMetrics:
 
     def mean_loss(self, vf_coef: float) -> float:
         """The policy loss plus the weighted value loss, mean over the updates of this training; 0.0 without updates."""
-        losses = [policy + vf_coef * value for policy, value in self._losses]
-        return sum(losses) / max(len(losses), 1)
+        policy, value, updates = self._losses
+        return (policy + vf_coef * value) / max(updates, 1)
 
     @property
     def timeline(self) -> Timeline:
@@ -65,16 +65,18 @@ class RunMetrics:
             "tokens/s": iteration.tokens / seconds,
         }
         if "loss/policy_avg" in metrics and "loss/value_avg" in metrics:
-            self._losses.append((metrics["loss/policy_avg"], metrics["loss/value_avg"]))
+            policy, value, updates = self._losses
+            self._losses = (policy + metrics["loss/policy_avg"], value + metrics["loss/value_avg"], updates + 1)
         for name, value in metrics.items():
-            self._window[name].append(value)
+            total, updates = self._window.get(name, (0.0, 0))
+            self._window[name] = (total + value, updates + 1)
 
     def take(self) -> dict[str, float]:
         """The mean of every metric over the updates since the last call, and the sum of `skipped_updates/*`; empty
         without updates."""
         means = {
-            name: sum(values) / (1 if name.startswith("skipped_updates/") else len(values))
-            for name, values in self._window.items()
+            name: total / (1 if name.startswith("skipped_updates/") else updates)
+            for name, (total, updates) in self._window.items()
         }
         self._window.clear()
         return means

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..algorithms.ppo import PPOSettings
 from ..common.errors import shown
 from ..common.settings import read_settings
-from ..engines.training.zero_setup import leave_out_shared_memory_op
+from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.launch.hosts import has_rendezvous, meet
 from ..runtime.launch.launcher import check_launch, separate_attempts

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..engines.training.zero_init import gathered
+from ..engines.training.deepspeed_compat import gathered
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,6 @@ def compiles(config: Mapping[str, Any]) -> bool:
     return any("nvme" in str(zero.get(name, {})) for name in ("offload_optimizer", "offload_param"))
 
 
-def extensions_folder() -> Path:
-    """The folder in which torch compiles extensions, each in a folder of its own."""
-    from torch.utils import cpp_extension
-
-    return Path(cpp_extension._get_build_directory("", False))
-
-
 def clear_stale_locks(folder: Path) -> None:
     """Remove the locks in `folder` of jobs that were killed while they compiled, and warn about the other locks.
 

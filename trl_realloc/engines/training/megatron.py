@@ -22,6 +22,7 @@ from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
 from ..training_state import StateSpecs, TensorSpec, TrainingState
+from ..transformers_compat import attention_name
 from .master_weights import NamedOptimizer, SplitMasters
 from .nonfinite_guard import guarded, refusal
 from .packed_attention import base_of
@@ -80,7 +81,7 @@ class MegatronEngine:
         if groups.pp.size > 1 and not head.packed:
             raise EngineError(
                 f"{type(base_of(head.model)).__name__} mixes samples that share a row (its attention is "
-                f"{head.model.config._attn_implementation}), but a pipeline needs packed rows; load it with "
+                f"{attention_name(head.model.config)}), but a pipeline needs packed rows; load it with "
                 f"attn_implementation='sdpa', or use pp: 1."
             )
         self.head, self.groups, self.device = head, groups, device

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...plan.model_spec import FAMILIES
+from ..transformers_compat import draw_again, keep_values
 
 
 class Identity(nn.Module):
@@ -48,7 +49,7 @@ def _with_numbers(backbone: Any, *, shares_memory: bool) -> Any:
     draws = torch.Generator().manual_seed(0)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in probe.modules():
-        vars(module).pop("_is_hf_initialized", None)
+        draw_again(module)
         for leaf, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 module._parameters[leaf] = made.setdefault(parameter, _drawn(parameter, draws, shares_memory))
@@ -66,7 +67,7 @@ def _drawn(parameter: Tensor, draws: torch.Generator, shares_memory: bool) -> nn
     numbers = torch.randn(sum(parameter.shape), generator=draws) * parameter.shape[-1] ** -0.5
     matrix = numbers.as_strided(parameter.shape, [1] * parameter.dim())
     drawn = nn.Parameter(matrix if shares_memory else matrix.contiguous(), requires_grad=False)
-    drawn._is_hf_initialized = True  # type: ignore[attr-defined]  # Transformers leaves it as it is
+    keep_values(drawn)
     return drawn
 
 

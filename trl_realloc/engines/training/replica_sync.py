@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..base import EngineError
 from ..buckets import in_buckets
 from ..mesh_group import BUCKET_BYTES, MeshGroup
+from .deepspeed_compat import is_partitioned
 from .weight_source import source_of
 
 
@@ -53,7 +54,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: t for name, t in model.state_dict().items() if name not in parameter_names and torch.is_tensor(t)}
-    named = {name: p.data for name, p in parameters.items() if not hasattr(p, "ds_id")} | buffers
+    named = {name: p.data for name, p in parameters.items() if not is_partitioned(p)} | buffers
     return {name: tensor for name, tensor in named.items() if not tensor.is_meta and tensor.numel()}
 
 

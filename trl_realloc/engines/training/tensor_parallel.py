@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..mesh_group import MeshGroup
+from ..transformers_compat import split_modules, tensor_parallel_styles
 from .packed_attention import base_of
 
 
@@ -29,8 +30,6 @@ PARTIAL = "replicated_with_grad_allreduce"
 def split_tensors(model: Any, group: MeshGroup) -> frozenset[str]:
     """Split the model's parameters over the group, in place. Returns the names of the parameters that are not split,
     but of whose gradient each rank computes only a part."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
     styles = dict(_styles(model))
     partial = {name for name, style in styles.items() if style == PARTIAL}
     applied = {name: style for name, style in styles.items() if style != PARTIAL}
@@ -43,7 +42,7 @@ def split_tensors(model: Any, group: MeshGroup) -> frozenset[str]:
         plan[name] = style
     mesh = DeviceMesh.from_group(group.group, group.device.type)
     tied = [places for places in _places(model).values() if len(places) > 1]
-    apply_tensor_parallelism(model, mesh, plan)
+    split_modules(model, mesh, plan)
     for (first, leaf), *others in tied:  # `named_parameters`, and so the plan, has the first module's name only
         for module, name in others:
             module._parameters[name] = first._parameters[leaf]
@@ -64,7 +63,10 @@ def _styles(model: Any) -> Iterator[tuple[str, str]]:
     """The name of each split module, with Transformers' name of how it is split."""
     base = base_of(model)
     prefix = f"{base.base_model_prefix}."
-    tp_plan: Mapping[str, str] = {**_prefixed(base.config.base_model_tp_plan or {}, prefix), **(base._tp_plan or {})}
+    tp_plan: Mapping[str, str] = {
+        **_prefixed(base.config.base_model_tp_plan or {}, prefix),
+        **tensor_parallel_styles(base),
+    }
     # inside the layers of adapters, if there are any
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     embedding, head = (next((_base_name(n)[0] for n, m in model.named_modules() if m is end), None) for end in ends)

@@ -20,12 +20,8 @@ from transformers import PreTrainedModel
 from ..base import BUCKET_BYTES, Bucket, EngineError
 from ..buckets import in_buckets
 from ..training_state import TensorSpec
-
-
-try:  # the renaming that `save_pretrained` does; private, and absent before Transformers 5
-    from transformers.core_model_loading import revert_weight_conversion
-except ImportError:
-    revert_weight_conversion = None
+from ..transformers_compat import form_in_checkpoint
+from .deepspeed_compat import full_numel, full_shape
 
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
@@ -72,19 +68,16 @@ def checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:
     differ from the module's: GPT-NeoX's `lm_head` is saved as `embed_out`, and the experts of a mixture, which the
     module has fused, are saved one by one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if revert_weight_conversion is None or not isinstance(base, PreTrainedModel):
-        return tensors
-    return list(revert_weight_conversion(base, dict(tensors)).items())
+    return form_in_checkpoint(base, tensors) if isinstance(base, PreTrainedModel) else tensors
 
 
 def specs_of(model: nn.Module) -> dict[str, TensorSpec]:
     """Shape and dtype of every parameter, also of those that ZeRO-3 has partitioned."""
-    return {name: TensorSpec(tuple(getattr(p, "ds_shape", p.shape)), p.dtype) for name, p in model.named_parameters()}
+    return {name: TensorSpec(full_shape(p), p.dtype) for name, p in model.named_parameters()}
 
 
 def _full_bytes(parameter: nn.Parameter) -> int:
-    # under ZeRO-3 numel() is 0 outside a gather; DeepSpeed has the full number of elements in ds_numel
-    return int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
+    return full_numel(parameter) * parameter.element_size()  # of a partitioned parameter numel() is 0
 
 
 def _plain(model: nn.Module) -> Iterator[_Weight]:

@@ -1,8 +1,8 @@
 """Engine that trains and scores with DeepSpeed ZeRO, stages 1 to 3, on the ranks of one mesh.
 
 A job has several of these engines on different meshes. Accelerate's DeepSpeed integration spans the whole job, so
-`deepspeed.initialize` is called here with the mesh's process groups. The settings and workarounds for this are in
-`zero_setup`.
+`deepspeed.initialize` is called here with the mesh's process groups. The settings for this are in `zero_setup`, the
+workarounds and whatever is not in DeepSpeed's documentation in `deepspeed_compat`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, Rate
 from ..mesh_group import MeshGroup
+from ..torch_compat import extensions_folder
 from ..training_state import (
     MASTER,
     StateSpecs,
@@ -30,21 +31,15 @@ from ..training_state import (
     loaded_scalars,
     scalars_of,
 )
-from .compiled_ops import clear_stale_locks, compiles, extensions_folder
+from . import deepspeed_compat as compat
+from .compiled_ops import clear_stale_locks, compiles
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
 from .weight_export import buckets, check_names, specs_of
 from .weight_source import fill, source_of
 from .zero_partition import partition_of, partition_unread
-from .zero_setup import (
-    Topology,
-    cast_parameters,
-    deepspeed_config,
-    initializing,
-    memory_efficient_linear,
-    parameter_dtype,
-)
+from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype
 
 
 if TYPE_CHECKING:
@@ -80,13 +75,13 @@ class ZeroEngine:
         self.frozen = make_optimizer is None
         settings = deepspeed_config(stage, config, max_grad_norm, trains=not self.frozen)
         self.compute_dtype = None if parameter_dtype(settings) else compute_dtype
-        self._linear = partial(memory_efficient_linear, stage, settings)
+        self._linear = partial(compat.memory_efficient_linear, stage, settings)
         if self.frozen:
             head.requires_grad_(False).eval()
         if compiles(settings):
             clear_stale_locks(extensions_folder())
         topology = Topology(group, alone)
-        with initializing(group, device):
+        with compat.initializing(group, device):
             if stage == 3:
                 partition_unread(head.model, settings, topology, device)
             else:
@@ -111,6 +106,11 @@ class ZeroEngine:
     @property
     def has_replicas(self) -> bool:
         return self.group.size > 1 and self.stage < 3  # in stage 3 each rank has a part of its own
+
+    @property
+    def flat_partition(self) -> tuple[int, int] | None:
+        """(number, count) of the range of every flattened parameter that this rank has in stage 3."""
+        return (self.group.index, self.group.size) if self.stage == 3 else None
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         self.engine.eval()
@@ -169,34 +169,16 @@ class ZeroEngine:
         with self._gather(list(self.head.model.parameters())), self._without_hooks(), self._autocast():
             yield self.head.model
 
-    @contextlib.contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        """Inside, the modules have no hooks of DeepSpeed's. In stage 3 the hooks partition a module's parameters after
-        its forward, the gathered ones too, and gather them for the next forward over the whole mesh: ranks that decode
-        for different numbers of steps would wait for each other for ever. The hooks are put back and not created again,
-        because that would lose the recorded order of modules by which DeepSpeed prefetches."""
+    def _without_hooks(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the modules have no hooks of DeepSpeed's."""
         if self.stage < 3:
-            yield
-            return
-        zero = getattr(self.engine.optimizer, "parameter_offload", self.engine.optimizer)
-        ids = {handle.id for handle in (zero.fwd_pre_hook, *zero.forward_hooks, *zero.backward_hooks)}
-        saved: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        for module in self.head.modules():
-            for table in (module._forward_pre_hooks, module._forward_hooks):
-                if not ids.isdisjoint(table):
-                    saved.append((table, dict(table)))
-                    for hook in ids.intersection(table):
-                        del table[hook]
-        try:
-            yield
-        finally:
-            for table, hooks in saved:
-                table.clear()
-                table.update(hooks)
+            return contextlib.nullcontext()
+        return compat.without_hooks(self.engine.optimizer, self.head.modules())
 
     def training_state(self) -> TrainingState:
         """See `base.TrainingEngine`: here ranges of the flattened parameters, as views of DeepSpeed's partitions."""
-        self._link_state()
+        if self.stage < 3 and self._state_names():
+            compat.link_state(self.engine.optimizer)
         keys, scalars = [MASTER, *self._state_names()], self._scalars()
         state = TrainingState(self.version, scalars={name: scalars_of(scalars) for name, _ in self._trained()})
         state.tensors = {name: {key: self._state_part(p, key) for key in keys} for name, p in self._trained()}
@@ -208,67 +190,30 @@ class ZeroEngine:
         trained = self._trained()
         check_names(specs, [name for name, _ in trained])
         keys = sorted({key for tensors in specs.values() for key in tensors} - {MASTER})
-        for flat in self._flats():
+        for flat in compat.flat_weights(self.engine.optimizer):
             values = self.engine.optimizer.optimizer.state[flat]
             values.update({key: torch.zeros_like(flat) for key in keys if key not in values})
-        self._link_state()
+        if self.stage < 3 and self._state_names():
+            compat.link_state(self.engine.optimizer)
         # a partition has many parameters and one step count, which is the same for all of them
         first = trained[0][0]
         state = TrainingState(scalars={first: {}})
         state.tensors = {name: {key: self._state_part(p, key) for key in (MASTER, *keys)} for name, p in trained}
         yield state
         optimizer = self.engine.optimizer.optimizer
-        for flat in self._flats() if keys else ():
+        for flat in compat.flat_weights(self.engine.optimizer) if keys else ():
             optimizer.state[flat].update(loaded_scalars(optimizer, flat, state.scalars[first]))
-        self._publish()
+        compat.publish_weights(self.engine.optimizer, (p for _, p in trained), self.stage)
         self.version = state.version
 
     def _state_part(self, parameter: Any, key: str) -> StateTensor:
         """This rank's part of one tensor of the training state: a range of the flattened tensor."""
-        zero, optimizer_key = self.engine.optimizer, None if key == MASTER else key
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if self.stage == 3:
-            group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
-            flat = zero.fp32_partitioned_groups_flat[group]
-            tensor = flat if optimizer_key is None else zero.optimizer.state[flat][key]
-            start = self.group.index * parameter.ds_tensor.numel()
-            return StateTensor(TensorSpec(shape, tensor.dtype), flat_cells(shape, start, tensor.data[offset:][:length]))
-        fragment = parameter._hp_mapping
-        if fragment is None:  # the parameter is in other ranks' partitions
+        found = compat.state_range(self.engine.optimizer, parameter, None if key == MASTER else key, self.group.index)
+        shape = compat.full_shape(parameter)
+        if found is None:  # the parameter is in other ranks' partitions
             return StateTensor(TensorSpec(shape, torch.float32), [])
-        tensor = fragment.get_hp_fragment(optimizer_key).data
-        return StateTensor(
-            TensorSpec(shape, tensor.dtype), flat_cells(shape, fragment.lp_fragment_address.start, tensor)
-        )
-
-    def _publish(self) -> None:
-        """Copy the float32 weights into the parameters. Collective over the mesh."""
-        zero = self.engine.optimizer
-        if self.stage < 3:
-            zero.update_lp_params()
-            return
-        parameter: Any
-        for _, parameter in self._trained():
-            group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
-            parameter.ds_tensor.data[:length].copy_(zero.fp32_partitioned_groups_flat[group].data[offset:][:length])
-        if persistent := zero.persistent_parameters:  # small ones, which stay full beside their partitions
-            persistent[0].partition(persistent)
-            persistent[0].all_gather(persistent)
-
-    def _flats(self) -> list[Tensor]:
-        """The float32 weights of this rank's flat partitions."""
-        zero = self.engine.optimizer
-        # stage 3; stages 1 and 2; stage 1 in bfloat16 with gradients in float32
-        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-        return list(next(getattr(zero, name) for name in names if hasattr(zero, name)))
-
-    def _link_state(self) -> None:
-        """Give every parameter views of its optimizer state, which stages 1 and 2 read. DeepSpeed 0.19.8 creates the
-        views once, after the first step of the first parameter group, when the other groups have no state yet."""
-        zero = self.engine.optimizer
-        if self.stage < 3 and self._state_names():
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
+        start, flat = found
+        return StateTensor(TensorSpec(shape, flat.dtype), flat_cells(shape, start, flat))
 
     def close(self) -> None:
         self.engine.destroy()
@@ -285,11 +230,7 @@ class ZeroEngine:
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         """Inside, the parameters are full."""
-        if self.stage < 3:
-            return contextlib.nullcontext()
-        import deepspeed
-
-        return deepspeed.zero.GatheredParameters(list(parameters))
+        return contextlib.nullcontext() if self.stage < 3 else compat.full(parameters)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]

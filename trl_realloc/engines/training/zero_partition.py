@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...realloc.layout import Box, whole
 from ..mesh_group import MeshGroup
 from ..training_state import flat_cells
+from .deepspeed_compat import Partitioner, full_shape, partition
 from .weight_source import reading, source_of, to_device
 from .zero_setup import Topology, cast_parameters, parameter_dtype
 
@@ -30,13 +31,9 @@ def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: To
     """
     if source_of(model) is None:
         return
-    import deepspeed
-
     dtype = parameter_dtype(settings)
     group = topology.group
-    convert = deepspeed.zero.Init(
-        module=nn.Module(), data_parallel_group=group.group, config_dict_or_path=dict(settings), mpu=topology
-    )
+    partitioner = Partitioner(group, settings, topology)
     to_device(model, device)  # DeepSpeed moves and casts no model that has partitions
     if dtype is not None:
         cast_parameters(model, dtype)
@@ -46,10 +43,9 @@ def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: To
             memory = torch.empty(shape, dtype=item.parameter.dtype, device=device)
             if not _has_plain_partitions(settings):
                 read(item.name, whole(shape), memory)
-            parameter: Any = item.replace(memory)
+            parameter = item.replace(memory)
             del memory
-            convert._convert_to_deepspeed_param(parameter)
-            parameter.partition()
+            partitioner.partition(parameter)
             if _has_plain_partitions(settings):
                 for box, cell in partition_of(parameter, group):
                     read(item.name, box, cell)
@@ -57,8 +53,8 @@ def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: To
 
 def partition_of(parameter: Any, group: MeshGroup) -> list[tuple[Box, Tensor]]:
     """This rank's boxes of a partitioned parameter, as views of DeepSpeed's partition."""
-    flat = parameter.ds_tensor.data
-    return flat_cells(tuple(parameter.ds_shape), group.index * flat.numel(), flat)
+    flat = partition(parameter)
+    return flat_cells(full_shape(parameter), group.index * flat.numel(), flat)
 
 
 def _has_plain_partitions(settings: Mapping[str, Any]) -> bool:

@@ -1,17 +1,13 @@
-"""Sets up DeepSpeed 0.19.8 for an engine on one mesh: its config, its process groups, and workarounds where it assumes
-that an engine spans the whole process or job.
+"""Sets up DeepSpeed for an engine on one mesh: its config and its process groups.
 
-The engine is in `zero`; models that DeepSpeed partitioned at their creation are in `zero_init`.
+The engine is in `zero`; workarounds where DeepSpeed assumes that an engine spans the whole process or job are in
+`deepspeed_compat`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
-import os
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,87 +104,6 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if value != "auto"
     }
-
-
-@contextlib.contextmanager
-def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
-    """The context in which `deepspeed.initialize` creates an engine on one mesh.
-
-    The constructor of a ZeRO-3 optimizer calls barriers without a group, that is over the whole job (stage3.py:765,
-    774, 914). If the mesh is only a part of the job, they would wait for ever for the other ranks. Inside, such a
-    barrier is over the mesh. DeepSpeed reads LOCAL_RANK, which a process without a launcher does not have. It is set
-    inside only, because Accelerate takes a process that has it for a launched one.
-    """
-    from deepspeed import comm
-
-    leave_out_shared_memory_op()
-    # torch 2.13 warns at every call of two collectives that DeepSpeed 0.19.8 calls under their deprecated names
-    warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated")
-    _skip_job_wide_order_check()
-    job_barrier, linear = comm.barrier, nn.functional.linear
-
-    mesh = group.group
-
-    def barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return job_barrier(mesh if group is None else group, *args, **kwargs)
-
-    launched = "LOCAL_RANK" in os.environ
-    if not launched:
-        os.environ["LOCAL_RANK"] = str(device.index or 0)
-    comm.barrier = barrier
-    try:
-        yield
-    finally:
-        comm.barrier = job_barrier
-        nn.functional.linear = linear  # stage 3 replaces it for the whole process (`memory_efficient_linear`)
-        if not launched:
-            del os.environ["LOCAL_RANK"]
-
-
-@contextlib.contextmanager
-def memory_efficient_linear(stage: int, config: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, `torch.nn.functional.linear` is DeepSpeed's for stage 3, which saves no gathered weight for the backward.
-
-    DeepSpeed itself replaces the function for every model of the process. The gradients of a layer's weight and bias
-    then arrive in another order than on ranks without a stage 3 engine. Stage 2 reduces gradients in the order of
-    arrival, so an engine of stage 2, of whose ranks only some had an engine of stage 3, added gradients of different
-    parameters.
-    """
-    if stage < 3 or not config["zero_optimization"].get("memory_efficient_linear", True):
-        yield
-        return
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-    linear = nn.functional.linear
-    nn.functional.linear = zero3_linear_wrap
-    try:
-        yield
-    finally:
-        nn.functional.linear = linear
-
-
-def _skip_job_wide_order_check() -> None:
-    """Turn off a check of DeepSpeed: that all ranks ran the modules of a sharded model in the same order. It broadcasts
-    from rank 0 over the whole job, and would wait for ever if the mesh is only a part of the job. The ranks of a mesh
-    run the same calls on the same model, so their order is the same."""
-    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
-
-    coordinator.assert_ints_same_as_other_ranks = lambda ints: None
-
-
-def leave_out_shared_memory_op() -> None:
-    """Keep DeepSpeed from compiling its op for all-reduces in shared memory on a CPU. Must be called before the first
-    use of `deepspeed.comm`, also before Accelerate's in a job launched with a DeepSpeed config.
-
-    The compilation takes 20 s, on a busy machine minutes, without a message; a job that is killed meanwhile leaves a
-    lock at which every later job waits for ever. Only DeepSpeed's inference uses the op, and falls back to gloo without
-    it.
-    """
-    try:  # `from deepspeed.comm import torch` would give torch itself
-        backend = importlib.import_module("deepspeed.comm.torch")
-    except ImportError:  # not installed; Accelerate raises if DeepSpeed is needed
-        return
-    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 def ensure_process_group(device: torch.device) -> None:

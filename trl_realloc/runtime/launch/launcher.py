@@ -6,7 +6,6 @@ Which processes are on which host is in `hosts`. The Accelerate plugin for plans
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from ...engines.torch_compat import wrap_store
 from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan
 from .hosts import Process, ranks_by_host
@@ -68,17 +68,7 @@ def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
         return
-    # imported by name, because `torch.distributed.rendezvous` is a function
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    connect = rendezvous._create_c10d_store
-    if getattr(connect, "attempt", None) is not None:
-        return
-
-    def connect_to_part(*args: Any, **kwargs: Any) -> dist.Store:
-        return dist.PrefixStore(f"attempt_{attempt}", connect(*args, **kwargs))
-
-    connect_to_part.attempt = attempt  # type: ignore[attr-defined]
-    rendezvous._create_c10d_store = connect_to_part
+    wrap_store(lambda store: dist.PrefixStore(f"attempt_{attempt}", store), "trl_realloc_attempt")
 
 
 def check_device(device: torch.device) -> None:

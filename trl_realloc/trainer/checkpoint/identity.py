@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ...engines.training.deepspeed_compat import full_shape
+
 
 SAMPLED_ROWS = 1000
 
@@ -50,11 +52,7 @@ def data_checksum(dataset: Any) -> int:
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the trained parameters by name. The shapes are those of whole parameters under ZeRO-3 too."""
-    return {
-        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    return {name: full_shape(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def optimizer_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:

@@ -20,9 +20,10 @@ from transformers.utils import logging
 
 from ...engines.base import TrainingEngine
 from ...engines.mesh_group import MeshGroup
-from ...engines.models import created_whole, has_adapters, persistent_buffers
+from ...engines.models import has_adapters, persistent_buffers
 from ...engines.training.weight_export import checkpoint_names
 from ...engines.training_state import TensorSpec
+from ...engines.transformers_compat import created_whole, loaded_adapters, names_not_saved
 from ...plan.dataflow import Role
 from ...runtime.placement import Placement
 from ...runtime.replica_check import check_replicas
@@ -79,13 +80,13 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
     with problems.writing(folder, needed), _writing_here(model):
         folder.mkdir(parents=True, exist_ok=True)
         need_room(folder, needed)
-        if names is not None or getattr(model, "_hf_peft_config_loaded", False):  # adapters of Transformers' own
+        if names is not None or loaded_adapters(model):  # adapters of Transformers' own
             state = {name: tensor.cpu().clone() for bucket in stream for name, tensor in bucket}
             model.save_pretrained(folder, state_dict=_with_other_names(model, state))
         else:
             model.save_pretrained(folder, state_dict={})  # everything but the weights
             specs = {**engine.parameter_specs, **{n: TensorSpec(tuple(b.shape), b.dtype) for n, b in buffers.items()}}
-            for name in model._keys_to_ignore_on_save or ():
+            for name in names_not_saved(model):
                 specs.pop(name, None)
             files = WeightFiles(folder, specs, partial(checkpoint_names, model), **options)
             files.write({name: buffer for name, buffer in buffers.items() if name in specs})

@@ -1,37 +1,35 @@
 """Finds the checkpoint that a run resumes from, and refuses one that is incomplete or of another run, before any engine
 starts.
 
-If hosts have separate disks, a host receives the files that it needs and lacks. Loading the state is in
+If hosts have separate disks, a host receives the files that it needs and lacks (`host_files`). Loading the state is in
 `training_state`.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging
 
-from ...runtime.launch.hosts import machine_id
 from ...runtime.process_groups import from_every_rank
 from . import METADATA, CheckpointError
+from .host_files import HostFiles, by_host, copy_files, place_of, read_files
 from .identity import Identity, Shapes, data_differences, model_difference, optimizer_differences
-from .manifest import MANIFEST, Manifest, checkpoints_in, checksum, damage, read_manifest
-from .training_state import Reader, saved_shapes
+from .manifest import MANIFEST, Manifest, checkpoints_in, damage, read_manifest
+from .state_plans import saved_shapes
+from .state_storage import Reader
 
 
 logger = logging.get_logger(__name__)
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 NEEDED = (STATE, SCHEDULER, METADATA)
-CHUNK = 64 << 20  # bytes of one message
 
 ResumeSetting = str | bool | None
 
@@ -141,7 +139,7 @@ def fetch(checkpoint: Checkpoint, needed: Collection[str], *, rank: int, control
         for name, readers in sorted(readers_by_file.items())
         for reader in sorted(readers.difference(checkpoint.holders[name]))
     ]
-    if failures := _copy(checkpoint.folder, checkpoint.manifest, copies, rank, control):
+    if failures := copy_files(checkpoint.folder, checkpoint.manifest, copies, rank, control):
         raise CheckpointError(f"cannot resume from {checkpoint.folder}: {'; '.join(failures)}.")
 
 
@@ -198,11 +196,11 @@ class _Inspection:
 def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> _Inspection:
     """Check one checkpoint. Collective over the job; the result is the same on all ranks."""
     inspection = _Inspection()
-    places = from_every_rank(_place(folder), control)
+    places = from_every_rank(place_of(folder), control)
     inspection.readers = [places.index(place) for place in places]
     # the ranks of a host check its files together
     peers = [other for other, place in enumerate(places) if place == places[rank]]
-    reports = _by_host(from_every_rank(_read(folder, peers.index(rank), len(peers)), control), inspection.readers)
+    reports = by_host(from_every_rank(read_files(folder, peers.index(rank), len(peers)), control), inspection.readers)
     inspection.manifest = next((report.manifest for report in reports.values() if report.manifest), None)
     inspection.damage = _find_damage(inspection, reports)
     if inspection.damage or inspection.manifest is None:
@@ -214,7 +212,7 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> 
         for reader in reports
         if reader not in inspection.holders[name]
     ]
-    inspection.damage = _copy(folder, inspection.manifest, copies, rank, control)
+    inspection.damage = copy_files(folder, inspection.manifest, copies, rank, control)
     if inspection.damage:
         return inspection
     shapes = {
@@ -227,63 +225,10 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> 
     return inspection
 
 
-def _place(folder: Path) -> tuple[Any, ...]:
-    """Identifies a folder on a host: equal for two ranks of one host that see the same folder, or that both see
-    none."""
-    machine = (socket.gethostname(), machine_id())
-    try:
-        status = folder.stat()
-        return (*machine, status.st_dev, status.st_ino)
-    except OSError:
-        return (*machine, str(folder.absolute()))
-
-
 # --- files, on every host -------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _HostFiles:
-    """The files of a checkpoint on one host.
-
-    Args:
-        sizes: bytes of each file.
-        wrong: the problem of each damaged file.
-    """
-
-    manifest: Manifest | None = None
-    sizes: dict[str, int] = field(default_factory=dict)
-    wrong: dict[str, str] = field(default_factory=dict)
-
-
-def _read(folder: Path, part: int, parts: int) -> _HostFiles:
-    """One of `parts` reports of the files on this host: the problems of every `parts`-th file, and in the first report
-    the manifest and the sizes."""
-    report = _HostFiles()
-    if not folder.is_dir():
-        report.wrong[""] = "there is no such folder"
-        return report
-    try:
-        manifest = read_manifest(folder)
-    except ValueError as error:
-        manifest, report.wrong[MANIFEST] = None, str(error)
-    if part == 0:
-        report.manifest = manifest
-        report.sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    if manifest is not None:
-        names = sorted(manifest.files)[part::parts]
-        report.wrong |= damage(folder, replace(manifest, files={name: manifest.files[name] for name in names}))
-    return report
-
-
-def _by_host(reports: Sequence[_HostFiles], readers: Sequence[int]) -> dict[int, _HostFiles]:
-    """One report for each host, by its reader, from the reports of all ranks."""
-    by_host: dict[int, _HostFiles] = {}
-    for reader, report in zip(readers, reports, strict=True):
-        by_host.setdefault(reader, report).wrong.update(report.wrong)
-    return by_host
-
-
-def _find_damage(inspection: _Inspection, reports: Mapping[int, _HostFiles]) -> list[str]:
+def _find_damage(inspection: _Inspection, reports: Mapping[int, HostFiles]) -> list[str]:
     """The problems of the files that no host has undamaged. Sets `inspection.holders`."""
     manifest = inspection.manifest
     if all("" in report.wrong for report in reports.values()):
@@ -311,51 +256,6 @@ def _is_needed_by_all(name: str) -> bool:
     """Whether every host needs a file to resume. Resuming reads no model files, because the training state has the
     float32 weights; which files of that a host needs is known when its engines have been started (`fetch`)."""
     return name in NEEDED or name.startswith("rng_state")
-
-
-def _copy(
-    folder: Path, manifest: Manifest, copies: Sequence[tuple[str, int, int]], rank: int, control: Any
-) -> list[str]:
-    """Copy files from host to host. Collective over the job. Returns the problems of the copies.
-
-    Args:
-        copies: (file, rank that sends it, rank that receives it), the same on every rank.
-    """
-    for name, source, target in copies:
-        if rank == source:
-            _send(folder / name, target, control)
-        elif rank == target:
-            _receive(folder / name, source, control)
-    if any(target == rank for _, _, target in copies) and not (folder / MANIFEST).exists():
-        manifest.write(folder)
-    failures = from_every_rank(_check_copies(folder, manifest, copies, rank), control) if copies else []
-    return [failure for rank_failures in failures for failure in rank_failures]
-
-
-def _check_copies(folder: Path, manifest: Manifest, copies: Sequence[tuple[str, int, int]], rank: int) -> list[str]:
-    received = [name for name, _, target in copies if target == rank]
-    return [f"{name} was not copied whole" for name in received if checksum(folder / name) != manifest.files[name][1]]
-
-
-def _send(path: Path, target: int, control: Any) -> None:
-    size = path.stat().st_size
-    dist.send(torch.tensor([size]), target, group=control)
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            dist.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), target, group=control)
-
-
-def _receive(path: Path, source: int, control: Any) -> None:
-    size = torch.zeros(1, dtype=torch.long)
-    dist.recv(size, source, group=control)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remaining = int(size)
-    with path.open("wb") as file:
-        while remaining:
-            chunk = torch.empty(min(remaining, CHUNK), dtype=torch.uint8)
-            dist.recv(chunk, source, group=control)
-            file.write(chunk.numpy().tobytes())
-            remaining -= chunk.numel()
 
 
 # --- contents, on rank 0 --------------------------------------------------------------------------------------------

@@ -1,0 +1,75 @@
+"""What this package uses of torch beyond its documented interface, and what differs between its releases. No other file
+does.
+
+Run with torch 2.13 (docs/versions.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.tensor import DTensor
+
+
+# The classes in the metadata file of torch.distributed.checkpoint.
+CHECKPOINT_METADATA_CLASSES = frozenset(
+    [
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        (StorageInfo.__module__, StorageInfo.__qualname__),
+        ("torch.serialization", "_get_layout"),
+    ]
+)
+
+
+def memory_of(parameter: Tensor) -> Tensor:
+    """The plain tensor of a parameter. A DTensor (of a tensor-parallel group) cannot be pinned, and setting its `data`
+    does not move its local part."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def extensions_folder() -> Path:
+    """The folder in which torch compiles extensions, each in a folder of its own."""
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory("", False))
+
+
+def wrap_store(wrap: Callable[[dist.Store], dist.Store], mark: str) -> None:
+    """Make torch use `wrap(store)` for every key-value store that it connects to for a job's rendezvous. Does nothing
+    the second time.
+
+    Args:
+        mark: an attribute by which a second time is known.
+    """
+    # imported by name, because `torch.distributed.rendezvous` is a function
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    connect = rendezvous._create_c10d_store
+    if getattr(connect, mark, False):
+        return
+
+    def connect_and_wrap(*args: Any, **kwargs: Any) -> dist.Store:
+        return wrap(connect(*args, **kwargs))
+
+    setattr(connect_and_wrap, mark, True)
+    rendezvous._create_c10d_store = connect_and_wrap
+
+
+__all__ = ["CHECKPOINT_METADATA_CLASSES", "StorageInfo", "extensions_folder", "memory_of", "wrap_store"]

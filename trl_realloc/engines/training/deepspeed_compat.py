@@ -1,0 +1,256 @@
+"""What this package uses of DeepSpeed beyond its documented interface, what differs between its releases, and
+workarounds where it assumes that an engine spans the whole process or job. No other file does.
+
+Run with DeepSpeed 0.19.8 (docs/versions.md). Line numbers in comments are of that release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mesh_group import MeshGroup
+
+
+# --- partitioned parameters (stage 3) ---------------------------------------------------------------------------------
+
+
+def is_partitioned(parameter: Any) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of a parameter, also of one that is partitioned, whose own `shape` is (0,) outside a gather."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def full_numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def partition(parameter: Any) -> Tensor:
+    """This rank's partition, (n,): live memory, not a copy."""
+    flat: Tensor = parameter.ds_tensor.data
+    return flat
+
+
+def move_partition(parameter: Any, device: torch.device) -> None:
+    """Move this rank's partition of a parameter, in place."""
+    parameter.ds_tensor.data = parameter.ds_tensor.data.to(device)
+
+
+def full(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+    """The context in which partitioned parameters are full. Collective over the ranks that share them."""
+    import deepspeed
+
+    gathering: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(parameters))
+    return gathering
+
+
+class Partitioner:
+    """Partitions parameters one by one, as `deepspeed.zero.Init` does for those of new modules.
+
+    Args:
+        group: the ranks that share the parameters.
+        settings: DeepSpeed's config of the engine.
+        topology: DeepSpeed's `mpu` argument.
+    """
+
+    def __init__(self, group: MeshGroup, settings: Mapping[str, Any], topology: Any) -> None:
+        import deepspeed
+
+        self._init = deepspeed.zero.Init(
+            module=nn.Module(), data_parallel_group=group.group, config_dict_or_path=dict(settings), mpu=topology
+        )
+
+    def partition(self, parameter: Any) -> None:
+        """Replace a full parameter by this rank's partition, in place."""
+        self._init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+
+def gathered(model: Any) -> Any:
+    """Replace a module's partitioned parameters with full ones in host memory, in place: the `Parameter` objects, which
+    a user's optimizer may have, stay. Anything else is returned unchanged. Collective over the ranks that share the
+    model.
+
+    In a job launched with ZeRO-3, Transformers creates every model under `deepspeed.zero.Init`, partitioned over all
+    ranks of the job and in the dtype of DeepSpeed's config. A plan may need it on other ranks or in another layout.
+
+    Parameters are gathered one at a time, so a device has memory for one full parameter at most.
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    for parameter in filter(is_partitioned, model.parameters()):
+        with full([parameter]):
+            whole = parameter.data.to("cpu", copy=True)
+        # the attributes by which DeepSpeed recognizes a partitioned parameter
+        for name, value in list(vars(parameter).items()):
+            if name.startswith("ds_") or callable(value) or name in ("nvme_swapper", "is_external_param"):
+                delattr(parameter, name)
+        parameter.data = whole
+    return model
+
+
+# --- the state of a ZeRO optimizer ------------------------------------------------------------------------------------
+
+
+def flat_weights(optimizer: Any) -> list[Tensor]:
+    """The float32 weights of this rank's flat partitions, which are the parameters of the optimizer inside."""
+    # stage 3; stages 1 and 2; stage 1 in bfloat16 with gradients in float32
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    return list(next(getattr(optimizer, name) for name in names if hasattr(optimizer, name)))
+
+
+def state_range(optimizer: Any, parameter: Any, key: str | None, index: int) -> tuple[int, Tensor] | None:
+    """This rank's range of one tensor of a parameter's training state, as a view: its first element in the flattened
+    tensor, and the range. `None` if the parameter is in other ranks' partitions.
+
+    Args:
+        key: of the optimizer's state; `None` for the float32 weight.
+        index: of this rank in its mesh.
+    """
+    if is_partitioned(parameter):
+        group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        flat = optimizer.fp32_partitioned_groups_flat[group]
+        tensor = flat if key is None else optimizer.optimizer.state[flat][key]
+        return index * parameter.ds_tensor.numel(), tensor.data[offset:][:length]
+    fragment = parameter._hp_mapping
+    if fragment is None:
+        return None
+    return fragment.lp_fragment_address.start, fragment.get_hp_fragment(key).data
+
+
+def publish_weights(optimizer: Any, parameters: Iterable[Any], stage: int) -> None:
+    """Copy the float32 weights into the parameters. Collective over the mesh."""
+    if stage < 3:
+        optimizer.update_lp_params()
+        return
+    for parameter in parameters:
+        group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        partition(parameter)[:length].copy_(optimizer.fp32_partitioned_groups_flat[group].data[offset:][:length])
+    if persistent := optimizer.persistent_parameters:  # small ones, which stay full beside their partitions
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
+
+
+def link_state(optimizer: Any) -> None:
+    """Give every parameter of stages 1 and 2 views of its optimizer state, which `state_range` reads. DeepSpeed creates
+    the views once, after the first step of the first parameter group, when the other groups have no state yet."""
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
+
+
+@contextlib.contextmanager
+def without_hooks(optimizer: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the modules have none of stage 3's hooks. These partition a module's parameters after its forward, the
+    gathered ones too, and gather them for the next forward over the whole mesh: ranks that decode for different numbers
+    of steps would wait for each other for ever. The hooks are put back and not created again, because that would lose
+    the recorded order of modules by which DeepSpeed prefetches."""
+    zero = getattr(optimizer, "parameter_offload", optimizer)
+    ids = {handle.id for handle in (zero.fwd_pre_hook, *zero.forward_hooks, *zero.backward_hooks)}
+    saved: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in modules:
+        for table in (module._forward_pre_hooks, module._forward_hooks):
+            if not ids.isdisjoint(table):
+                saved.append((table, dict(table)))
+                for hook in ids.intersection(table):
+                    del table[hook]
+    try:
+        yield
+    finally:
+        for table, hooks in saved:
+            table.clear()
+            table.update(hooks)
+
+
+# --- an engine on a part of the job -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
+    """The context in which `deepspeed.initialize` creates an engine on one mesh.
+
+    The constructor of a ZeRO-3 optimizer calls barriers without a group, that is over the whole job (stage3.py:765,
+    774, 914). If the mesh is only a part of the job, they would wait for ever for the other ranks. Inside, such a
+    barrier is over the mesh. DeepSpeed reads LOCAL_RANK, which a process without a launcher does not have. It is set
+    inside only, because Accelerate takes a process that has it for a launched one.
+    """
+    from deepspeed import comm
+
+    leave_out_shared_memory_op()
+    # torch 2.13 warns at every call of two collectives that DeepSpeed 0.19.8 calls under their deprecated names
+    warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated")
+    _skip_job_wide_order_check()
+    job_barrier, linear = comm.barrier, nn.functional.linear
+
+    mesh = group.group
+
+    def barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return job_barrier(mesh if group is None else group, *args, **kwargs)
+
+    launched = "LOCAL_RANK" in os.environ
+    if not launched:
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
+    comm.barrier = barrier
+    try:
+        yield
+    finally:
+        comm.barrier = job_barrier
+        nn.functional.linear = linear  # stage 3 replaces it for the whole process (`memory_efficient_linear`)
+        if not launched:
+            del os.environ["LOCAL_RANK"]
+
+
+@contextlib.contextmanager
+def memory_efficient_linear(stage: int, config: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, `torch.nn.functional.linear` is DeepSpeed's for stage 3, which saves no gathered weight for the backward.
+
+    DeepSpeed itself replaces the function for every model of the process. The gradients of a layer's weight and bias
+    then arrive in another order than on ranks without a stage 3 engine. Stage 2 reduces gradients in the order of
+    arrival, so an engine of stage 2, of whose ranks only some had an engine of stage 3, added gradients of different
+    parameters.
+    """
+    if stage < 3 or not config["zero_optimization"].get("memory_efficient_linear", True):
+        yield
+        return
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    linear = nn.functional.linear
+    nn.functional.linear = zero3_linear_wrap
+    try:
+        yield
+    finally:
+        nn.functional.linear = linear
+
+
+def _skip_job_wide_order_check() -> None:
+    """Turn off a check of DeepSpeed: that all ranks ran the modules of a sharded model in the same order. It broadcasts
+    from rank 0 over the whole job, and would wait for ever if the mesh is only a part of the job. The ranks of a mesh
+    run the same calls on the same model, so their order is the same."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+
+
+def leave_out_shared_memory_op() -> None:
+    """Keep DeepSpeed from compiling its op for all-reduces in shared memory on a CPU. Must be called before the first
+    use of `deepspeed.comm`, also before Accelerate's in a job launched with a DeepSpeed config.
+
+    The compilation takes 20 s, on a busy machine minutes, without a message; a job that is killed meanwhile leaves a
+    lock at which every later job waits for ever. Only DeepSpeed's inference uses the op, and falls back to gloo without
+    it.
+    """
+    try:  # `from deepspeed.comm import torch` would give torch itself
+        backend = importlib.import_module("deepspeed.comm.torch")
+    except ImportError:  # not installed; Accelerate raises if DeepSpeed is needed
+        return
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]

@@ -1,0 +1,252 @@
+"""What this package uses of Transformers beyond its documented interface, and what differs between its releases. No
+other file does.
+
+Run with Transformers 5.19 to 5.23 (docs/versions.md). A release that lacks one of these names raises `UnknownRelease`,
+whose message the caller turns into a refusal or into a slower way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel, modeling_utils
+from transformers.integrations import deepspeed as deepspeed_integration
+
+
+class UnknownRelease(Exception):
+    """The installed release of Transformers lacks a name that is used here. The message says what for."""
+
+
+# --- parameters that have values --------------------------------------------------------------------------------------
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether Transformers counts a parameter or buffer as loaded or drawn."""
+    return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def keep_values(tensor: Tensor) -> None:
+    """Make `initialize_weights` leave a parameter or buffer as it is."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def draw_again(module: nn.Module) -> None:
+    """Make `initialize_weights` draw the parameters of a module that are not kept, even if it has drawn them before."""
+    vars(module).pop("_is_hf_initialized", None)
+
+
+# --- the names of a checkpoint's tensors ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Parameters that Transformers computes from several tensors of a checkpoint, such as the fused experts of a
+    mixture.
+
+    Args:
+        converter: Transformers' `WeightConverter`, without tensors.
+        first: the name in the model that Transformers passes to it.
+        sources: pattern of the converter and name in the checkpoint of each tensor, in order.
+        dtype: in which they are computed.
+    """
+
+    converter: Any
+    first: str
+    sources: tuple[tuple[str, str], ...]
+    dtype: torch.dtype
+
+    def compute(self, tensors: Callable[[str], Tensor], structure: PreTrainedModel) -> dict[str, Tensor]:
+        """The parameters by name in the model.
+
+        Args:
+            tensors: gives the checkpoint's tensor of a name.
+            structure: the model on the meta device, not split.
+        """
+        converter = copy.deepcopy(self.converter)
+        for pattern, key in self.sources:
+            converter.add_tensor(self.first, key, pattern, tensors(key).to(self.dtype))
+        computed = converter.convert(self.first, model=structure, config=structure.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in computed.items()}
+
+
+@dataclass
+class TensorNames:
+    """Where the parameters of a model are in a checkpoint.
+
+    Args:
+        keys: name in the model -> name in the checkpoint, of those that are stored as they are.
+        conversions: the others.
+    """
+
+    keys: dict[str, str] = field(default_factory=dict)
+    conversions: list[Conversion] = field(default_factory=list)
+
+
+def names_in_checkpoint(model: PreTrainedModel, stored: Iterable[str]) -> TensorNames:
+    """Where Transformers finds each parameter of a model.
+
+    Args:
+        stored: the names of the checkpoint's tensors.
+
+    Raises:
+        UnknownRelease: Transformers does not say.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:
+        raise UnknownRelease("this release of Transformers does not say how it names a checkpoint's tensors") from None
+    expected, prefix = model.state_dict(), model.base_model_prefix
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    names, grouped = TensorNames(), dict[str, list[tuple[str, str]]]()
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+        if name not in expected and key in expected:
+            name, pattern = rename_source_key(key, [], [], prefix, expected)
+        if name not in expected:
+            continue
+        if pattern is None:
+            names.keys.setdefault(name, key)
+        else:
+            grouped.setdefault(name, []).append((pattern, key))
+    for name, sources in grouped.items():
+        converter = by_pattern[sources[0][0]]
+        names.conversions.append(Conversion(converter, name, tuple(sources), expected[name].dtype))
+    return names
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """The names of tied parameters, each with that of the parameter that it is tied to. Changes count."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    return tied
+
+
+def form_in_checkpoint(model: Any, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The tensors of a model under the names, and in the form, in which `save_pretrained` writes them."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return tensors
+    return list(revert_weight_conversion(model, dict(tensors)).items())
+
+
+def names_not_saved(model: PreTrainedModel) -> Collection[str]:
+    """The names of parameters and buffers that `save_pretrained` leaves out."""
+    return model._keys_to_ignore_on_save or ()
+
+
+def loaded_adapters(model: PreTrainedModel) -> bool:
+    """Whether `from_pretrained` has found adapters beside the checkpoint, and loaded them."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+# --- building a model without reading weights -------------------------------------------------------------------------
+
+
+class Header:
+    """A tensor in a safetensors file, of which only shape and dtype are read."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        shape = self.get_shape()
+        nothing = self._tensor[:0] if shape else self._tensor[...]
+        return torch.empty(shape, dtype=nothing.dtype, device="meta")
+
+
+class HeaderFile:
+    """A safetensors file, of which only the header is read. Has the methods of `safe_open` that Transformers calls."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.keys, self.metadata = file.keys, file.metadata
+
+    def get_slice(self, name: str) -> Header:
+        return Header(self._file.get_slice(name))
+
+    def __enter__(self) -> HeaderFile:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+
+@contextlib.contextmanager
+def headers_only() -> Iterator[dict[str, HeaderFile]]:
+    """Inside, Transformers reads only the headers of safetensors files and gets tensors on the meta device. Yields the
+    files that it opened, by path.
+
+    Raises:
+        UnknownRelease: Transformers opens files in another way.
+    """
+    opened: dict[str, HeaderFile] = {}
+
+    def open_header(filename: Any, *args: Any, **kwargs: Any) -> HeaderFile:
+        opened[os.fspath(filename)] = headers = HeaderFile(safe_open(filename, framework="pt"))
+        return headers
+
+    opens = getattr(modeling_utils, "safe_open", None)
+    if opens is None:
+        raise UnknownRelease("this release of Transformers opens safetensors files in a way that is not known here")
+    modeling_utils.safe_open = open_header
+    try:
+        yield opened
+    finally:
+        modeling_utils.safe_open = opens
+
+
+@contextlib.contextmanager
+def created_whole() -> Iterator[None]:
+    """Inside, Transformers creates and loads models as without ZeRO-3. Partitioning is a collective over the whole job,
+    but only the ranks of a role's meshes create its model."""
+    config = deepspeed_integration._hf_deepspeed_config_weak_ref
+    deepspeed_integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed_integration._hf_deepspeed_config_weak_ref = config
+
+
+# --- attention and tensor parallelism ---------------------------------------------------------------------------------
+
+
+def attention_name(config: Any) -> str | None:
+    """The attention implementation that a model was loaded with, such as "sdpa"."""
+    name: str | None = getattr(config, "_attn_implementation", None)
+    return name
+
+
+def tensor_parallel_styles(model: Any) -> Mapping[str, str]:
+    """How Transformers splits the modules of a model beside its backbone, by pattern of their names."""
+    return model._tp_plan or {}
+
+
+def split_modules(model: nn.Module, mesh: Any, plan: Mapping[str, str]) -> None:
+    """Split a model's parameters over a device mesh, in place.
+
+    Args:
+        plan: the style of each module and parameter that is split.
+
+    Raises:
+        UnknownRelease: Transformers has no such function.
+    """
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError:
+        raise UnknownRelease(
+            "this release of Transformers cannot split a model that is in memory; install Transformers 5.19 or newer"
+        ) from None
+    apply_tensor_parallelism(model, mesh, plan)

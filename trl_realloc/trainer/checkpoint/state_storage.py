@@ -1,0 +1,93 @@
+"""Writes and reads the files of a training state: torch.distributed.checkpoint's (DCP's) storage in a folder, with less
+memory while it writes, and without running code of the files that it reads.
+
+Which rank writes and reads which chunk is planned in `state_plans`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ...engines.torch_compat import CHECKPOINT_METADATA_CLASSES, StorageInfo
+from . import METADATA, STATE_FOLDER
+
+
+class Writer(FileSystemWriter):
+    """Writes the file of one rank. DCP's own `write_data` keeps a copy in host memory of every tensor that it has
+    written until its file is complete; this one has one chunk at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=False)  # `WriteErrors.flush` does it for the list
+
+    def storage_meta(self) -> None:
+        """Nothing: the folder is renamed when it is complete."""
+
+    def file_of(self, plan: SavePlan) -> str:
+        return f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, results = self.file_of(plan), []
+        with (Path(self.path) / name).open("wb") as file:
+            for item in plan.items:
+                start, data = file.tell(), planner.resolve_data(item)
+                if torch.is_tensor(data):
+                    torch.save(_compact(data), file)
+                else:
+                    file.write(data.getbuffer())
+                length = file.tell() - start
+                results.append(WriteResult(item.index, length, StorageInfo(name, start, length)))
+            file.flush()
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """A tensor in host memory whose storage has nothing else, because `torch.save` writes whole storages."""
+    tensor = tensor.detach().cpu()
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+
+
+class Reader(FileSystemReader):
+    """Reads the training state of a checkpoint's folder. DCP reads its metadata by pickle, which runs whatever code a
+    file names; this one makes the classes of DCP's metadata alone."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint / STATE_FOLDER)
+        self._file = checkpoint / METADATA
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The tensors, their chunks, and the files of these.
+
+        Raises:
+            ValueError: the file is not DCP's metadata.
+            OSError: the file cannot be read.
+        """
+        with self._file.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ValueError("it is no list of a training state")
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Refuses every class that DCP's metadata does not have."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) in CHECKPOINT_METADATA_CLASSES:
+            return super().find_class(module, name)
+        raise ValueError(f"it names {module}.{name}, which is no part of a training state")
