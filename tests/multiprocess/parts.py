@@ -25,6 +25,7 @@ from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
 from trl_realloc.engines.training.replica_sync import equalize, follow
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training.zero import ZeroEngine
+from trl_realloc.engines.training_state import MASTER
 
 
 CPU = torch.device("cpu")
@@ -32,6 +33,18 @@ CPU = torch.device("cpu")
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.0)
+
+
+def copies(engine: ZeroEngine) -> dict[str, Any]:
+    """The trained parameters whose float32 weight has other memory than the parameter, and the bytes of gradients that
+    are kept between the steps."""
+    parts, state = engine.parts(), engine.training_state().tensors
+    places = {name: [cell.data_ptr() for _, cell in cells] for name, cells in parts.items()}
+    weights = {name: [cell.data_ptr() for _, cell in tensors[MASTER].cells] for name, tensors in state.items()}
+    return {
+        "second": sorted(name for name, place in weights.items() if place != places[name]),
+        "gradients": engine.engine.optimizer.grad_partitions_flat_buffer.untyped_storage().nbytes(),
+    }
 
 
 def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
@@ -86,6 +99,7 @@ def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
             "largest": largest,
             "whole": whole_bytes,
             "held": held,
+            "copies": copies(made) if case["layout"] == "zero 3" and not frozen else None,
         }
         made.close()
     refused = []

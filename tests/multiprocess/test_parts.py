@@ -50,6 +50,9 @@ def test_every_rank_reads_its_own_boxes_and_they_are_those_of_the_loaded_model(
             else:
                 assert result["read"] <= result["share"] + result["largest"], name
                 assert case["layout"] in ("replicated", "zero 2") or result["read"] < 0.8 * result["whole"], name
+            if result["copies"] is not None:
+                assert result["copies"]["gradients"] == 0, "between the steps"
+                assert bool(result["copies"]["second"]) == case.get("bf16", False), "only 16 bits need float32 masters"
         assert set(results[0]["held"]) | set(results[1]["held"]) >= {"model.layers.0.mlp.down_proj.weight"} or (
             case["model"] == "mixture"
         )

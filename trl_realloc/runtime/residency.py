@@ -108,7 +108,7 @@ class Residency(ModelHook):
             parameter = memory_of(tensor)
             if name not in self._host:
                 copy = parameter.data.to("cpu")
-                self._host[name] = copy.pinmemory_of() if is_accelerator(self.device) else copy
+                self._host[name] = copy.pin_memory() if is_accelerator(self.device) else copy
             parameter.data = self._host[name]
         self.resident = False
 

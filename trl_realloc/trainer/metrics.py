@@ -52,7 +52,8 @@ class RunMetrics:
 
     def add(self, iteration: Iteration, seconds: float) -> None:
         """Add the metrics of an update that took `seconds`."""
-        self._spans.append(iteration.spans)
+        if iteration.spans:  # ranks other than the first get none
+            self._spans.append(iteration.spans)
         self._kept_spans += len(iteration.spans)
         while self._kept_spans > self._most_spans and len(self._spans) > 1:
             self._kept_spans -= len(self._spans.popleft())

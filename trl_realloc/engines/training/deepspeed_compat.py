@@ -149,6 +149,36 @@ def link_state(optimizer: Any) -> None:
     optimizer._lazy_init_hp_params_optimizer_state()
 
 
+class GradientMemory:
+    """The memory of stage 3's gradients. DeepSpeed keeps it between the steps; here it is freed.
+
+    Not in other stages, and not if the optimizer is offloaded, whose gradients are in pinned host memory.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        buffer: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
+        if buffer is not None and getattr(optimizer, "offload_optimizer", False):
+            buffer = None
+        self._buffer = buffer
+        self._bytes = 0 if buffer is None else buffer.untyped_storage().nbytes()
+        self._resize(0)
+
+    def _resize(self, size: int) -> None:
+        if self._buffer is not None:
+            self._buffer.untyped_storage().resize_(size)
+
+    @contextlib.contextmanager
+    def allocated(self) -> Iterator[None]:
+        """Inside, the gradients have memory, and are zero."""
+        self._resize(self._bytes)
+        if self._buffer is not None:
+            self._buffer.zero_()
+        try:
+            yield
+        finally:
+            self._resize(0)
+
+
 @contextlib.contextmanager
 def without_hooks(optimizer: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the modules have none of stage 3's hooks. These partition a module's parameters after its forward, the
@@ -202,12 +232,35 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
         os.environ["LOCAL_RANK"] = str(device.index or 0)
     comm.barrier = barrier
     try:
-        yield
+        with _without_second_copy():
+            yield
     finally:
         comm.barrier = job_barrier
         nn.functional.linear = linear  # stage 3 replaces it for the whole process (`memory_efficient_linear`)
         if not launched:
             del os.environ["LOCAL_RANK"]
+
+
+@contextlib.contextmanager
+def _without_second_copy() -> Iterator[None]:
+    """Inside, a stage 3 optimizer that is created over float32 parameters has these as its float32 weights. DeepSpeed
+    means to do so (stage3.py:1162), but compares a device with a string, which are never equal, and makes a copy."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    create = Stage3._create_fp32_partitions
+
+    def create_without_copy(optimizer: Any) -> None:
+        name = optimizer.device
+        if not optimizer.offload_optimizer:
+            optimizer.device = torch.device(name)
+        create(optimizer)
+        optimizer.device = name
+
+    Stage3._create_fp32_partitions = create_without_copy
+    try:
+        yield
+    finally:
+        Stage3._create_fp32_partitions = create
 
 
 @contextlib.contextmanager

@@ -96,6 +96,7 @@ class ZeroEngine:
                 mpu=topology,
                 dist_init_required=False,
             )
+        self._gradients = compat.GradientMemory(self.engine.optimizer)
         self.version = 0
 
     @property
@@ -128,7 +129,7 @@ class ZeroEngine:
             self.engine.backward(value * self.group.size)
             self.engine.step()
 
-        with self._linear():
+        with self._linear(), self._gradients.allocated():
             statistics = run_training(
                 self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
             )
