@@ -174,6 +174,16 @@ def test_reward_functions_which_have_no_estimate_get_the_seconds_that_they_took(
     assert cost.parts["functions"] == 7.0
 
 
+def test_a_call_that_takes_no_time_by_estimate_has_a_place_in_the_timeline() -> None:
+    made = made_up()
+    rates = MeasuredRates(
+        replace(made, observations=tuple(row for row in made.observations if row.work != "iteration"))
+    )
+    specs = {**SPECS, "reward.forward": ()}
+    timeline = estimate_plan(plan("flatten"), specs, replace(pricing(), rates=rates)).timeline
+    assert timeline.by_call()["reward.forward"] == 0.0
+
+
 def test_corrections_are_kept_in_the_profile_and_a_file_with_wrong_ones_is_refused(tmp_path: Path) -> None:
     profile = replace(made_up(), corrections=learned(Machine(lambda _: 3.0), plan("separate")))
     profile.save(tmp_path / "profile.json")

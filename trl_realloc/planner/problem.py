@@ -86,7 +86,7 @@ class PricedPlan:
         """The expected timeline of one iteration. As in a measured one, a span begins when its samples are there."""
         seconds = {name: cost.seconds for name, cost in self.costs.items()}
         waiting = {
-            name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in self.costs.items() if cost.parts
+            name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in self.costs.items() if cost.seconds
         }
         sharing = self.space.pricing.rates.sharing
         timeline = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, sharing=sharing)
