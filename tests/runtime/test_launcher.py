@@ -68,6 +68,13 @@ def test_gpus_that_are_left_over_and_a_compiler_that_is_not_used_are_said() -> N
         ({}, {"fsdp": True}, "FSDP is asked for"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "Megatron-LM plugin"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "parallelism_config"),
+        ({"PJRT_DEVICE": "TPU"}, {}, "a TPU is asked for"),
+        ({}, {"tpu_num_cores": 8}, "a TPU is asked for"),
+        (
+            {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL"},
+            {},
+            "start the ranks with torchrun",
+        ),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, "use bf16, fp16 or no"),
     ],
 )

@@ -54,6 +54,13 @@ def _problems(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
         yield f"Accelerate's Megatron-LM plugin is asked for, and {_SHARDS}."
     if is_on("ACCELERATE_USE_PARALLELISM_CONFIG") or getattr(args, "parallelism_config", None):
         yield f"Accelerate's parallelism_config is asked for, and {_SHARDS}."
+    if is_on("ACCELERATE_USE_SAGEMAKER") and environment.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "NO") != "NO":
+        yield (
+            "SageMaker's own data parallelism is asked for, whose process groups no engine uses; set distributed_type "
+            "NO in the Accelerate config and start the ranks with torchrun."
+        )
+    if environment.get("PJRT_DEVICE", "").upper() == "TPU" or getattr(args, "tpu_num_cores", None):
+        yield "a TPU is asked for, and the engines run on CUDA GPUs and on the CPU; for the CPU set use_cpu=True."
     if environment.get("ACCELERATE_MIXED_PRECISION") == "fp8":
         yield "mixed_precision fp8 is asked for, and no engine here trains in it; use bf16, fp16 or no."
 
