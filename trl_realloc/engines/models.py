@@ -39,6 +39,7 @@ def read_config(model: PreTrainedModel | str, argument: str) -> Any:
     if not isinstance(model, str):
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), model.config.dtype)
         return _untied(_in_dtype(model.config, dtype)) if is_untied(model) else _in_dtype(model.config, dtype)
+    _check_form(model, argument)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         if has_own_head(model, config):
@@ -57,6 +58,19 @@ def read_config(model: PreTrainedModel | str, argument: str) -> Any:
             else (str(error) or type(error).__name__).splitlines()[0]
         )
         raise ModelError(f"{argument}: cannot read a model from {model!r}: {what}") from None
+
+
+def _check_form(model: str, argument: str) -> None:
+    """Raises `ModelError` for a file of packed weights, and for a folder that has an adapter in place of a model or,
+    of a role that is trained, beside it."""
+    if model.endswith(".gguf"):
+        raise ModelError(f"{argument}: {model!r} has packed weights (GGUF); give the original model.")
+    is_whole = os.path.isfile(os.path.join(model, "config.json")) and argument not in ("model", "value_model")
+    if os.path.isfile(os.path.join(model, "adapter_config.json")) and not is_whole:
+        raise ModelError(
+            f"{argument}: {model!r} has an adapter (adapter_config.json), not a whole model; load its base model, and "
+            f"pass PeftModel.from_pretrained(base, {model!r}, is_trainable=True) or the merged model."
+        )
 
 
 def trained_config(config: Any, model: PreTrainedModel | str) -> Any:

@@ -1,7 +1,7 @@
 """The order of the steps from the user's inputs to a run that is checked and planned (`Setup`).
 
-The steps themselves are in `plan_request`, `input_checks`, `prompt_data`, `plan_checks` and `role_models`. Engines are
-built later, by `runtime.placement`.
+The steps themselves are in `plan_request`, `input_checks`, `model_checks`, `prompt_data`, `plan_checks` and
+`role_models`. Engines are built later, by `runtime.placement`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..runtime.engine_options import EngineOptions
 from ..runtime.launch.hosts import check_gpus
 from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
-from . import input_checks
+from . import input_checks, model_checks
 from .accelerate_plugin import ReallocationPlugin
 from .input_checks import SpecialTokens
 from .job_builder import compute_dtype, make_job, sampling_temperature
@@ -161,15 +161,15 @@ def _check_inputs(
     )
     inputs = inputs.gathered()
     model, ref_model, value_model = inputs.model, inputs.ref_model, inputs.value_model
-    input_checks.check_models(model, ref_model, value_model, inputs.rewards)
-    input_checks.check_adapters(args, model, inputs.peft_config)
+    model_checks.check_models(model, ref_model, value_model, inputs.rewards)
+    model_checks.check_adapters(args, model, inputs.peft_config)
     tokens = input_checks.special_tokens(args, inputs.processing_class)
     checkpoint_config = request.policy_config if isinstance(model, str) else read_config(model, "model")
     check_optimizer(args, inputs.optimizer, inputs.scheduler, (model, value_model))
     rewards = reward_sources(args, inputs)
     configs = role_configs(inputs, checkpoint_config)
     tokenizer = inputs.processing_class
-    input_checks.check_roles(
+    model_checks.check_roles(
         configs, model, ref_model, value_model, inputs.reward_models, rewards, tokenizer, tokens.stop
     )
     if isinstance(model, nn.Module) and inputs.peft_config is None:

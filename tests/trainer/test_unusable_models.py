@@ -1,0 +1,118 @@
+"""Models that no plan or engine can use: a table of the sentences that refuse them before any weight is read.
+
+Those that are given by path and damaged, or of the wrong role, are in `test_bad_arguments`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import LlamaForCausalLM
+
+from trl_realloc.engines.generation.vllm_support import is_vllm_available, why_not_this_class
+from trl_realloc.trainer.model_checks import check_adapter_kind
+
+
+def quantized(argument: str) -> dict[str, Any]:
+    """A model as bitsandbytes leaves it, with an adapter over it or without."""
+    model = tiny.policy() if argument == "model" else tiny.classifier()
+    model.is_quantized = True
+    return {argument: model}
+
+
+def quantized_path(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    tiny.policy().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return {"model": str(folder)}
+
+
+def adapter_path(folder: Path, argument: str) -> dict[str, Any]:
+    get_peft_model(tiny.policy(), LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder)
+    return {argument: str(folder)}
+
+
+def spread() -> dict[str, Any]:
+    model = tiny.policy()
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "lm_head": "cpu"}
+    return {"model": model}
+
+
+def split() -> dict[str, Any]:
+    model = tiny.policy()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
+    finally:
+        dist.destroy_process_group()
+    return {"model": model}
+
+
+CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "QLoRA": (
+        lambda at: {"model": quantized("model")["model"], "peft_config": LoraConfig(task_type="CAUSAL_LM")},
+        "model is quantized: .* not even under an adapter; load it without quantization_config",
+    ),
+    "a quantized critic": (lambda at: quantized("value_model"), "value_model is quantized"),
+    "a quantized reference": (lambda at: {"ref_model": quantized("model")["model"]}, "ref_model is quantized"),
+    "a quantized reward": (lambda at: {"reward_model": quantized("value_model")["value_model"]}, "reward_model is"),
+    "GPTQ by path": (lambda at: quantized_path(at, {"quant_method": "gptq", "bits": 4}), "model is quantized"),
+    "AWQ by path": (lambda at: quantized_path(at, {"quant_method": "awq", "bits": 4}), "model is quantized"),
+    "FP8 by path": (lambda at: quantized_path(at, {"quant_method": "fp8"}), "model is quantized"),
+    "MXFP4 by path": (lambda at: quantized_path(at, {"quant_method": "mxfp4"}), "model is quantized"),
+    "GGUF": (lambda at: {"model": "llama.gguf"}, r"has packed weights \(GGUF\); give the original"),
+    "an adapter's path": (lambda at: adapter_path(at, "model"), r"PeftModel.from_pretrained\(base, .*is_trainable"),
+    "a reference adapter's path": (lambda at: adapter_path(at, "ref_model"), "ref_model: .* has an adapter"),
+    "a device map": (lambda at: spread(), "model is spread over 0, 1, cpu .* load it without device_map"),
+    "a tp_plan": (lambda at: split(), "model is split already .* the execution plan splits it"),
+    "torch.compile": (lambda at: {"model": torch.compile(tiny.policy())}, r"model is compiled \(torch.compile\)"),
+    "prompt tuning": (
+        lambda at: {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)},
+        "peft_config has an adapter of the kind PROMPT_TUNING, which adds tokens .*; use LoRA",
+    ),
+    "a model with prefix tuning": (
+        lambda at: {
+            "model": get_peft_model(tiny.policy(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        },
+        "model has an adapter of the kind PREFIX_TUNING",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_that_no_engine_can_use_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
+    given, told = CASES[case]
+    with pytest.raises(ValueError, match=told):
+        tiny.trainer(tmp_path, given=given(tmp_path / "model"))
+
+
+def test_adapters_that_can_be_merged_are_taken_and_others_are_not() -> None:
+    for kind in (LoraConfig(use_dora=True), AdaLoraConfig(total_step=9), IA3Config()):
+        check_adapter_kind(kind, "peft_config")
+    with pytest.raises(ValueError, match="cannot be merged into the weights"):
+        check_adapter_kind(LoraConfig(alora_invocation_tokens=[1]), "peft_config")
+
+
+class Own(LlamaForCausalLM):
+    """A user's subclass, whose forward vLLM does not know."""
+
+
+@pytest.mark.skipif(not is_vllm_available(), reason="without vLLM there is no choice")
+def test_a_class_of_the_users_own_does_not_generate_in_vllm(tmp_path: Path) -> None:
+    given = {"model": Own(tiny.config())}
+    with pytest.raises(ValueError, match=r"own implementation of 'llama', not by the class Own .*: transformers"):
+        tiny.trainer(tmp_path, given=given, generation_engine="vllm")
+    assert why_not_this_class(tiny.policy()) is None
+    assert why_not_this_class(get_peft_model(tiny.policy(), LoraConfig(task_type="CAUSAL_LM"))) is None
