@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,6 +69,16 @@ def parts(gpus: int) -> Iterator[Part]:
                 limit_s=300.0,
             )
 
+    script = str(ROOT / "benchmarks" / "check_gpu.py")
+    for claim, options, environment in (
+        ("vLLM engines sleep while others use the GPU, and give its memory back", ("--engine", "sleep"), {}),
+        ("vLLM engines keep their weights in host memory while they sleep", ("--engine", "offload"), {}),
+        ("this package's sampler draws in vLLM's older model runner", ("--engine", "repeatable"), {}),
+        ("weights go through host memory", (), {"TRL_REALLOC_CUDA_IPC": "0"}),
+    ):
+        command = (script, "--ppo", "flatten", "--dtype", "bf16", *options)
+        yield Part(claim, command, processes=ranks, limit_s=300.0, environment=environment)
+
 
 def run(part: Part, log: Path) -> tuple[bool, float, str]:
     """(whether the part passed, seconds, the last lines of what it printed)."""
@@ -107,22 +118,36 @@ def run(part: Part, log: Path) -> tuple[bool, float, str]:
     return not any(codes), time.monotonic() - start, "\n".join(lines[-12:])
 
 
-def ppo(preset: str, dtype: str) -> None:
+def ppo(preset: str, dtype: str, engine: str) -> None:
     """A rank of three updates of PPO on tiny models, with vLLM engines on the GPUs that train."""
     import tiny
 
+    from trl_realloc.plan.cluster import Cluster
+    from trl_realloc.plan.presets import resolve_plan
+
+    plan: Any = preset
+    if engine == "offload":
+        cluster = Cluster(1, int(os.environ.get("WORLD_SIZE", "1")))
+        plan = resolve_plan(preset, cluster).to_dict()
+        plan["calls"]["actor.generate"]["offload"] = True
     folder = Path(tempfile.mkdtemp())
     sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     made = tiny.trainer(
         folder,
         given={"model": tiny.policy(**sizes), "value_model": tiny.classifier(**sizes)},
-        plan=preset,
+        plan=plan,
         max_steps=3,
+        vllm_enable_sleep_mode=engine == "sleep",
+        vllm_repeatable_sampling=engine == "repeatable",
         use_cpu=False,
         bf16=dtype == "bf16",
         generation_engine="vllm",
     )
+    before = torch.cuda.mem_get_info()[0]
     made.train()
+    if engine in ("sleep", "offload"):
+        taken = before - torch.cuda.mem_get_info()[0]
+        assert taken < 0.25 * torch.cuda.mem_get_info()[1], f"{taken} bytes are taken by an engine that sleeps"
     for row in tiny.updates(made):
         print({name: round(value, 4) for name, value in row.items()})
         # vLLM drew the tokens, the trainer scores them: without a step between, their probabilities are the same
@@ -135,13 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ppo", metavar="PRESET", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     if not gpus:
         print("There is no GPU that PyTorch can use on this machine, so there is nothing to check.")
         sys.exit(2)
     if options.ppo:
-        ppo(options.ppo, options.dtype)
+        ppo(options.ppo, options.dtype, options.engine)
         return
     names = sorted({torch.cuda.get_device_name(index) for index in range(gpus)})
     print(f"{gpus} x {', '.join(names)}; torch {torch.__version__}, CUDA {torch.version.cuda}")

@@ -32,7 +32,7 @@ from trl_realloc.engines.base import (
     TrainingEngine,
 )
 from trl_realloc.engines.generation.transformers import TransformersEngine
-from trl_realloc.engines.generation.vllm import is_vllm_available
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead

@@ -20,8 +20,10 @@ from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.base import EngineDied, EngineError, GenerationRequest, Sampling
 from trl_realloc.engines.child_process import session_members
+from trl_realloc.engines.generation.engine_process import engine_environment
 from trl_realloc.engines.generation.transformers import TransformersEngine
-from trl_realloc.engines.generation.vllm import VLLMEngine, _environment, is_vllm_available
+from trl_realloc.engines.generation.vllm import VLLMEngine
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
 
 
 pytestmark = [
@@ -336,6 +338,46 @@ def test_nothing_outlives_a_killed_parent(processes: int, tmp_path: Path) -> Non
     assert_gone(session, shared_before)
 
 
+def test_an_engine_wakes_for_weights_and_for_samples(start: Start, model: LlamaForCausalLM) -> None:
+    """On a CPU no memory is given back; the commands and their order are those of a GPU."""
+    engine = start(sleep_level=2, engine_kwargs={"max_num_seqs": 16}, dtype="bfloat16")
+    engine.load(buckets(model), 1)
+    expected = samples(engine, requests(8))
+    engine.sleep()
+    engine.sleep()
+    assert engine.version == -1
+    with pytest.raises(EngineError, match="no complete weights"):
+        engine.generate(requests(1), SAMPLING)
+    engine.load(buckets(model), 2)
+    assert samples(engine, requests(8)) == expected
+    left = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
+    engine.sleep()  # ends it
+    with pytest.raises(EngineError, match="ended by a later call"):
+        next(left)
+    # float32 weights are sent in the dtype that the engine computes in
+    assert engine._buffers.dtype is torch.bfloat16 and not engine._buffers.wider
+    sizes = [engine._buffers.fill(0, bucket).size for bucket in buckets(model)]
+    assert sum(sizes) < 0.6 * sum(p.nbytes for p in model.parameters())
+
+
+def test_an_argument_of_the_users_reaches_the_engine_and_its_log_is_kept(
+    start: Start, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("of an engine before\n")
+    kwargs = {"max_num_batched_tokens": 256, "max_num_seqs": 4}
+    engine = start(engine_kwargs=kwargs, log_path=log, name="engine 9", sleep_level=1)
+    engine.load(buckets(model), 1)
+    engine.sleep()
+    assert engine.version == 1, "at level 1 it keeps its weights"
+    lengths = [len(c.token_ids) for c in engine.generate(requests(12), Sampling(20, 0.7))]
+    assert lengths == [20] * 12
+    engine.close()
+    lines = log.read_text().splitlines()
+    assert lines[0] == "of an engine before"
+    assert lines[1].startswith("--- engine 9, started 20")
+
+
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     config = llama(0).config
     config.head_dim = 16  # vLLM finds out at the first token only
@@ -369,8 +411,8 @@ def test_the_engine_is_no_rank_of_the_job_and_counts_gpus_as_it_does(monkeypatch
     for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_DEEPSPEED", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "5")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,9")
-    on_gpus = _environment(2, None, [2, 0])
+    on_gpus = engine_environment(2, None, [2, 0])
     assert on_gpus["CUDA_VISIBLE_DEVICES"] == "9,4"
     assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_DEEPSPEED"} & on_gpus.keys()
-    on_cores = _environment(2, [0, 2, 4, 6], None)
+    on_cores = engine_environment(2, [0, 2, 4, 6], None)
     assert (on_cores["VLLM_CPU_OMP_THREADS_BIND"], on_cores["OMP_NUM_THREADS"]) == ("0,2|4,6", "2")

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from trl_realloc.engines.generation.vllm import is_vllm_available
-from trl_realloc.engines.generation.weight_buffers import WeightBuffers, asks_for_cuda_ipc
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.generation.weight_buffers import WeightBuffers, by_cuda_ipc
 
 
 def bucket() -> list[tuple[str, torch.Tensor]]:
@@ -62,9 +62,38 @@ def test_a_slot_grows_and_is_kept_where_it_is_large_enough(slots: WeightBuffers)
     assert os.fstat(slots.fds[0]).st_size == size >= 16000
 
 
-def open_by_handle() -> dict[str, torch.Tensor]:
-    """What is packed, what is sent and how it is opened are ours; `reduce_tensor` and `rebuild_cuda_tensor` are not."""
+def test_tensors_are_sent_in_the_engines_dtype_but_for_those_that_it_holds_wider(slots: WeightBuffers) -> None:
+    slots.dtype, slots.wider = torch.bfloat16, frozenset({"c"})
+    numbers = [*bucket(), ("d", torch.arange(3))]
+    filled = slots.fill(0, numbers)
+    assert [dtype for _, dtype, _, _ in filled.tensors] == ["bfloat16", "bfloat16", "float32", "int64"]
+    memory = torch.from_file(f"/proc/self/fd/{slots.fds[0]}", shared=True, size=filled.size, dtype=torch.uint8)
+    found = read(memory, filled.tensors)
+    assert torch.equal(found["a"], numbers[0][1].bfloat16()) and torch.equal(found["c"], numbers[2][1])
+    slots.dtype = torch.float32
+    assert slots.fill(0, numbers).tensors[1][1] == "bfloat16", "a narrower tensor is not made wider"
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "tp", "environment", "by_ipc"),
+    [
+        (True, 1, {}, True),
+        (True, 2, {}, False),  # the other workers are on other GPUs
+        (False, 1, {}, False),
+        (True, 1, {"TRL_REALLOC_CUDA_IPC": "0"}, False),
+        (True, 1, {"TRL_REALLOC_CUDA_IPC": "1"}, True),
+    ],
+)
+def test_weights_go_through_the_gpu_where_the_engine_has_that_one_alone(
+    on_gpu: bool, tp: int, environment: dict[str, str], by_ipc: bool
+) -> None:
+    assert by_cuda_ipc(on_gpu, tp, environment) == by_ipc
+
+
+def load_by_handle() -> dict[str, torch.Tensor]:
+    """What is packed and what vLLM's `ipc` engine is handed are ours; torch's handles of CUDA memory are a stand-in."""
     from torch.multiprocessing import reductions
+    from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
 
     from trl_realloc.engines.generation import vllm_worker
 
@@ -78,29 +107,40 @@ def open_by_handle() -> dict[str, torch.Tensor]:
         assert arguments[6] == 1, "the worker's own number of the GPU, not the trainer's 3"
         return opened[arguments[7]]
 
-    made = WeightBuffers(cuda_ipc=True)
+    class Model:
+        loaded: dict[str, torch.Tensor]
+
+        def load_weights(self, weights: Any) -> set[str]:
+            self.loaded = dict(weights)
+            return set(self.loaded)
+
+    made, gpu = WeightBuffers(cuda_ipc=True), SimpleNamespace(uuid="GPU-1")
+    made.dtype, made.wider = torch.bfloat16, frozenset({"c"})
     with (
         patch.object(reductions, "reduce_tensor", reduce),
         patch.object(reductions, "rebuild_cuda_tensor", rebuild),
         patch.object(torch.cuda, "synchronize", lambda device: None),
+        patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
+        patch.object(torch.Tensor, "is_cuda", True),
     ):
-        size, tensors, _ = made.fill(0, bucket())
-        handle = made._on_the_gpu(0, made.fill(0, bucket()), bucket())
-        told = vllm_worker.SharedMemoryBucket(path="", size=size, tensors=tensors, handle=handle)
-        found = read(vllm_worker._opened(told, SimpleNamespace(index=1)), tensors)
-        return {name: tensor.clone() for name, tensor in found.items()}
+        size, tensors, handle = made.fill(0, bucket())
+        assert [name for name, *_ in tensors] == ["c", "a", "b"], "without gaps, so the widest elements come first"
+        worker: Any = object.__new__(vllm_worker.SharedMemoryWeightTransfer)
+        worker.config = worker.model_config = None
+        worker.vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
+        worker.device, worker.model, worker._expected, worker._loaded = SimpleNamespace(index=1), Model(), {"e"}, set()
+        worker.receive_weights(vllm_worker.SharedMemoryBucket("", size, tensors, handle))
+        assert worker.problem is None, worker.problem
+        assert worker._loaded == {"a", "b", "c"}
+        assert ipc_engine and packed_tensor
+        return {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
 
 
 @pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
-def test_on_a_gpu_the_worker_opens_the_slot_by_its_handle() -> None:
+def test_on_a_gpu_vllms_own_engine_opens_the_slot_by_its_handle() -> None:
     """In a process of its own, as the worker is: vLLM stays out of this one."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
-        found = worker.submit(open_by_handle).result(timeout=180)
-    assert all(torch.equal(found[name], tensor) for name, tensor in bucket())
-
-
-def test_cuda_ipc_is_used_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRL_REALLOC_CUDA_IPC", raising=False)
-    assert not asks_for_cuda_ipc()
-    monkeypatch.setenv("TRL_REALLOC_CUDA_IPC", "1")
-    assert asks_for_cuda_ipc()
+        found = worker.submit(load_by_handle).result(timeout=180)
+    expected = dict(bucket())
+    assert torch.equal(found["a"], expected["a"].bfloat16()) and torch.equal(found["b"], expected["b"])
+    assert torch.equal(found["c"], expected["c"])

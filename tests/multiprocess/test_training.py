@@ -143,7 +143,7 @@ def options_for_vllm(**more: Any) -> dict[str, Any]:
 @pytest.mark.vllm
 def test_vllm_engines_on_two_ranks_generate_with_the_current_weights(run: Callable[..., Path]) -> None:
     """The first pass's ratio is 1 in the second update too: the engines had the first update's weights."""
-    options = options_for_vllm(plan="interleave", num_ppo_epochs=1)
+    options = options_for_vllm(plan="interleave", num_ppo_epochs=1, vllm_enable_sleep_mode=True)
     folder = run("train.py", 2, options, "two")
     assert [row["val/ratio"] for row in log(folder)] == pytest.approx([1.0, 1.0], abs=1e-4)
     check_saved(folder)
@@ -152,7 +152,7 @@ def test_vllm_engines_on_two_ranks_generate_with_the_current_weights(run: Callab
 @pytest.mark.vllm
 def test_one_vllm_engine_over_two_devices_generates_for_training_on_both(run: Callable[..., Path]) -> None:
     tensor_parallel = plan(2)
-    tensor_parallel["calls"]["actor.generate"] = {"mesh": "0-1", "engine": "vllm", "dp": 1, "tp": 2}
+    tensor_parallel["calls"]["actor.generate"] = {"mesh": "0-1", "engine": "vllm", "dp": 1, "tp": 2, "drop": True}
     folder = run("train.py", 2, options_for_vllm(plan=tensor_parallel, num_ppo_epochs=1), "two")
     assert [row["val/ratio"] for row in log(folder)] == pytest.approx([1.0, 1.0], abs=1e-4)
 
@@ -202,7 +202,7 @@ def test_a_tensor_and_pipeline_run_resumes_as_if_never_stopped(run: Callable[...
 @pytest.mark.vllm
 def test_of_an_adapted_policy_only_the_adapters_move_to_engines_elsewhere(run: Callable[..., Path]) -> None:
     apart = plan(2, actor="0", critic="0", reference="0", reward="1")
-    apart["calls"]["actor.generate"] = {"mesh": "1", "engine": "vllm"}
+    apart["calls"]["actor.generate"] = {"mesh": "1", "engine": "vllm", "drop": True}
     options = options_for_vllm(plan=apart, num_ppo_epochs=1, lora=True, max_steps=3)
     two = run("train.py", 2, options, "two")
     assert [row["val/ratio"] for row in log(two)] == pytest.approx([1.0] * 3, abs=1e-4)

@@ -253,7 +253,10 @@ def test_a_vllm_engine_over_two_nodes_is_refused_with_the_largest_degree_that_fi
         (edited(reference__forward={"engine": "megatron", "zero_stage": 3}), "megatron has no zero_stage 3; leave it"),
         (edited(actor__train={"engine": "megatron", "tp": 4}), "dp 8 x tp 4 x pp 1 = 32 devices, but mesh 0-7 has 8"),
         (edited(actor__generate={"micro_batch_tokens": 8}), "engine vllm forms its batches itself; leave micro_batch"),
-        (edited(actor__generate={"offload": True}), "actor.generate: offload is for what roles score with"),
+        (
+            edited(actor__generate={"engine": "transformers", "offload": True}),
+            "actor.generate: offload is for what roles score with, and for vLLM engines",
+        ),
         (edited(critic__train={"offload": True}), "critic.train: offload is for what roles score with"),
         (
             edited(critic__forward={"offload": True}),
@@ -266,7 +269,7 @@ def test_a_vllm_engine_over_two_nodes_is_refused_with_the_largest_degree_that_fi
         (edited(reward__forward={"drop": 1}), "drop is true or false, not 1"),
         (edited(reward__forward={"drop": True}), "reward.forward: drop is for copies of a trained role's parameters"),
         (edited(actor__train={"drop": True}), "actor.train: drop is for copies of a trained role's parameters"),
-        (edited(actor__generate={"drop": True}), "actor.generate: a vLLM engine holds its share of the memory"),
+        (edited(actor__generate={"drop": True, "offload": True}), "actor.generate: drop frees the copy"),
         (edited(critic__forward={"drop": True, "offload": True}), "keeps it in host memory; choose one"),
         (edited(critic__forward={"drop": True, "zero_stage": 3}), "zero_stage 3 has a part of each parameter alone"),
         (edited(reward__forward={"offload": True, "zero_stage": 3}), "reward.forward: zero_stage 3 shards parameters"),

@@ -35,7 +35,7 @@ from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402
-from trl_realloc.plan.presets import flatten  # noqa: E402
+from trl_realloc.plan.presets import flatten, with_sleeping_engines  # noqa: E402
 from trl_realloc.profiling.machine import copies, hardware  # noqa: E402
 from trl_realloc.runtime import engine_builder  # noqa: E402
 from trl_realloc.runtime.placement import Placement  # noqa: E402
@@ -493,12 +493,24 @@ class Engine:
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
-        self.reserved_when_ready = -1
+        self.reserved_when_ready = self.reserved_when_asleep = self.unused_when_loaded = -1
 
     def wait_ready(self) -> None:
         if self.fails:
             raise EngineError("no memory for its cache")
         self.reserved_when_ready = torch.accelerator.memory_reserved(SIM)
+
+    def sleep(self) -> None:
+        self.reserved_when_asleep = torch.accelerator.memory_reserved(SIM)
+
+    def load(self, buckets: Any, version: int) -> None:
+        self.unused_when_loaded = torch.accelerator.memory_reserved(SIM) - allocated()
+        self.version = version
+        for _ in buckets:
+            pass
+
+    def close(self) -> None:
+        pass
 
 
 @of_standin
@@ -515,7 +527,7 @@ def test_a_generation_engine_is_ready_before_a_model_is_put_on_its_device(
     monkeypatch.setattr(engine_builder, "start_vllm", start_vllm)
     torch.empty(1 << 20, device=SIM)  # freed, and in the cache
     made = tiny.trainer(folder, given=models(), plan="flatten", use_cpu=False)
-    plan = flatten(Cluster(1, 1), generation_engine="vllm")
+    plan = with_sleeping_engines(flatten(Cluster(1, 1), generation_engine="vllm"))
     placement = Placement(plan, 0, made.setup.roles, made.setup.engine_options)
     if fails:
         with pytest.raises(EngineError, match="no memory for its cache"):
@@ -523,7 +535,10 @@ def test_a_generation_engine_is_ready_before_a_model_is_put_on_its_device(
         assert torch.accelerator.memory_reserved(SIM) == 0, "nothing was put on the device"
     else:
         placement.start()
-        assert started[0].reserved_when_ready == 0
+        assert started[0].reserved_when_ready == started[0].reserved_when_asleep == 0
         assert allocated() > 0
+        torch.empty(1 << 20, device=SIM)  # of a call before, in the cache
+        placement.refresh("actor.generate")
+        assert 0 <= started[0].unused_when_loaded < 1 << 20, "the engine wakes beside what is in use"
     placement.close()
     made.close()

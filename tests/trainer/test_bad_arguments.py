@@ -25,8 +25,8 @@ from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
+from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.plan_checks import check_plan
-from trl_realloc.trainer.ppo_config import ConfigError
 
 
 NAN, INF = math.nan, math.inf
@@ -72,6 +72,9 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"stop_token": "<|im_end|>"}, r"stop_token must be 'eos' \(or None\), not '<|im_end|>'"),
     ({"generation_engine": "vlm"}, "generation_engine must be 'vllm' or 'transformers'"),
     ({"vllm_gpu_memory_utilization": 2}, "vllm_gpu_memory_utilization must be a finite number above 0 to 1, not 2"),
+    ({"vllm_step_timeout": 0}, "vllm_step_timeout must be a finite number from 5 to 86400, not 0"),
+    ({"vllm_engine_kwargs": [1]}, r"vllm_engine_kwargs is a mapping like {max_num_seqs: 128}, or None, not \[1\]"),
+    ({"vllm_engine_kwargs": {"dtype": "half"}}, "cannot set dtype: .*; set bf16, fp16 or neither"),
     ({"reward_weights": [1.0, NAN]}, "reward_weights must be a list of finite numbers, or None"),
     ({"reward_weights": "1,2"}, "reward_weights must be a list"),
     ({"plan": 7}, "plan must be auto, a preset, .* not 7"),
@@ -345,6 +348,6 @@ def test_a_critic_from_a_language_model_is_taken_and_said(
     tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("trl_realloc.trainer.input_checks.logger.warning", said.append)
+    monkeypatch.setattr("trl_realloc.trainer.model_checks.logger.warning", said.append)
     tiny.trainer(tmp_path, given={"value_model": str(saved / "policy")})
     assert any("the critic begins with a new, random score layer" in line for line in said)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import OPTConfig
 
-from trl_realloc.engines.generation.vllm import is_vllm_available
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role

@@ -14,6 +14,7 @@ from torch import nn
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
+from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.optimizer_sharding import (
     check_sharding,
     named_maker,
@@ -21,7 +22,6 @@ from trl_realloc.trainer.optimizer_sharding import (
     works_by_element,
     works_by_parameter,
 )
-from trl_realloc.trainer.ppo_config import ConfigError
 
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
 
 from trl_realloc.engines.training.replicated import set_learning_rate
 from trl_realloc.plan.dataflow import Role
+from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.optimizers import LearningRates, check_optimizer, make_optimizer, part_of
-from trl_realloc.trainer.ppo_config import ConfigError
 
 
 OPTIM = torch.optim

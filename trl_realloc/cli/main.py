@@ -182,9 +182,11 @@ def _choose(
 ) -> Decision:
     if cluster is not None:
         machine, device = parse_cluster(cluster)
-        share, headroom = (recipe.settings[key] for key in ("vllm_gpu_memory_utilization", "memory_headroom"))
+        names = ("vllm_gpu_memory_utilization", "memory_headroom", "vllm_enable_sleep_mode")
+        share, headroom, sleeps = (recipe.settings[key] for key in names)
         memory, rates = gpu_memory(device.memory, headroom), AnalyticRates(device)
-        pricing = Pricing(machine, recipe.workload(machine), rates, memory=memory, vllm_share=share)
+        workload = recipe.workload(machine)
+        pricing = Pricing(machine, workload, rates, memory=memory, vllm_share=share, vllm_sleeps=sleeps)
         specs = recipe.specs()
     else:
         if measured is None:

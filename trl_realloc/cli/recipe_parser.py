@@ -24,7 +24,7 @@ from ..common.settings import SETTINGS, number_of_text, read_settings
 from ..engines.models import ModelError
 from ..runtime.failures.alarm import JobFailed
 from ..trainer.checkpoint import CheckpointError, SaveError
-from ..trainer.ppo_config import ConfigError
+from ..trainer.config_checks import ConfigError
 
 
 class RecipeError(ValueError):

@@ -128,6 +128,9 @@ SETTINGS: Mapping[str, Setting] = {
     "lam": _number(least=0, most=1),
     "generation_engine": _one_of("vllm", "transformers", optional=True),
     "vllm_gpu_memory_utilization": _number(above=0, most=1),
+    "vllm_start_timeout": _number(least=10, most=86400),
+    "vllm_step_timeout": _number(least=5, most=86400),
+    "vllm_load_timeout": _number(least=5, most=86400),
     "memory_headroom": _number(least=0, most=0.9),
     "heartbeat_timeout": _number(least=5, optional=True),
 }

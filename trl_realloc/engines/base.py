@@ -111,6 +111,10 @@ class GenerationEngine(Protocol):
             EngineDied: the engine's process ended.
         """
 
+    def sleep(self) -> None:
+        """Give the device memory that the engine takes back until its next use, if the plan says so. The parameters may
+        be lost, and `version` is -1 then."""
+
     def close(self) -> None:
         """End the engine and all processes that it started. May be called twice."""
 

@@ -107,9 +107,10 @@ class Assignment:
     """Where and how one call runs.
 
     Args:
-        offload: keep the parameters that the call scores with in host memory between its uses: a frozen role's
-            parameters, or a copy of a trained role's in another layout.
-        drop: free such a copy between the call's uses. A reallocation fills it again before the next use.
+        offload: keep the parameters that the call uses in host memory between its uses: a frozen role's parameters, a
+            copy of a trained role's in another layout, or the weights of a vLLM engine, whose cache is freed.
+        drop: free a copy of a trained role's parameters, or all memory of a vLLM engine, between the call's uses. The
+            parameters are sent again before the next use.
 
     Raises:
         PlanError: the engine does not exist, or a value has the wrong type.
@@ -174,6 +175,11 @@ CACHED_TOKENS = 1024
 RELEASE_FLAGS = ("offload", "drop")  # what can be done with a call's parameters between its uses
 
 
+def sleeps(assignment: Assignment) -> bool:
+    """Whether the call's vLLM engine gives its memory back between its uses."""
+    return assignment.engine == "vllm" and (assignment.offload or assignment.drop)
+
+
 def whole_everywhere(assignment: Assignment) -> bool:
     """Whether every device of the mesh holds all of the model's parameters."""
     return assignment.engine in ("zero", "transformers") and assignment.strategy.zero_stage < 3
@@ -234,8 +240,11 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
         )
     if call.kind is CallKind.GENERATE and strategy.micro_batch_tokens is not None:
         yield f"engine {engine} forms its batches itself; leave micro_batch_tokens out."
-    if assignment.offload and call.kind is not CallKind.FORWARD:
-        yield "offload is for what roles score with; leave it out (DeepSpeed's own config offloads what trains)."
+    if assignment.offload and call.kind is not CallKind.FORWARD and engine != "vllm":
+        yield (
+            "offload is for what roles score with, and for vLLM engines; leave it out (DeepSpeed's own config offloads "
+            "what trains)."
+        )
     elif assignment.offload and strategy.zero_stage == 3:
         yield "zero_stage 3 shards parameters, and DeepSpeed's own config offloads those (offload_param); leave it out."
     if assignment.drop:
@@ -254,8 +263,6 @@ def _drop_problems(call: Call, assignment: Assignment, trained: bool) -> Iterato
         yield "drop is for copies of a trained role's parameters; a frozen role's may rest on the host (offload: true)."
     elif assignment.offload:
         yield "drop frees the copy between its turns, and offload keeps it in host memory; choose one."
-    elif assignment.engine == "vllm":
-        yield "a vLLM engine holds its share of the memory throughout; leave drop out."
     elif assignment.strategy.zero_stage == 3:
         yield "zero_stage 3 has a part of each parameter alone; leave drop out."
 

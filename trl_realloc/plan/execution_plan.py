@@ -198,7 +198,9 @@ def _problems(
         trained = graph.train_call(call.role) is not None
         problems += [f"{name}: {problem}" for problem in assignment_problems(call, assignment, cluster, trained)]
     for source, target in graph.parameter_edges:
-        if source in known and target in known and in_place(known[source], known[target]):
+        if source not in known or target not in known or known[target].engine == "vllm":
+            continue  # a vLLM engine has weights of its own wherever it runs
+        if in_place(known[source], known[target]):
             problems += [
                 f"{target}: it works with the very parameters that {source} trains, which stay where they are; leave "
                 f"{flag} out, or give it a layout of its own."
@@ -226,6 +228,7 @@ _HEADER = f"""\
 #   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward
 #   offload: true keeps what a call scores with in host memory between its turns
 #   drop: true frees a copy of trained parameters between its turns, and makes it again for the next
+#   of a vLLM engine offload and drop free its cache too: it sleeps while others use its devices
 """
 
 

@@ -6,6 +6,7 @@ Plans that are searched for are in `planner`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +84,15 @@ def resolve_plan(
         raise PlanError(f"a plan is {presets}, a YAML file's path, a dict or an ExecutionPlan, not {shown(plan)}.")
     resolved.check_world(cluster.size)
     return resolved
+
+
+def with_sleeping_engines(plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan with `drop` for every vLLM engine of which it does not say what happens between its uses."""
+    assignments = {
+        name: replace(a, drop=True) if a.engine == "vllm" and not a.offload else a
+        for name, a in plan.assignments.items()
+    }
+    return replace(plan, assignments=assignments)
 
 
 def load_plan(path: str | Path) -> ExecutionPlan:

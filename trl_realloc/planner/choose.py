@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
-from ..plan.presets import PRESETS
+from ..plan.presets import PRESETS, with_sleeping_engines
 from .cost import PARTS, CallCost, Pricing
 from .problem import PricedPlan, Problem
 from .search import SearchResult, search
@@ -87,6 +88,9 @@ def choose(
     try:
         return _choose(specs, pricing, **options)
     except PlanError as error:
+        if pricing.vllm_sleeps is None and pricing.memory is not None and generation_engine == "vllm":
+            with contextlib.suppress(PlanError):
+                return _choose(specs, replace(pricing, vllm_sleeps=True), **options)
         size = smallest_cluster(specs, pricing, options)
         would = (
             f"{size} of these devices would do." if size else f"{MOST_DEVICES} of these devices would not do either."
@@ -145,6 +149,8 @@ def _price_presets(
         for stage in stages:
             label = name if stage == 0 else f"{name}, ZeRO-{stage}"
             plan = preset(cluster, generation_engine=generation_engine, zero_stage=stage)
+            if problem.space.pricing.vllm_sleeps:
+                plan = with_sleeping_engines(plan)
             by_stage.append(problem.priced_plan(problem.state_of(plan.assignments), label, exact=is_small))
         if any(plan.fits for plan in by_stage):
             fitting.append(min((plan for plan in by_stage if plan.fits), key=lambda plan: plan.seconds))

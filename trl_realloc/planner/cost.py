@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..plan.assignment import Assignment, ParallelStrategy
+from ..plan.assignment import Assignment, ParallelStrategy, sleeps
 from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind
 from ..plan.model_spec import ModelSpec
@@ -38,6 +38,7 @@ PARTS = {
 }
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
+SLEEP = 1.0  # seconds of a vLLM engine to give its memory back and to take it again; assumed, not measured
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
 
 
@@ -77,6 +78,7 @@ class Pricing:
     Args:
         memory: of a device. `None` if unknown; then no plan is refused for its memory.
         vllm_share: fraction of a device's memory that a vLLM engine reserves.
+        vllm_sleeps: whether vLLM engines give it back between their calls. `None`: only if no plan fits otherwise.
         moments: bytes of optimizer state for each trained element, without the float32 master weight.
         default_cap: largest number of tokens of one forward if the plan has no `micro_batch_tokens`. `None`: no cap.
         corrections: of the estimates, by the runs before.
@@ -87,6 +89,7 @@ class Pricing:
     rates: Rates
     memory: DeviceMemory | None = None
     vllm_share: float = 0.3
+    vllm_sleeps: bool | None = None
     moments: int = MOMENTS
     default_cap: int | None = None
     corrections: Corrections = field(default_factory=Corrections)
@@ -250,7 +253,10 @@ class Pricing:
         first, _ = self._pass(spec, assignment, prompts / micro, prompts * work.prompt_tokens / micro, micro)
         decoding = {"compute": compute, "memory": memory, "launch": launch, "tensor": tensor, "pipeline": pipeline}
         load = {"load": spec.bytes / tp / pp / rates.host_bandwidth} if assignment.engine == "vllm" else {}
-        if assignment.drop:
+        if sleeps(assignment):
+            again = load["load"] if assignment.offload else 0.0  # weights to host memory and back
+            load, static, cache = {"load": load["load"] + again + SLEEP}, 0.0, cache + static
+        elif assignment.drop:
             load, static, cache = {"load": ALLOCATE}, 0.0, cache + static
         names = dict.fromkeys([*decoding, *first, *load])
         parts = {n: decoding.get(n, 0.0) + first.get(n, 0.0) + load.get(n, 0.0) for n in names}

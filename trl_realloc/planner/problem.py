@@ -260,7 +260,8 @@ class Problem:
         """
         for source, target in self._edges:
             assignment = state[target].assignment
-            if assignment.drop and in_place(state[source].assignment, assignment):
+            vllm = assignment.engine == "vllm"  # which has weights of its own wherever it runs
+            if assignment.drop and not vllm and in_place(state[source].assignment, assignment):
                 kept = self._priced(self.names[target], replace(assignment, drop=False))
                 state = (*state[:target], kept, *state[target + 1 :])
         estimate = self.estimate(state, exact_moves=exact)

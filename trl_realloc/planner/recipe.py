@@ -30,6 +30,7 @@ DEFAULTS: Mapping[str, Any] = {
     "gradient_checkpointing": True,
     "generation_engine": "vllm",
     "vllm_gpu_memory_utilization": 0.3,
+    "vllm_enable_sleep_mode": None,
     "memory_headroom": HEADROOM,
     "bf16": True,
     "fp16": False,

@@ -112,7 +112,8 @@ class Space:
                 for stage in self._stages(call, ability.zero_stages, dp):
                     for tokens in self._micro_batches(call, dp, pp):
                         strategy = ParallelStrategy(dp, tp, pp, stage, tokens)
-                        yield Assignment(mesh, strategy, engine)
+                        if engine != "vllm" or not self.pricing.vllm_sleeps:
+                            yield Assignment(mesh, strategy, engine)
                         if self._may_rest(call, stage):
                             yield Assignment(mesh, strategy, engine, offload=True)
                         if self._may_drop(call, engine, stage):
@@ -183,12 +184,14 @@ class Space:
         return self.offload and frozen and call.kind is CallKind.FORWARD and stage < 3
 
     def _may_drop(self, call: Call, engine: str, stage: int) -> bool:
-        """Whether a copy of trained parameters may be freed between calls.
+        """Whether a copy of trained parameters, or a vLLM engine's memory, may be freed between calls.
 
-        This is considered only if the memory of a device is known.
+        Copies are freed only if the memory of a device is known, engines only if the job says that they sleep.
         """
         trained = self.graph.train_call(call.role) is not None and not call.trains
-        return self.pricing.memory is not None and trained and engine != "vllm" and stage < 3
+        if engine == "vllm":
+            return trained and bool(self.pricing.vllm_sleeps)
+        return self.pricing.memory is not None and trained and stage < 3
 
 
 def meshes_of(cluster: Cluster) -> list[DeviceMesh]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from ..common.errors import PlanError
 from ..common.notices import working
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import flatten
+from ..plan.presets import flatten, with_sleeping_engines
 from ..planner.choose import Decision, choose
 from ..planner.problem import PricedPlan, estimate_plan
 from ..planner.profile import Profile
@@ -56,7 +56,8 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
         PlanError: the models fit on no plan.
     """
     if job.cluster.size == 1:
-        return JobPlan(flatten(job.cluster, generation_engine=job.engine))  # one device has one plan
+        plan = flatten(job.cluster, generation_engine=job.engine)  # one device has one plan
+        return JobPlan(with_sleeping_engines(plan) if job.vllm_sleeps else plan)
     profile, is_new = cached_profile(job) if measure_first else (starting_profile(job), False)
     return chosen_plan(job, profile, is_new=is_new, time_limit_s=time_limit_s)
 

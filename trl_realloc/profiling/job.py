@@ -27,6 +27,7 @@ class Job:
     Args:
         engine: name of the engine that generates.
         vllm_share: share of a GPU's memory that a vLLM engine takes.
+        vllm_sleeps: whether vLLM engines give their memory back between their calls; `None` if no plan fits otherwise.
         headroom: share of a device's memory that a plan leaves free.
     """
 
@@ -38,6 +39,7 @@ class Job:
     workload: Workload
     vllm_share: float = 0.3
     headroom: float = HEADROOM
+    vllm_sleeps: bool | None = None
 
     @property
     def memory(self) -> DeviceMemory | None:
@@ -62,6 +64,7 @@ class Job:
             rates_of(profile),
             memory=self.memory,
             vllm_share=self.vllm_share,
+            vllm_sleeps=self.vllm_sleeps,
             moments=MOMENTS,
             default_cap=CACHED_TOKENS if memory_bytes(self.options.device) is None else None,
             corrections=profile.corrections,

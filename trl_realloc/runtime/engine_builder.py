@@ -89,7 +89,10 @@ class EngineBuilder:
                 self.placement.generators[call] = engine
         calls = self.graph.calls_of(CallKind.GENERATE)
         if is_accelerated and any(self.plan[call].engine == "vllm" for call in calls):
-            self._await([engine for engine in started.values() if engine is not None])
+            engines = [engine for engine in started.values() if engine is not None]
+            self._await(engines)
+            for engine in engines:
+                engine.sleep()  # if the plan says so: models are put on its devices next
 
     def _await(self, engines: Sequence[VLLMEngine]) -> None:
         """Wait until the generation engines of all ranks are ready. A tensor group's engine is owned by one rank and

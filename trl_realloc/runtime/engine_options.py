@@ -36,7 +36,7 @@ class EngineOptions:
         bucket_bytes, transfer_timeout_s, checksums: the fields of `transfer`.
         collective_timeout_s: of every process group (`ddp_timeout`).
         heartbeat_timeout_s: longest time that an engine's process may be stopped by a signal.
-        log_folder: for the logs of engines' processes, which stay where a run fails; `None` for temporary ones.
+        log_folder: for the logs of engines' processes; `None` for temporary ones.
     """
 
     device: torch.device

@@ -14,9 +14,10 @@ from datetime import timedelta
 
 from ..engines.base import GenerationEngine, ScoringEngine, TrainingEngine
 from ..engines.child_process import die_with_launcher
-from ..engines.device import release_cached_memory
+from ..engines.device import is_accelerator, release_cached_memory
 from ..engines.mesh_group import MeshGroup
 from ..engines.training.zero_setup import ensure_process_group
+from ..plan.assignment import sleeps
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from .engine_builder import EngineBuilder
@@ -148,14 +149,32 @@ class Placement:
     @contextlib.contextmanager
     def resident(self, call: str) -> Iterator[None]:
         """A context for a call whose parameters are on the device. After it they stay there, are moved to host memory
-        (`offload`) or are freed (`drop`), as the plan says."""
+        (`offload`) or are freed (`drop`), as the plan says. A vLLM engine sleeps."""
         try:
             yield
+            if call in self.generators and self._sleeps_after(call):
+                self.generators[call].sleep()
         finally:
             for hook in self.residents.get(call, ()):
                 hook.release()
             if call in self.dropped:
                 self.dropped[call].release()
+
+    def _sleeps_after(self, call: str) -> bool:
+        """Whether the engine of a call that generates sleeps after it, because another call uses its devices next."""
+        if not sleeps(self.plan[call]):
+            return False
+        later = self.plan.order[self.plan.order.index(call) + 1 :]
+        following = next((other for other in later if self.plan.mesh(other).overlaps(self.plan.mesh(call))), None)
+        return following is None or self.generators.get(following) is not self.generators[call]
+
+    def _make_room(self, call: str) -> None:
+        """Give cached memory of this rank's device back before the engine of a call wakes up there. Collective over the
+        mesh, because a tensor group's engine takes the devices of several ranks."""
+        if is_accelerator(self.options.device):
+            release_cached_memory(self.options.device)
+            if self.plan[call].strategy.tp > 1:
+                self.group(call).max(0)
 
     def prefetch(self, call: str) -> None:
         """Begin to move the parameters of the next call to the device, if the plan keeps them in host memory."""
@@ -192,6 +211,8 @@ class Placement:
         Raises:
             TransferError, EngineError: the call's copy is incomplete and must not be used.
         """
+        if sleeps(self.plan[call]) and self.has(call):
+            self._make_room(call)
         if call in self.dropped:
             self.dropped[call].restore()
         if call in self.reallocations:

@@ -49,7 +49,6 @@ def start_vllm(
     if options.log_folder is not None:
         log = options.log_folder / f"vllm-{plan.graph.call(call).label}rank{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.unlink(missing_ok=True)
     settings = {"log_path": log, "stop_timeout_s": options.heartbeat_timeout_s, **options.vllm}
     engine = VLLMEngine(
         folder,
@@ -57,20 +56,12 @@ def start_vllm(
         tensor_parallel_size=tp,
         dtype=_dtype_name(config, options),
         max_model_len=options.context_length,
+        sleep_level=2 if assignment.drop else 1 if assignment.offload else 0,
         **_devices(plan, assignment, rank, options.device),
         **settings,
     )
-    stack.callback(_remove_log, engine, log)
     stack.callback(engine.close)
     return engine
-
-
-def _remove_log(engine: VLLMEngine, log: Path) -> None:
-    """Remove the log of an engine that has not died."""
-    if not engine.is_dead:
-        with contextlib.suppress(OSError):
-            log.unlink(missing_ok=True)
-            log.parent.rmdir()  # if it is empty
 
 
 def _dtype_name(config: Any, options: EngineOptions) -> str:

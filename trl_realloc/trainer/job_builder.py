@@ -56,7 +56,8 @@ def make_job(
     )
     options = engine_options(args, plugin, context_length=context_length, pad_token_id=pad_token_id)
     share, headroom = args.vllm_gpu_memory_utilization, args.memory_headroom
-    return Job(cluster, rank, generation_engine, models, options, workload, share, headroom)
+    sleeps = args.vllm_enable_sleep_mode
+    return Job(cluster, rank, generation_engine, models, options, workload, share, headroom, sleeps)
 
 
 def engine_options(
@@ -67,6 +68,8 @@ def engine_options(
     The settings are the same for every plan. If the user passed an optimizer, the run uses that one instead
     (`Setup.engine_options`).
     """
+    engine_kwargs = args.vllm_engine_kwargs or {}
+    assert not isinstance(engine_kwargs, str), "TrainingArguments reads JSON"
     return EngineOptions(
         device=args.device,
         temperature=sampling_temperature(args),
@@ -88,7 +91,14 @@ def engine_options(
         heartbeat_timeout_s=plugin.heartbeat_timeout or 0.0,
         log_folder=Path(args.output_dir) / "logs",
         checksums=bool(plugin.checksums),
-        vllm={"gpu_memory_utilization": args.vllm_gpu_memory_utilization},
+        vllm={
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "repeatable_sampling": args.vllm_repeatable_sampling,
+            "engine_kwargs": engine_kwargs,
+            "start_timeout_s": args.vllm_start_timeout,
+            "step_timeout_s": args.vllm_step_timeout,
+            "load_timeout_s": args.vllm_load_timeout,
+        },
     )
 
 

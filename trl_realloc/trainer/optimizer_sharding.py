@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
+from .config_checks import ConfigError
 from .optimizers import make_optimizer, with_groups
-from .ppo_config import ConfigError, PPOConfig
+from .ppo_config import PPOConfig
 
 
 # A matrix has more than 4,096 elements and its halves fewer: up to 4,096, 8-bit optimizers keep a float32 state.

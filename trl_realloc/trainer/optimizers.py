@@ -20,7 +20,8 @@ from transformers import Trainer
 
 from ..engines.base import GROUP, Rate
 from ..plan.dataflow import Role
-from .ppo_config import ConfigError, PPOConfig
+from .config_checks import ConfigError
+from .ppo_config import PPOConfig
 
 
 # These step inside the backward pass, or need calls before parameters are read. The engines do neither.

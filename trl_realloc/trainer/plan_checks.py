@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ..common.errors import Problems
-from ..engines.generation.vllm import MIN_TEMPERATURE
+from ..engines.generation.vllm_support import MIN_TEMPERATURE
 from ..plan.assignment import Assignment
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from ..profiling.job_models import element_bytes, spec_of
 from ..realloc.memory import check_memory
+from .config_checks import ConfigError
 from .job_builder import launched_deepspeed_config, sampling_temperature
-from .ppo_config import ConfigError, PPOConfig
+from .ppo_config import PPOConfig
 
 
 def check_plan(

@@ -13,16 +13,17 @@ from transformers.utils import logging
 
 from ..common.errors import PlanError
 from ..engines.device import is_accelerator
-from ..engines.generation.vllm import is_vllm_available, why_not_served
+from ..engines.generation.vllm_support import is_vllm_available, why_not_served, why_not_this_class
 from ..engines.models import read_config
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import AUTO, resolve_plan
+from ..plan.presets import AUTO, resolve_plan, with_sleeping_engines
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
 from .accelerate_plugin import ReallocationPlugin
-from .ppo_config import ConfigError, PPOConfig
+from .config_checks import ConfigError
+from .ppo_config import PPOConfig
 from .trainer_inputs import path_as_text
 
 
@@ -62,7 +63,9 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
     check_device(args.device)
     model = path_as_text(model)
     config = read_config(model, "model") if isinstance(model, str) else getattr(model, "config", None)
-    problem = None if config is None else why_not_served(config, on_cpu=not is_accelerator(args.device))
+    problem = why_not_this_class(model)
+    if problem is None and config is not None:
+        problem = why_not_served(config, on_cpu=not is_accelerator(args.device))
     if args.device.type not in ("cpu", "cuda"):
         problem = f"vLLM engines run on CUDA GPUs and on the CPU, and the job's device is {args.device}"
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() and problem is None else "transformers")
@@ -71,6 +74,8 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
     processes = meet() if is_accelerator(args.device) else without_gpus(meet())
     cluster = cluster_of(processes)
     plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin)
+    if plan is not None and args.vllm_enable_sleep_mode:
+        plan = with_sleeping_engines(plan)
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
     if "vllm" in engines and not is_vllm_available():
         raise ConfigError(
@@ -79,6 +84,8 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
         )
     if "vllm" in engines and problem:
         raise ConfigError(f"{problem}; set generation_engine: transformers.")
+    if "vllm" not in engines and args.vllm_engine_kwargs and world.is_main_process:
+        logger.warning("vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine.")
     return PlanRequest(plan, cluster, engine, processes, config if isinstance(model, str) else None)
 
 

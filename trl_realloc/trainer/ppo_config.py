@@ -1,111 +1,43 @@
-"""`PPOConfig`: the fields of TRL 1.12's `PPOConfig` in its order, with its defaults and meanings, and some more.
+"""`PPOConfig`: the settings of a run, which are TRL's (`trl_ppo_config`) and those of plans and engines.
 
-Checks the settings alone. Data and models are checked in `setup`.
+What a setting may be is checked in `config_checks`; data and models in `setup`.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ..algorithms.ppo import PPOSettings
+<<<<<<< HEAD
 from ..common.errors import shown
 from ..common.settings import read_settings
 from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
 from ..plan.execution_plan import ExecutionPlan
+=======
+from ..engines.training.zero_setup import leave_out_shared_memory_op
+>>>>>>> 69431e2 (vllm_engine_kwargs, time limits and whole logs of vLLM engines; engines sleep where the plan says offload or drop; vLLM's own sampler and ipc engine on a GPU, in the dtype that the engine holds. PPOConfig, the engine's process, vLLM's abilities and the draw have files of their own)
 from ..runtime.launch.hosts import has_rendezvous, meet
 from ..runtime.launch.launcher import check_launch, separate_attempts
 from ..runtime.launch.network_interfaces import set_gloo_interface
+from ..runtime.launch.slurm import adopt_slurm
+from .config_checks import ConfigError, check_settings
 from .trl_compat import ConfigBase
-
-
-class ConfigError(ValueError):
-    """A setting that is not allowed. The message names the setting, its value and what to do."""
+from .trl_ppo_config import TRLPPOConfig
 
 
 @dataclass
-class PPOConfig(ConfigBase):
+class PPOConfig(TRLPPOConfig):
     r"""
-    Configuration of [`PPOTrainer`]. Only what is particular to PPO is listed; the rest is
-    [`~transformers.TrainingArguments`], with `logging_steps` 10, `gradient_checkpointing` True and `bf16` True (unless
-    `fp16`) by default, as in TRL; on a machine without an accelerator `bf16` is False by default.
+    Configuration of [`PPOTrainer`]: the settings of TRL 1.12's `PPOConfig`, which `TRLPPOConfig` lists, and those of
+    plans and engines. On a machine without an accelerator `bf16` is False by default.
 
     Parameters:
-        learning_rate (`float`, *optional*, defaults to `3e-6`):
-            Initial learning rate of the policy (and of the critic, unless `value_learning_rate`).
-        dataset_num_proc (`int`, *optional*):
-            Processes that tokenize the dataset.
-        num_mini_batches (`int`, *optional*, defaults to `1`):
-            Mini-batches, and so optimizer steps, per PPO epoch.
-        total_episodes (`int`, *optional*):
-            Episodes to train on; by default `num_train_epochs` passes over the dataset. `max_steps`
-            overrides it.
-        local_rollout_forward_batch_size (`int`, *optional*, defaults to `64`):
-            Samples of one forward without gradients on one rank, where the plan gives no token budget.
-        num_sample_generations (`int`, *optional*, defaults to `10`):
-            How often in the run a few completions are shown; 0 for never. Needs an `eval_dataset`.
-        response_length (`int`, *optional*, defaults to `53`):
-            Most tokens of a response.
-        stop_token (`Literal["eos"]`, *optional*):
-            `eos` ends a response at the tokenizer's eos token. Excludes `stop_token_id`.
-        stop_token_id (`int`, *optional*):
-            The token id that ends a response. With neither, every response has `response_length` tokens.
-        temperature (`float`, *optional*, defaults to `0.7`):
-            Sampling temperature.
-        missing_eos_penalty (`float`, *optional*):
-            Subtracted from the score of a response without eos token; positive.
-        sft_model_path (`str`, *optional*, defaults to `"EleutherAI/pythia-160m"`):
-            For scripts: the policy's starting point.
-        world_size (`int`, *optional*):
-            Computed: number of processes.
-        num_total_batches (`int`, *optional*):
-            Computed: updates of the run.
-        micro_batch_size (`int`, *optional*):
-            Computed: `per_device_train_batch_size` over all processes.
-        local_batch_size (`int`, *optional*):
-            Computed: `per_device_train_batch_size * gradient_accumulation_steps`.
-        batch_size (`int`, *optional*):
-            Computed: episodes of one update over all processes.
-        local_mini_batch_size (`int`, *optional*):
-            Computed: a process's share of a mini-batch.
-        mini_batch_size (`int`, *optional*):
-            Computed: episodes of one optimizer step over all processes.
-        push_to_hub (`bool`, *optional*, defaults to `False`):
-            Push the policy to the Hub after training.
-        reward_model_path (`str`, *optional*, defaults to `"EleutherAI/pythia-160m"`):
-            For scripts: the reward model.
-        model_adapter_name (`str`, *optional*):
-            The PEFT adapter to train, of a model with several.
-        ref_adapter_name (`str`, *optional*):
-            The PEFT adapter that is the reference, of a model with several.
-        num_ppo_epochs (`int`, *optional*, defaults to `4`):
-            Passes over a batch of rollouts.
-        whiten_rewards (`bool`, *optional*, defaults to `False`):
-            Whiten the rewards over the batch (their mean is kept).
-        kl_coef (`float`, *optional*, defaults to `0.05`):
-            Weight of the KL penalty.
-        kl_estimator (`Literal["k1", "k3"]`, *optional*, defaults to `"k1"`):
-            The KL estimator: k1 (straightforward) or k3 (lower variance), see http://joschu.net/blog/kl-
-            approx.html.
-        cliprange (`float`, *optional*, defaults to `0.2`):
-            Clip range of the policy's ratio.
-        vf_coef (`float`, *optional*, defaults to `0.1`):
-            Weight of the value loss.
-        cliprange_value (`float`, *optional*, defaults to `0.2`):
-            Clip range of the value function.
-        gamma (`float`, *optional*, defaults to `1.0`):
-            Discount.
-        lam (`float`, *optional*, defaults to `0.95`):
-            Lambda of GAE.
-        ds3_gather_for_generation (`bool`, *optional*, defaults to `True`):
-            Of no effect here: a generation engine is filled bucket by bucket, and holds whole parameters.
         plan (`dict | str`, *optional*):
             The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, `separate`), a
             YAML file or a dict. Default: `auto`.
@@ -120,6 +52,24 @@ class PPOConfig(ConfigBase):
             docs/differences.md.
         vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
             Share of a GPU's memory that a vLLM engine takes beside training.
+        vllm_enable_sleep_mode (`bool`, *optional*):
+            Whether vLLM engines give their memory back while others use their GPUs (`drop` in a plan): `True` for all
+            engines without `offload` in the plan, `False` for none of a plan that the planner chooses. Default: as the
+            plan says; the planner lets them sleep if no plan fits otherwise.
+        vllm_repeatable_sampling (`bool`, *optional*, defaults to `False`):
+            Draw tokens on a GPU as on a CPU, by this package's sampler: the tokens of a sample depend on its seed and
+            its probabilities alone, and are those that generation by Transformers draws. Slower, and with vLLM's older
+            model runner. By default vLLM's own sampler draws, by a seed for each sample. Of no effect on a CPU.
+        vllm_engine_kwargs (`dict[str, Any]`, *optional*):
+            Further arguments of vLLM's engine, by vLLM's names, such as `max_num_batched_tokens`, `kv_cache_dtype` or
+            `enforce_eager`. Arguments that the plan or another setting decides are refused.
+        vllm_start_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds in which a vLLM engine must have started.
+        vllm_step_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds that a vLLM engine may take for one step, that is for a token of each sample, before it counts as
+            lost. The first steps may compile kernels.
+        vllm_load_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds that a vLLM engine may take for one bucket of new weights before it counts as lost.
         memory_headroom (`float`, *optional*, defaults to `0.1`):
             Share of a GPU's memory that a plan of `plan: auto` leaves free: for fragments of the allocator, and for
             what the estimate of a plan's memory does not count.
@@ -135,105 +85,8 @@ class PPOConfig(ConfigBase):
     """
 
     # TrlParser reads fields of type dict from YAML only where they are named here
-    _VALID_DICT_FIELDS = [*getattr(ConfigBase, "_VALID_DICT_FIELDS", []), "plan"]
+    _VALID_DICT_FIELDS = [*getattr(ConfigBase, "_VALID_DICT_FIELDS", []), "plan", "vllm_engine_kwargs"]
 
-    learning_rate: float = field(
-        default=3e-6,
-        metadata={"help": "Initial learning rate of the policy (and of the critic, unless `value_learning_rate`)."},
-    )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize the dataset."})
-    num_mini_batches: int = field(default=1, metadata={"help": "Mini-batches, and so optimizer steps, per PPO epoch."})
-    total_episodes: int | None = field(
-        default=None,
-        metadata={
-            "help": "Episodes to train on; by default `num_train_epochs` passes over the dataset. `max_steps` "
-            "overrides it."
-        },
-    )
-    local_rollout_forward_batch_size: int = field(
-        default=64,
-        metadata={"help": "Samples per rank of a forward without gradients, where the plan gives no token budget."},
-    )
-    num_sample_generations: int = field(
-        default=10,
-        metadata={"help": "How often in the run a few completions are shown; 0 for never. Needs an `eval_dataset`."},
-    )
-    response_length: int = field(default=53, metadata={"help": "Most tokens of a response."})
-    stop_token: Literal["eos"] | None = field(
-        default=None,
-        metadata={"help": "`eos` ends a response at the tokenizer's eos token. Excludes `stop_token_id`."},
-    )
-    stop_token_id: int | None = field(
-        default=None,
-        metadata={"help": "The token id that ends a response. With neither, all have `response_length` tokens."},
-    )
-    temperature: float = field(default=0.7, metadata={"help": "Sampling temperature."})
-    missing_eos_penalty: float | None = field(
-        default=None,
-        metadata={"help": "Subtracted from the score of a response without eos token; positive."},
-    )
-    sft_model_path: str = field(
-        default="EleutherAI/pythia-160m",
-        metadata={"help": "For scripts: the policy's starting point."},
-    )
-    world_size: int | None = field(default=None, metadata={"help": "Computed: number of processes."})
-    num_total_batches: int | None = field(default=None, metadata={"help": "Computed: updates of the run."})
-    micro_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: `per_device_train_batch_size` over all processes."},
-    )
-    local_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: `per_device_train_batch_size * gradient_accumulation_steps`."},
-    )
-    batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: episodes of one update over all processes."},
-    )
-    local_mini_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: a process's share of a mini-batch."},
-    )
-    mini_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: episodes of one optimizer step over all processes."},
-    )
-    push_to_hub: bool = field(default=False, metadata={"help": "Push the policy to the Hub after training."})
-    reward_model_path: str = field(
-        default="EleutherAI/pythia-160m",
-        metadata={"help": "For scripts: the reward model."},
-    )
-    model_adapter_name: str | None = field(
-        default=None,
-        metadata={"help": "The PEFT adapter to train, of a model with several."},
-    )
-    ref_adapter_name: str | None = field(
-        default=None,
-        metadata={"help": "The PEFT adapter that is the reference, of a model with several."},
-    )
-    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over a batch of rollouts."})
-    whiten_rewards: bool = field(
-        default=False,
-        metadata={"help": "Whiten the rewards over the batch (their mean is kept)."},
-    )
-    kl_coef: float = field(default=0.05, metadata={"help": "Weight of the KL penalty."})
-    kl_estimator: Literal["k1", "k3"] = field(
-        default="k1",
-        metadata={
-            "help": "The KL estimator: k1 (straightforward) or k3 (lower variance), see http://joschu.net/blog/kl- "
-            "approx.html."
-        },
-    )
-    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the policy's ratio."})
-    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
-    cliprange_value: float = field(default=0.2, metadata={"help": "Clip range of the value function."})
-    gamma: float = field(default=1.0, metadata={"help": "Discount."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of GAE."})
-    ds3_gather_for_generation: bool = field(
-        default=True,
-        metadata={"help": "Of no effect here: generation engines are filled bucket by bucket."},
-    )
-    # Fields that TRL does not have
     plan: dict | str | None = field(
         default=None,
         metadata={
@@ -264,6 +117,30 @@ class PPOConfig(ConfigBase):
         default=0.3,
         metadata={"help": "Share of a GPU's memory that a vLLM engine takes beside training."},
     )
+    vllm_enable_sleep_mode: bool | None = field(
+        default=None,
+        metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs."},
+    )
+    vllm_repeatable_sampling: bool = field(
+        default=False,
+        metadata={"help": "Draw tokens on a GPU by this package's sampler, which repeats exactly, not by vLLM's."},
+    )
+    vllm_engine_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Further arguments of vLLM's engine, by vLLM's names."},
+    )
+    vllm_start_timeout: float = field(
+        default=600.0,
+        metadata={"help": "Seconds in which a vLLM engine must have started."},
+    )
+    vllm_step_timeout: float = field(
+        default=300.0,
+        metadata={"help": "Seconds that a vLLM engine may take for a token of each sample."},
+    )
+    vllm_load_timeout: float = field(
+        default=300.0,
+        metadata={"help": "Seconds that a vLLM engine may take for one bucket of new weights."},
+    )
     memory_headroom: float = field(
         default=0.1,
         metadata={"help": "Share of a GPU's memory that a plan of `plan: auto` leaves free."},
@@ -287,12 +164,13 @@ class PPOConfig(ConfigBase):
         bf16: bool | None = None
 
     def __post_init__(self) -> None:
+        adopt_slurm()
         no_accelerator = not torch.accelerator.is_available()
         if no_accelerator and not self.use_cpu and self.bf16 is None:
             self.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine
         if no_accelerator and self.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
-        self._check()
+        check_settings(self)
         check_launch(self)
         set_gloo_interface()
         separate_attempts()
@@ -309,29 +187,6 @@ class PPOConfig(ConfigBase):
                 "metric_for_best_model is 'loss' (the default), which no evaluation of PPO has; set one that it has, "
                 "e.g. 'eval_objective/scores' (with greater_is_better=True)."
             )
-
-    def _check(self) -> None:
-        """Raises `ConfigError` with all settings that are not allowed. Runs before `TrainingArguments` computes values
-        from them, whose errors would not name the setting."""
-        read, problems = read_settings({field.name: getattr(self, field.name, None) for field in fields(self)})
-        for name, value in read.items():
-            setattr(self, name, value)  # numbers of NumPy as Python's, 1e4 episodes as 10000
-        if self.stop_token is not None and self.stop_token_id is not None:
-            problems.append("stop_token and stop_token_id are both set; keep one of them.")
-        if not isinstance(self.plan, str | os.PathLike | Mapping | ExecutionPlan | None):
-            problems.append(
-                f"plan must be auto, a preset, a YAML file's path, a dict or an ExecutionPlan, not {shown(self.plan)}."
-            )
-        if self.save_only_model and self.load_best_model_at_end:
-            problems.append(
-                "load_best_model_at_end loads the best checkpoint's float32 weights from its optimizer's state, which "
-                "save_only_model leaves out; set one of them to false."
-            )
-        weights = self.reward_weights
-        if weights is not None and not (isinstance(weights, list | tuple) and all(map(_finite, weights))):
-            problems.append(f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}.")
-        if problems:
-            raise ConfigError("\n".join(problems))
 
     def set_batch_sizes(self, processes: int, dataset_size: int) -> None:
         """Fill in the computed fields, as TRL does.
@@ -368,7 +223,3 @@ class PPOConfig(ConfigBase):
         """The settings that PPO's arithmetic needs."""
         names: dict[str, Any] = {name: getattr(self, name) for name in PPOSettings.__dataclass_fields__}
         return PPOSettings(**names)
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -30,7 +30,8 @@ from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.engine_builder import has_part
 from ..runtime.roles import RoleModels, Roles
-from .ppo_config import ConfigError, PPOConfig
+from .config_checks import ConfigError
+from .ppo_config import PPOConfig
 from .trainer_inputs import TrainerInputs
 
 

@@ -66,6 +66,9 @@ class TransformersEngine:
         """Set the version. The buckets are not read, because the parameters are the training engine's."""
         self.version = version
 
+    def sleep(self) -> None:
+        """Does nothing: the model is the training engine's."""
+
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
         """See `base.GenerationEngine`. Collective if `whole_model` is: then a rank without requests calls this too."""
         by_length = sorted(

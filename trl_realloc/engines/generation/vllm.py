@@ -1,54 +1,29 @@
 """Generation engine with vLLM: starts vLLM in a process, sends it the actor's weights and requests, and ends it.
 
 vLLM is imported only in that process (`vllm_host`), so that the trainer's process keeps its threads, signal handlers
-and torch settings. The processes end together (`child_process`).
+and torch settings. The process and its messages are in `engine_process`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import os
-import socket
-import struct
-import sys
-import tempfile
-import time
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import logging
 
 from ...common.notices import working
-from ..base import Bucket, Completion, EngineDied, EngineError, GenerationEngine, GenerationRequest, Sampling
-from ..child_process import end, how_it_ended, spawn, stopped, tail, without_launcher
-from .weight_buffers import WeightBuffers, asks_for_cuda_ipc
+from ..base import Bucket, Completion, EngineError, GenerationEngine, GenerationRequest, Sampling
+from .engine_process import EngineProcess, TimeLimits, engine_environment
+from .vllm_support import MIN_TEMPERATURE, is_vllm_available
+from .weight_buffers import WeightBuffers, by_cuda_ipc
 
 
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
-_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.27
-MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
-
-
-def is_vllm_available() -> bool:
-    """Whether vLLM is installed. Does not import it."""
-    return importlib.util.find_spec("vllm") is not None
-
-
-def why_not_served(config: Any, on_cpu: bool) -> str | None:
-    """The reason why vLLM cannot generate with a model of this Transformers config; `None` if none is known."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_attention_heads", None)
-    if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
-        return None
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if size in _CPU_HEAD_SIZES:
-        return None
-    known = ", ".join(map(str, _CPU_HEAD_SIZES))
-    return f"on a CPU vLLM has attention for heads of {known}, not for this model's {size}"
+logger = logging.get_logger(__name__)
 
 
 class VLLMEngine:
@@ -63,14 +38,17 @@ class VLLMEngine:
         dtype: of vLLM's computation: "float32", "bfloat16", "float16".
         cpu_cores: the cores to run on, divided evenly among the tensor-parallel processes; `None` for any.
         cuda_devices: one per tensor-parallel process, as torch numbers them in this process; `None` for an engine on
-        the
-            CPU.
+            the CPU.
         kv_cache_gib: memory for keys and values per process, in GiB. CPU only.
         gpu_memory_utilization: share of each GPU's memory for weights, keys and values.
-        log_path: the file for the engine's output; `None` for a temporary file. Error messages quote its end.
-        start_timeout_s: maximum time from the constructor until the engine is ready.
-        step_timeout_s: maximum time without a message, while a bucket is loaded or a token of each sample is generated.
-        stop_timeout_s: maximum time that one of the engine's processes may be stopped by a signal (SIGSTOP).
+        repeatable_sampling: draw tokens by this package's sampler, whose draws depend on a sample's seed and on the
+            probabilities alone. On a GPU otherwise by vLLM's own, with vLLM's newest model runner. Always on the CPU.
+        sleep_level: of vLLM's sleep mode, which `sleep` enters: 1 keeps the weights in host memory, 2 drops them; 0 for
+            an engine that never sleeps.
+        engine_kwargs: further arguments of vLLM's engine, checked by `vllm_support.engine_argument_problems`.
+        log_path: the file that the engine's output is appended to; `None` for a temporary file. Error messages quote
+            its end.
+        start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s: see `TimeLimits`.
         name: of the engine in messages.
 
     Raises:
@@ -89,33 +67,25 @@ class VLLMEngine:
         cuda_devices: Sequence[int] | None = None,
         kv_cache_gib: float = 1.0,
         gpu_memory_utilization: float = 0.3,
+        repeatable_sampling: bool = False,
+        sleep_level: int = 0,
+        engine_kwargs: Mapping[str, Any] | None = None,
         log_path: str | os.PathLike[str] | None = None,
-        start_timeout_s: float = 300.0,
-        step_timeout_s: float = 60.0,
-        stop_timeout_s: float = 30.0,
+        start_timeout_s: float = TimeLimits.start,
+        step_timeout_s: float = TimeLimits.step,
+        load_timeout_s: float = TimeLimits.load,
+        stop_timeout_s: float = TimeLimits.stop,
         name: str = "actor.generate",
     ) -> None:
         self.name, self.max_model_len = name, max_model_len
-        self.start_timeout_s, self.step_timeout_s = start_timeout_s, step_timeout_s
-        self.stop_timeout_s = stop_timeout_s
+        self.limits = TimeLimits(start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s)
         self.version = -1
         self._vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
-        self._ready = False
-        self._dead: str | None = None
         self._generation = 0  # number of the latest call of `generate`
         self._generating = False
-        # the other workers of a tensor group are on other GPUs and cannot open memory of this one by its handle
-        one_gpu = cuda_devices is not None and tensor_parallel_size == 1
-        self._buffers = WeightBuffers(cuda_ipc=one_gpu and asks_for_cuda_ipc())
-        self._log_name = "its log" if log_path is None else str(log_path)
-        self._log: IO[bytes] = tempfile.TemporaryFile() if log_path is None else open(log_path, "ab+")  # noqa: SIM115
-
-        ours, theirs = socket.socketpair()
-        for option in (
-            socket.SO_RCVTIMEO,
-            socket.SO_SNDTIMEO,
-        ):  # a process that is stopped may have sent half a message
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(step_timeout_s) + 1, 0))
+        self.sleep_level = sleep_level
+        self._devices = cuda_devices
+        self._buffers = WeightBuffers(cuda_ipc=by_cuda_ipc(cuda_devices is not None, tensor_parallel_size))
         settings = {
             "model": str(model),
             "max_model_len": max_model_len,
@@ -125,19 +95,13 @@ class VLLMEngine:
             "cpu_cores": list(cpu_cores or ()),
             "kv_cache_gib": kv_cache_gib,
             "gpu_memory_utilization": gpu_memory_utilization,
-            "socket": theirs.fileno(),
+            "repeatable_sampling": repeatable_sampling,
+            "sleep_level": sleep_level,
+            "engine_kwargs": dict(engine_kwargs or {}),
             "slots": self._buffers.fds,
         }
-        self._started = time.monotonic()
-        with theirs:
-            self._process = spawn(
-                [sys.executable, "-P", "-m", "trl_realloc.engines.generation.vllm_host", json.dumps(settings)],
-                _environment(tensor_parallel_size, cpu_cores, cuda_devices),
-                self._log,
-                keep_fds=[theirs.fileno(), *self._buffers.fds],
-            )
-        self._connection: Connection[Any, Any] = Connection(ours.detach())
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self._buffers.fds)
+        environment = engine_environment(tensor_parallel_size, cpu_cores, cuda_devices, sleeps=sleep_level > 0)
+        self._process = EngineProcess(name, settings, environment, log_path, self._buffers.fds, self.limits)
 
     def _check(
         self, model: str | os.PathLike[str], tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None
@@ -166,11 +130,34 @@ class VLLMEngine:
         Raises:
             EngineError: it did not start; with the end of its log.
         """
-        self._alive()
-        if not self._ready:
+        self._process.check_alive()
+        if not self._process.is_ready:
             with working("waiting for the vLLM engine to start", "it loads and compiles, 10 to 60 s as a rule"):
-                self._receive("starting", self._started + self.start_timeout_s - time.monotonic())
-            self._ready = True
+                _, dtype, wider = self._process.wait_ready()
+            self._buffers.dtype, self._buffers.wider = getattr(torch, dtype), frozenset(wider)
+            if self._buffers.cuda_ipc:
+                self._probe_ipc()
+
+    def _probe_ipc(self) -> None:
+        """Send weights through shared memory if the engine cannot open this process's memory on the GPU."""
+        assert self._devices is not None, "the engine is on a GPU"
+        self._process.send("probe", self._buffers.probe(torch.device("cuda", self._devices[0])))
+        (problem,) = self._process.expect("probed", "opening memory on the GPU", self.limits.load)
+        if problem is not None:
+            self._buffers.cuda_ipc = False
+            logger.warning(f"{self.name}: CUDA IPC does not work here, so weights go through host memory: {problem}")
+
+    def sleep(self) -> None:
+        """See `base.GenerationEngine`. The next `load` or `generate` takes the memory again. At level 2 `version` is -1
+        afterwards; at level 0 nothing is done."""
+        if not self.sleep_level:
+            return
+        self._settle()
+        self._process.send("sleep")
+        self._process.expect("asleep", "freeing its memory", self.limits.load)
+        self._buffers.release_gpu()
+        if self.sleep_level == 2:
+            self.version = -1
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
         """See `base.GenerationEngine`. Needs memory for two buckets in this process and for a layer in the engine.
@@ -182,24 +169,24 @@ class VLLMEngine:
         """
         self._settle()
         self.version = -1
-        self._send("load")
+        self._process.send("load")
         free = [0, 1]
         complete = False
         try:
             for bucket in buckets:
                 if not free:
-                    free.append(self._expect("free", "loading weights")[0])
+                    free.append(self._process.expect("free", "loading weights", self.limits.load)[0])
                 slot = free.pop(0)
                 filled = self._buffers.fill(slot, bucket)
                 if filled.tensors:
-                    self._send("bucket", slot, *filled)
+                    self._process.send("bucket", slot, *filled)
                 else:
                     free.append(slot)
             complete = True
         finally:
-            if self._dead is None:
-                self._send("done")
-                (problem,) = self._expect("loaded", "loading weights", passing=("free",))
+            if self._process.is_running:
+                self._process.send("done")
+                (problem,) = self._process.expect("loaded", "loading weights", self.limits.load, passing=("free",))
         if complete and problem is not None:
             raise EngineError(f"{self.name}: vLLM could not load the weights of version {version}: {problem}")
         self.version = version
@@ -219,7 +206,7 @@ class VLLMEngine:
         self._refuse(requests, sampling)
         self._settle()
         asked = [(request.index, list(request.prompt_ids), request.seed & (2**63 - 1)) for request in requests]
-        self._send("generate", asked, asdict(sampling))
+        self._process.send("generate", asked, asdict(sampling))
         self._generating = True
         self._generation += 1
         return self._completions(self._generation)
@@ -248,7 +235,7 @@ class VLLMEngine:
     def _completions(self, generation: int) -> Iterator[Completion]:
         try:
             while generation == self._generation and self._generating:
-                word, *arguments = self._receive("generating")
+                word, *arguments = self._process.receive("generating", self.limits.step)
                 if word == "generated":
                     self._generating = False
                 elif word == "samples":
@@ -257,154 +244,27 @@ class VLLMEngine:
             if generation != self._generation:
                 raise EngineError(f"{self.name}: this generation was ended by a later call of the engine.")
         finally:
-            if generation == self._generation and self._dead is None and self._finalizer.alive:
+            if generation == self._generation and self._process.is_running:
                 self._settle()
 
     def _settle(self) -> None:
         """Wait until the engine has started, and abort a generation that is not finished."""
-        self._alive()
         self.wait_ready()
         if self._generating:
-            self._send("abort")
-            self._expect("generated", "ending a generation", passing=("samples", "progress"))
+            self._process.send("abort")
+            self._process.expect("generated", "ending a generation", self.limits.step, passing=("samples", "progress"))
             self._generating = False
-
-    def _expect(self, word: str, doing: str, passing: Sequence[str] = ()) -> list[Any]:
-        while True:
-            got, *arguments = self._receive(doing)
-            if got == word:
-                return arguments
-            if got not in passing:
-                self._lose(doing, f"sent {got!r} instead of {word!r}")
-
-    def _receive(self, doing: str, patience_s: float | None = None) -> tuple[Any, ...]:
-        """The next message from the engine's process. If none comes, the engine is ended.
-
-        Raises:
-            EngineDied, EngineError: the process ended, was stopped, reported an error or sent nothing in time.
-        """
-        self._alive()
-        patience_s = self.step_timeout_s if patience_s is None else patience_s
-        deadline = time.monotonic() + patience_s
-        running_at = time.monotonic()  # the last time that no process of the engine was stopped
-        try:
-            while not self._connection.poll(0.5):
-                if self._process.poll() is not None and not self._connection.poll():
-                    self._lose(doing, how_it_ended(self._process))
-                if not (stopped_pids := stopped(self._process.pid)):
-                    running_at = time.monotonic()
-                elif time.monotonic() - running_at > self.stop_timeout_s:
-                    which = "its worker" if self._process.pid not in stopped_pids else "it"
-                    pids = ", ".join(map(str, stopped_pids))
-                    self._lose(doing, f"was stopped by a signal (SIGSTOP; {which}, pid {pids})")
-                if time.monotonic() > deadline:
-                    self._lose(doing, f"gave no sign of life for {patience_s:.0f} s")
-            message: tuple[Any, ...] = self._connection.recv()
-        except (EOFError, OSError):
-            self._lose(doing, None)
-        if message[0] == "failed":
-            self._lose(doing, f"failed: {message[1]}")
-        return message
-
-    def _send(self, *message: Any) -> None:
-        self._alive()
-        try:
-            self._connection.send(message)
-        except OSError:
-            self._lose(f"sending {message[0]!r}", None)
-
-    def _alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDied(self._dead)
-        if not self._finalizer.alive:
-            raise EngineError(f"{self.name}: the engine is closed.")
-
-    def _lose(self, doing: str, what: str | None) -> NoReturn:
-        """End the engine and raise the reason. `what` is `None` if the connection broke: then it is how the process
-        ended."""
-        if what is None:
-            with contextlib.suppress(Exception):
-                self._process.wait(2)
-            what = how_it_ended(self._process)
-        remedy_text = "" if self._ready else "If vLLM cannot serve this model, set generation_engine: transformers. "
-        self._dead = (
-            f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. {remedy_text}"
-            f"The end of {self._log_name}:\n{tail(self._log)}"
-        )
-        self._finish()
-        raise EngineDied(self._dead) if self._ready else EngineError(self._dead)
-
-    def _finish(self) -> None:
-        self._finalizer()
-        self._buffers.clear()
-        self.version = -1
 
     @property
     def is_dead(self) -> bool:
         """Whether the engine's process ended by itself, or was ended because it did not answer."""
-        return self._dead is not None
+        return self._process.is_dead
 
     def close(self) -> None:
         """See `base.GenerationEngine`."""
-        if self._finalizer.alive and self._ready and self._dead is None:
-            with contextlib.suppress(Exception):
-                self._connection.send(("close",))
-                self._process.wait(5)
-        self._finish()
-        self._log.close()
-
-
-def _environment(tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None) -> dict[str, str]:
-    """The environment variables of the engine's process: without those of a rank, and with vLLM's settings for its
-    devices and for local communication only."""
-    environment = without_launcher(os.environ)
-    environment |= {
-        "TRL_REALLOC_PARENT_PID": str(os.getpid()),
-        "PYTHONPATH": os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH")))),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core, and with tp 1 the worker, in the process itself
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_RPC_BASE_PATH": f"@trl_realloc.{os.getpid()}",  # abstract sockets, which leave no files in /tmp
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
-    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if devices is not None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [str(device) for device in devices]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
-            names if visible is None else [visible.split(",")[device] for device in devices]
-        )
-        return environment
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    # vLLM compiles one small function for log-probabilities: 13 s at the first token, no gain at 64 rows
-    environment["TORCH_COMPILE_DISABLE"] = "1"
-    used = list(cores) if cores is not None else sorted(os.sched_getaffinity(0))
-    share = max(1, len(used) // tp)
-    environment["OMP_NUM_THREADS"] = str(share)
-    # The number of turns that a thread spins before it sleeps. A decode step is a hundred parallel loops of
-    # microseconds: 1,540 tokens/s with threads that sleep at once, 2,650 with this, 200 with long spinning on cores
-    # that others use.
-    environment["GOMP_SPINCOUNT"] = "5000"
-    environment["KMP_BLOCKTIME"] = "0"  # the same for Intel's runtime, in milliseconds
-    if cores is None:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    else:
-        parts = [used[rank * share : (rank + 1) * share] for rank in range(tp)]
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
-    return environment
-
-
-def _end(owner_pid: int, process: Any, connection: Connection[Any, Any], slots: Sequence[int]) -> None:
-    if os.getpid() != owner_pid:  # a forked process, such as a data loader's worker, must not end the engine
-        return
-    end(process)
-    connection.close()
-    for fd in slots:
-        os.close(fd)
+        self._process.close()
+        self._buffers.clear()
+        self.version = -1
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol

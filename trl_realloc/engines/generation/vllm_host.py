@@ -9,11 +9,13 @@ Messages are tuples whose first element is a word:
 
 | from the parent | to the parent |
 | --- | --- |
-| | `ready` once; `failed` (why) at any time, and the end |
+| | `ready` (dtype, wider parameters) once; `failed` (why) at any time, and the end |
 | `load`, then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
 | `done` after the last | `loaded` (problem or None) |
 | `generate` (requests, sampling) | `samples` (list) and `progress`..., then `generated` |
 | `abort` | `generated`, unless it was sent already |
+| `sleep` | `asleep` |
+| `probe` (handle) | `probed` (why a worker cannot open the handle, or None) |
 | `close` | |
 """
 
@@ -95,32 +97,74 @@ def build(settings: dict[str, Any]) -> LLM:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
 
-    worker = "trl_realloc.engines.generation.vllm_worker"
-    llm = LLM(
-        model=settings["model"],
-        runner="generate",
-        hf_overrides=architecture(settings["model"]),
-        tensor_parallel_size=settings["tensor_parallel_size"],
-        dtype=settings["dtype"],
-        max_model_len=settings["max_model_len"],
-        max_num_seqs=settings["max_num_seqs"],
-        gpu_memory_utilization=settings["gpu_memory_utilization"],
-        kv_cache_memory_bytes=int(settings["kv_cache_gib"] * 2**30) if current_platform.is_cpu() else None,
-        enforce_eager=current_platform.is_cpu(),
-        seed=0,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # not the model's own config, whose penalties and top_k would change the sampling
-        logprobs_mode="processed_logprobs",
-        logits_processors=[f"{worker}:SeededRows"],
-        worker_extension_cls=f"{worker}.RolloutWorker",
-        weight_transfer_config=WeightTransferConfig(backend="trl_realloc"),
-        disable_log_stats=True,
-    )
-    llm.collective_rpc("draw_by_seed")
-    params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, extra_args={"trl_realloc_seed": 0})
+    package, on_cpu = "trl_realloc.engines.generation", current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": settings["model"],
+        "runner": "generate",
+        "hf_overrides": architecture(settings["model"]),
+        "tensor_parallel_size": settings["tensor_parallel_size"],
+        "dtype": settings["dtype"],
+        "max_model_len": settings["max_model_len"],
+        "max_num_seqs": settings["max_num_seqs"],
+        "gpu_memory_utilization": settings["gpu_memory_utilization"],
+        "kv_cache_memory_bytes": int(settings["kv_cache_gib"] * 2**30) if on_cpu else None,
+        "enforce_eager": on_cpu,
+        "seed": 0,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # not the model's own, whose penalties and top_k would change the sampling
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{package}.vllm_worker.RolloutWorker",
+        "weight_transfer_config": WeightTransferConfig(backend="trl_realloc"),
+        "disable_log_stats": True,
+    }
+    if draws_by_seed(settings):
+        arguments["logits_processors"] = [f"{package}.vllm_sampler:SeededRows"]
+    if settings["sleep_level"] and not on_cpu:  # on a CPU vLLM has no sleep mode
+        arguments["enable_sleep_mode"] = True
+    llm = LLM(**{**arguments, **settings["engine_kwargs"]})
+    if draws_by_seed(settings):
+        llm.collective_rpc("draw_by_seed")
+    params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, **seeded(settings, 0))
     llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
     return llm
+
+
+def draws_by_seed(settings: dict[str, Any]) -> bool:
+    """Whether tokens are drawn by `vllm_sampler` and not by vLLM's own sampler. Always on a CPU, where vLLM's draws a
+    random number for each token of the vocabulary, and fails on prompts that are prefilled in two steps."""
+    from vllm.platforms import current_platform
+
+    return bool(settings["repeatable_sampling"]) or current_platform.is_cpu()
+
+
+def seeded(settings: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The arguments of vLLM's `SamplingParams` that give a request its seed."""
+    return {"extra_args": {"trl_realloc_seed": seed}} if draws_by_seed(settings) else {"seed": seed}
+
+
+class Memory:
+    """Gives the engine's device memory back between its uses, by vLLM's sleep mode. Nothing is given back on a CPU.
+
+    Args:
+        level: 1 keeps the weights in host memory, 2 drops them; the cache is dropped in both cases.
+    """
+
+    def __init__(self, llm: LLM, level: int) -> None:
+        self._llm, self._level = llm, level
+        self._asleep: set[str] = set()  # vLLM's names of what has been given back
+
+    def sleep(self) -> None:
+        if not self._asleep:
+            self._llm.sleep(level=self._level)
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake(self, *parts: str) -> None:
+        """Take the memory of these parts, `weights` or `kv_cache`, again."""
+        missing = [part for part in parts if part in self._asleep]
+        if missing:
+            self._llm.wake_up(tags=missing)
+            self._asleep -= set(missing)
 
 
 def ended_workers(workers: Sequence[Any], wait_s: float = 0.0) -> str:
@@ -181,7 +225,13 @@ def load(llm: LLM, channel: Channel, slots: list[int]) -> None:
         return
 
 
-def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], int]], sampling: dict[str, Any]) -> None:
+def generate(
+    llm: LLM,
+    channel: Channel,
+    settings: dict[str, Any],
+    requests: list[tuple[int, list[int], int]],
+    sampling: dict[str, Any],
+) -> None:
     """Generate responses for all requests. The samples that a step finishes are sent at once."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -203,7 +253,7 @@ def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], in
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"trl_realloc_seed": seed},
+            **seeded(settings, seed),
         )
         engine.add_request(str(number), {"type": "token", "prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
@@ -225,14 +275,22 @@ def generate(llm: LLM, channel: Channel, requests: list[tuple[int, list[int], in
     channel.send("generated")
 
 
-def serve(llm: LLM, channel: Channel, slots: list[int]) -> None:
+def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
     """Run commands until `close`, or until the parent ends (EOFError)."""
+    memory = Memory(llm, settings["sleep_level"])
     while True:
         word, *arguments = channel.connection.recv()
         if word == "load":
-            load(llm, channel, slots)
+            memory.wake("weights")  # the cache's memory is not needed yet
+            load(llm, channel, settings["slots"])
         elif word == "generate":
-            generate(llm, channel, *arguments)
+            memory.wake("weights", "kv_cache")
+            generate(llm, channel, settings, *arguments)
+        elif word == "sleep":
+            memory.sleep()
+            channel.send("asleep")
+        elif word == "probe":
+            channel.send("probed", next(filter(None, llm.collective_rpc("why_no_ipc", args=tuple(arguments))), None))
         elif word == "close":
             return
 
@@ -249,9 +307,9 @@ def main() -> None:
         llm = build(settings)
         workers = multiprocessing.active_children()
         closing = tie_to_workers(channel)
-        channel.send("ready")
+        channel.send("ready", *llm.collective_rpc("weight_dtypes")[0])
         with contextlib.suppress(EOFError):  # the parent has ended
-            serve(llm, channel, settings["slots"])
+            serve(llm, channel, settings)
         closing.set()
     except BaseException as error:
         traceback.print_exc()

@@ -1,4 +1,5 @@
-"""The shared memory through which buckets of parameters get from the trainer's process into that of a vLLM engine.
+"""The memory through which buckets of parameters get from the trainer's process into that of a vLLM engine: shared host
+memory, or the memory of a GPU that both use.
 
 There are two slots, so that one is filled while the other is loaded. The messages that say which slot is filled are in
 `vllm` and `vllm_host`, the reading side in `vllm_worker`.
@@ -7,6 +8,7 @@ There are two slots, so that one is filled while the other is loaded. The messag
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,8 @@ from ..base import Bucket
 from ..device import is_accelerator
 
 
-_ALIGNMENT = 64  # bytes; the offsets of tensors in a slot are multiples of it
+_ALIGNMENT = 64  # bytes; the offsets of tensors in a slot of shared memory are multiples of it
+Handle = tuple[str, tuple[Any, ...]]  # a GPU's UUID, and the arguments of torch's `rebuild_cuda_tensor`
 
 
 class Filled(NamedTuple):
@@ -25,20 +28,40 @@ class Filled(NamedTuple):
     Args:
         size: used bytes.
         tensors: for each tensor its checkpoint name, the name of its torch dtype, its shape and its offset in bytes.
-        handle: for a slot on the GPU, the arguments of torch's `rebuild_cuda_tensor`; `None` for shared memory.
+        handle: for a slot on the GPU, the GPU's UUID and the arguments of torch's `rebuild_cuda_tensor`; `None` for
+            shared memory.
     """
 
     size: int
     tensors: list[tuple[str, str, tuple[int, ...], int]]
-    handle: tuple[Any, ...] | None = None
+    handle: Handle | None = None
+
+
+def by_cuda_ipc(on_gpu: bool, tensor_parallel_size: int, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether weights get to an engine through the memory of the GPU (CUDA IPC, vLLM's `ipc` engine), and not through
+    shared host memory.
+
+    They do where the engine has one GPU, that of the rank which sends. The workers of a tensor group are on other GPUs:
+    to open this one's memory each would need a CUDA context here, some 0.5 GB. vLLM's `nccl` engine does not apply: the
+    sending rank is on the GPU of the engine's first worker in every plan, and NCCL refuses two ranks on one GPU.
+
+    Args:
+        on_gpu: whether the engine runs on CUDA GPUs.
+        environment: `TRL_REALLOC_CUDA_IPC=0` switches it off.
+    """
+    if environment.get("TRL_REALLOC_CUDA_IPC", "1").lower() in ("0", "false", "no", "off"):
+        return False
+    return on_gpu and tensor_parallel_size == 1
 
 
 class WeightBuffers:
     """The two slots, on the trainer's side.
 
-    Args:
+    Attributes:
         cuda_ipc: keep GPU tensors on the GPU, where the engine's process on the same GPU opens them. Not run by this
             project's tests, which have no GPU.
+        dtype: wider floating-point tensors are cast to it, unless their name is in `wider`; `None` to cast nothing.
+        wider: names of tensors that the engine holds in a wider dtype.
     """
 
     def __init__(self, *, cuda_ipc: bool = False) -> None:
@@ -46,42 +69,66 @@ class WeightBuffers:
         # /dev/shm (64 MB in Docker). The engine closes the descriptors when it ends.
         self.fds = [os.memfd_create(f"trl_realloc bucket {slot}") for slot in range(2)]
         self.cuda_ipc = cuda_ipc
+        self.dtype: torch.dtype | None = None
+        self.wider: frozenset[str] = frozenset()
         self._mapped: dict[int, Tensor] = {}  # slot -> its memory, uint8
         self._on_gpu: dict[int, Tensor] = {}
 
     def fill(self, slot: int, bucket: Bucket) -> Filled:
-        """Copy a bucket into a slot, which is enlarged if it is too small."""
+        """Copy a bucket into a slot, which is enlarged if it is too small, in the dtype that the engine holds."""
+        on_gpu = self.cuda_ipc and bool(bucket) and all(tensor.is_cuda for _, tensor in bucket)
+        if on_gpu:  # without gaps, so those of the widest elements come first
+            bucket = sorted(bucket, key=lambda item: -self._wire_dtype(*item).itemsize)
         placed, size = [], 0
         for name, tensor in bucket:
-            placed.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
-            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self.cuda_ipc and bucket and all(tensor.is_cuda for _, tensor in bucket):
+            dtype = self._wire_dtype(name, tensor)
+            placed.append((name, str(dtype).removeprefix("torch."), tuple(tensor.shape), size))
+            nbytes = tensor.numel() * dtype.itemsize
+            size += nbytes if on_gpu else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if on_gpu:
             return Filled(size, placed, self._on_the_gpu(slot, Filled(size, placed), bucket))
         if size > len(self._mapped.get(slot, ())):
             self._mapped.pop(slot, None)
             os.ftruncate(self.fds[slot], size)
             path = f"/proc/self/fd/{self.fds[slot]}"
             self._mapped[slot] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        for (_, _, _, offset), (_, tensor) in zip(placed, bucket, strict=True):
-            target = self._mapped[slot][offset : offset + tensor.nbytes]
-            if is_accelerator(tensor.device):
-                target.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        for (name, _, _, offset), (_, tensor) in zip(placed, bucket, strict=True):
+            dtype = self._wire_dtype(name, tensor)
+            target = self._mapped[slot][offset : offset + tensor.numel() * dtype.itemsize]
+            source = tensor.detach().to(dtype)  # on its device, so that fewer bytes leave it
+            if is_accelerator(source.device):
+                target.view(dtype).view(source.shape).copy_(source)
             else:  # by NumPy: torch's threads wait for each other, for seconds while two vLLM workers spin on two cores
-                target.numpy()[:] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+                target.numpy()[:] = source.contiguous().view(-1).view(torch.uint8).numpy()
         return Filled(size, placed)
 
-    def _on_the_gpu(self, slot: int, filled: Filled, bucket: Bucket) -> tuple[Any, ...]:
-        from torch.multiprocessing.reductions import reduce_tensor
+    def _wire_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The dtype in which a tensor is sent."""
+        if self.dtype is None or not tensor.dtype.is_floating_point or name in self.wider:
+            return tensor.dtype
+        return self.dtype if self.dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
+    def probe(self, device: torch.device) -> Handle:
+        """The handle of a byte on the GPU, by which the engine tries whether it can open this process's memory."""
+        self._probed = torch.zeros(1, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
+        return _handle(self._probed)
+
+    def _on_the_gpu(self, slot: int, filled: Filled, bucket: Bucket) -> Handle:
         device = bucket[0][1].device
         if filled.size > len(self._on_gpu.get(slot, ())):
             self._on_gpu[slot] = torch.empty(filled.size, dtype=torch.uint8, device=device)
         memory = self._on_gpu[slot]
-        for (_, _, _, offset), (_, tensor) in zip(filled.tensors, bucket, strict=True):
-            memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        for (name, _, _, offset), (_, tensor) in zip(filled.tensors, bucket, strict=True):
+            dtype = self._wire_dtype(name, tensor)
+            target = memory[offset : offset + tensor.numel() * dtype.itemsize]
+            target.view(dtype).view(tensor.shape).copy_(tensor.detach())
         torch.cuda.synchronize(device)
-        handle: tuple[Any, ...] = reduce_tensor(memory)[1]
-        return handle
+        return _handle(memory)
+
+    def release_gpu(self) -> None:
+        """Free the slots on the GPU."""
+        self._on_gpu.clear()
 
     def clear(self) -> None:
         """Unmap the memory in this process."""
@@ -89,6 +136,8 @@ class WeightBuffers:
         self._on_gpu.clear()
 
 
-def asks_for_cuda_ipc() -> bool:
-    """Whether the environment enables CUDA IPC: `TRL_REALLOC_CUDA_IPC=1`."""
-    return os.environ.get("TRL_REALLOC_CUDA_IPC", "0").lower() in ("1", "true", "yes", "on")
+def _handle(memory: Tensor) -> Handle:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
+    return uuid, reduce_tensor(memory)[1]

@@ -1,0 +1,69 @@
+"""Which arguments of vLLM's engine a user may pass, against the installed vLLM's own list."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_realloc.engines.generation import vllm_support
+from trl_realloc.engines.generation.vllm_support import (
+    RESERVED,
+    engine_argument_names,
+    engine_argument_problems,
+    is_vllm_available,
+)
+
+
+needs_vllm = pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+
+
+@needs_vllm
+def test_the_installed_vllm_has_every_argument_that_is_decided_here() -> None:
+    assert len(engine_argument_names()) > 100
+    assert set(RESERVED) <= set(engine_argument_names())
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"max_num_batched_token": 512}, "no argument 'max_num_batched_token'; did you mean 'max_num_batched_tokens'?"),
+        ({"tensor_parallel_sizes": 2}, "no argument 'tensor_parallel_sizes'; did you mean"),
+        ({7: 1}, "no argument 7; none of the"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_nearest_one(arguments: dict[str, object], told: str) -> None:
+    (problem,) = engine_argument_problems(arguments, on_cpu=True)
+    assert told in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("tensor_parallel_size", "set tp of the call"),
+        ("model", "give PPOTrainer another model"),
+        ("seed", "set the run's seed"),
+        ("data_parallel_size", "set dp of the call"),
+        ("gpu_memory_utilization", "set vllm_gpu_memory_utilization"),
+        ("trust_remote_code", "whose family Transformers has"),
+        ("logprobs_mode", "PPO needs the probabilities of the whole vocabulary"),
+    ],
+)
+def test_an_argument_that_is_decided_elsewhere_is_refused_with_what_to_set(name: str, remedy: str) -> None:
+    (problem,) = engine_argument_problems({name: 1}, on_cpu=False)
+    assert problem.startswith(f"vllm_engine_kwargs cannot set {name}: ")
+    assert remedy in problem
+
+
+def test_the_cache_is_given_in_bytes_on_a_cpu_alone_because_the_planner_counts_a_gpus() -> None:
+    assert engine_argument_problems({"kv_cache_memory_bytes": 1 << 20}, on_cpu=True) == []
+    assert "vllm_gpu_memory_utilization" in engine_argument_problems({"kv_cache_memory_bytes": 1}, on_cpu=False)[0]
+
+
+def test_values_that_cannot_reach_the_engines_process_are_refused() -> None:
+    (problem,) = engine_argument_problems({"max_num_seqs": object}, on_cpu=True)
+    assert problem.startswith("vllm_engine_kwargs: max_num_seqs goes to another process as JSON")
+
+
+def test_names_are_not_checked_where_vllms_source_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_support, "engine_argument_names", tuple)
+    assert engine_argument_problems({"a_new_one": 1}, on_cpu=True) == []

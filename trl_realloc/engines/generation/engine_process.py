@@ -1,0 +1,263 @@
+"""`EngineProcess`: the process of a vLLM engine as its owner sees it: start, messages, time limits and end.
+
+What is sent is in `vllm`, and what the process does with it in `vllm_host`. `child_process` starts and ends any child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from ..base import EngineDied, EngineError
+from ..child_process import end, how_it_ended, spawn, stopped, tail, without_launcher
+
+
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """How long an engine's owner waits, in seconds.
+
+    Args:
+        start: from the constructor until the engine is ready.
+        step: for a message while tokens are generated. The engine reports at least once for a step of all samples.
+        load: for a message while weights are loaded; a message reports a bucket.
+        stop: that one of the engine's processes may be stopped by a signal (SIGSTOP).
+    """
+
+    start: float = 600.0
+    step: float = 300.0
+    load: float = 300.0
+    stop: float = 30.0
+
+
+class EngineProcess:
+    """The engine's process and the connection to it. The constructor returns at once.
+
+    Args:
+        name: of the engine in messages.
+        settings: of the engine, as JSON. The process gets them with `socket`, its end of the connection.
+        environment: variables of the process.
+        log_path: the file that the process's output is appended to; `None` for a temporary one. Messages quote its end.
+        inherited_fds: file descriptors that the process inherits. They are closed here when the process ends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log_path: str | os.PathLike[str] | None,
+        inherited_fds: Sequence[int],
+        limits: TimeLimits,
+    ) -> None:
+        self.name, self.limits = name, limits
+        self.is_ready = False
+        self._dead: str | None = None
+        self._log_name = "its log" if log_path is None else str(log_path)
+        self._log: IO[bytes] = tempfile.TemporaryFile() if log_path is None else open(log_path, "ab+")  # noqa: SIM115
+        self._log.write(f"--- {name}, started {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
+        self._log.flush()
+        ours, theirs = socket.socketpair()
+        most = int(max(limits.step, limits.load)) + 1
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a stopped process may have sent half a message
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", most, 0))
+        self.started = time.monotonic()
+        with theirs:
+            arguments = json.dumps({**settings, "socket": theirs.fileno()})
+            self._process = spawn(
+                [sys.executable, "-P", "-m", "trl_realloc.engines.generation.vllm_host", arguments],
+                environment,
+                self._log,
+                keep_fds=[theirs.fileno(), *inherited_fds],
+            )
+        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._finalizer = weakref.finalize(
+            self, _end, os.getpid(), self._process, self._connection, tuple(inherited_fds)
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process ended by itself, or was ended because it did not answer."""
+        return self._dead is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not been ended from here."""
+        return self._dead is None and self._finalizer.alive
+
+    def check_alive(self) -> None:
+        """Raise `EngineDied` or `EngineError` if the process has ended or was ended."""
+        if self._dead is not None:
+            raise EngineDied(self._dead)
+        if not self._finalizer.alive:
+            raise EngineError(f"{self.name}: the engine is closed.")
+
+    def wait_ready(self) -> tuple[Any, ...]:
+        """The process's first message. Raises `EngineError`, with the end of its log, if it does not start."""
+        message = self.receive("starting", self.started + self.limits.start - time.monotonic())
+        self.is_ready = True
+        return message
+
+    def send(self, *message: Any) -> None:
+        self.check_alive()
+        try:
+            self._connection.send(message)
+        except OSError:
+            self._lose(f"sending {message[0]!r}", None)
+
+    def expect(self, word: str, doing: str, limit_s: float, passing: Sequence[str] = ()) -> list[Any]:
+        """The arguments of the next message, whose word must be `word`. Messages with a word of `passing` are passed
+        over."""
+        while True:
+            got, *arguments = self.receive(doing, limit_s)
+            if got == word:
+                return arguments
+            if got not in passing:
+                self._lose(doing, f"sent {got!r} instead of {word!r}")
+
+    def receive(self, doing: str, limit_s: float) -> tuple[Any, ...]:
+        """The next message from the process. If none comes, the process is ended.
+
+        Args:
+            doing: what the engine does meanwhile, for messages.
+            limit_s: longest time without a message.
+
+        Raises:
+            EngineDied, EngineError: the process ended, was stopped, reported an error or sent nothing in time.
+        """
+        self.check_alive()
+        deadline = time.monotonic() + limit_s
+        running_at = time.monotonic()  # the last time that no process of the engine was stopped
+        try:
+            while not self._connection.poll(0.5):
+                if self._process.poll() is not None and not self._connection.poll():
+                    self._lose(doing, how_it_ended(self._process))
+                if not (stopped_pids := stopped(self._process.pid)):
+                    running_at = time.monotonic()
+                elif time.monotonic() - running_at > self.limits.stop:
+                    which = "its worker" if self._process.pid not in stopped_pids else "it"
+                    pids = ", ".join(map(str, stopped_pids))
+                    self._lose(doing, f"was stopped by a signal (SIGSTOP; {which}, pid {pids})")
+                if time.monotonic() > deadline:
+                    self._lose(doing, f"gave no sign of life for {limit_s:.0f} s")
+            message: tuple[Any, ...] = self._connection.recv()
+        except (EOFError, OSError):
+            self._lose(doing, None)
+        if message[0] == "failed":
+            self._lose(doing, f"failed: {message[1]}")
+        return message
+
+    def _lose(self, doing: str, what: str | None) -> NoReturn:
+        """End the process and raise the reason. `what` is `None` if the connection broke: then it is how the process
+        ended."""
+        if what is None:
+            with contextlib.suppress(Exception):
+                self._process.wait(2)
+            what = how_it_ended(self._process)
+        remedy = "" if self.is_ready else "If vLLM cannot serve this model, set generation_engine: transformers. "
+        self._dead = (
+            f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. {remedy}"
+            f"The end of {self._log_name}:\n{tail(self._log)}"
+        )
+        self._finalizer()
+        raise EngineDied(self._dead) if self.is_ready else EngineError(self._dead)
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        if self.is_running and self.is_ready:
+            with contextlib.suppress(Exception):
+                self._connection.send(("close",))
+                self._process.wait(5)
+        self._finalizer()
+        self._log.close()
+
+
+def _end(owner_pid: int, process: Any, connection: Connection[Any, Any], fds: Sequence[int]) -> None:
+    if os.getpid() != owner_pid:  # a forked process, such as a data loader's worker, must not end the engine
+        return
+    end(process)
+    connection.close()
+    for fd in fds:
+        os.close(fd)
+
+
+def engine_environment(
+    tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None, *, sleeps: bool = False
+) -> dict[str, str]:
+    """The environment variables of the engine's process: without those of a rank, and with vLLM's settings for its
+    devices and for local communication only.
+
+    Args:
+        tp: number of tensor-parallel processes.
+        cores: the cores to run on; `None` for any.
+        devices: the GPUs to run on, as torch numbers them in this process; `None` for the CPU.
+        sleeps: whether the engine gives its memory back (vLLM's sleep mode), which torch's expandable segments cannot.
+    """
+    environment = without_launcher(os.environ)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if sleeps and name in environment:
+            kept = [part for part in environment[name].split(",") if not part.strip().startswith("expandable_segments")]
+            environment[name] = ",".join(kept)
+    environment |= {
+        "TRL_REALLOC_PARENT_PID": str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH")))),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core, and with tp 1 the worker, in the process itself
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_RPC_BASE_PATH": f"@trl_realloc.{os.getpid()}",  # abstract sockets, which leave no files in /tmp
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if devices is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(device) for device in devices]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+            names if visible is None else [visible.split(",")[device] for device in devices]
+        )
+        return environment
+    return environment | _cpu_environment(tp, cores)
+
+
+def _cpu_environment(tp: int, cores: Sequence[int] | None) -> dict[str, str]:
+    """The variables of an engine on the CPU."""
+    used = list(cores) if cores is not None else sorted(os.sched_getaffinity(0))
+    share = max(1, len(used) // tp)
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "",
+        # vLLM compiles one small function for log-probabilities: 13 s at the first token, no gain at 64 rows
+        "TORCH_COMPILE_DISABLE": "1",
+        "OMP_NUM_THREADS": str(share),
+        # The number of turns that a thread spins before it sleeps. A decode step is a hundred parallel loops of
+        # microseconds: 1,540 tokens/s with threads that sleep at once, 2,650 with this, 200 with long spinning on
+        # cores that others use.
+        "GOMP_SPINCOUNT": "5000",
+        "KMP_BLOCKTIME": "0",  # the same for Intel's runtime, in milliseconds
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if cores is not None:
+        parts = [used[rank * share : (rank + 1) * share] for rank in range(tp)]
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
+    return environment

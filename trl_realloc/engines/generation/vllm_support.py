@@ -1,0 +1,143 @@
+"""What the installed vLLM can do: whether there is one, which models it serves, and which of its engine's arguments a
+user may set. Does not import vLLM.
+
+The engine itself is in `vllm`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import shown, unknown_keys
+
+
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.27
+MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
+SETTING = "vllm_engine_kwargs"
+
+
+def is_vllm_available() -> bool:
+    """Whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def why_not_served(config: Any, on_cpu: bool) -> str | None:
+    """The reason why vLLM cannot generate with a model of this Transformers config; `None` if none is known."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(text, "num_attention_heads", None)
+    if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
+        return None
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if size in _CPU_HEAD_SIZES:
+        return None
+    known = ", ".join(map(str, _CPU_HEAD_SIZES))
+    return f"on a CPU vLLM has attention for heads of {known}, not for this model's {size}"
+
+
+def why_not_this_class(model: Any) -> str | None:
+    """The reason why vLLM does not compute as a loaded model does: its class is not Transformers' own. `None` if it is,
+    and for a model's name or path."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = type(base)
+    if isinstance(model, str) or not hasattr(base, "config") or kind.__module__.startswith("transformers."):
+        return None
+    return (
+        f"vLLM would generate by its own implementation of {base.config.model_type!r}, not by the class "
+        f"{kind.__name__} of {kind.__module__}"
+    )
+
+
+# --- arguments of vLLM's engine --------------------------------------------------------------------------------------
+
+_POLICY = "the engine serves the policy that is trained; give PPOTrainer another model"
+_WEIGHTS = "training sends the weights to the engine, which reads no checkpoint; leave it out"
+_TOKENS = "the engine takes and gives token ids, and has no tokenizer; give PPOTrainer another processing_class"
+_DP = "the plan's dp is the number of engines; set dp of the call that generates"
+_ONE_HOST = "an engine is one process with its workers on one host; leave it out"
+_SAMPLING = (
+    "PPO needs the probabilities of the whole vocabulary as the policy gives them; only temperature and the stop token "
+    "change how tokens are drawn"
+)
+_ADAPTERS = "adapters are merged into the weights that the engine gets; leave it out"
+_OWN = "this package uses it to load weights and to draw tokens; leave it out"
+
+# Arguments that are decided elsewhere: why, and what to set instead.
+RESERVED: Mapping[str, str] = {
+    **dict.fromkeys(("model", "model_weights", "served_model_name", "hf_config_path", "hf_overrides"), _POLICY),
+    **dict.fromkeys(("runner", "convert", "config_format", "model_class_overrides", "pooler_config"), _POLICY),
+    **dict.fromkeys(
+        ("load_format", "download_dir", "revision", "code_revision", "model_loader_extra_config"), _WEIGHTS
+    ),
+    **dict.fromkeys(("safetensors_load_strategy", "ignore_patterns", "hf_token"), _WEIGHTS),
+    **dict.fromkeys(("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"), _TOKENS),
+    "trust_remote_code": "no other engine can load a model with code of its own; use one whose family Transformers has",
+    "dtype": "the engine computes in the dtype of the training; set bf16, fp16 or neither",
+    "seed": "every sample is drawn by a seed of its own; set the run's seed",
+    "max_model_len": "it is the longest prompt with response_length tokens; set response_length",
+    "tensor_parallel_size": "it is the plan's tp; set tp of the call that generates, in the plan",
+    "pipeline_parallel_size": "engine vllm has no pipeline stages; set tp of the call that generates, in the plan",
+    "prefill_context_parallel_size": "a plan has no context parallelism; set tp of the call that generates",
+    **dict.fromkeys(("data_parallel_size", "data_parallel_rank", "data_parallel_size_local"), _DP),
+    **dict.fromkeys(("data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"), _DP),
+    **dict.fromkeys(("data_parallel_backend", "data_parallel_hybrid_lb", "data_parallel_external_lb"), _DP),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"), _ONE_HOST),
+    "device_ids": "an engine runs on the devices of its mesh; set the mesh of the call that generates, in the plan",
+    "gpu_memory_utilization": "it has a setting of its own; set vllm_gpu_memory_utilization",
+    **dict.fromkeys(("enable_sleep_mode", "enable_cumem_allocator"), "set vllm_enable_sleep_mode"),
+    **dict.fromkeys(("logprobs_mode", "logits_processors", "generation_config"), _SAMPLING),
+    **dict.fromkeys(("override_generation_config", "diffusion_config"), _SAMPLING),
+    **dict.fromkeys(("enable_lora", "default_mm_loras"), _ADAPTERS),
+    **dict.fromkeys(("worker_cls", "worker_extension_cls", "weight_transfer_config", "scheduler_cls"), _OWN),
+    **dict.fromkeys(("enable_prompt_embeds", "tokens_only"), _OWN),
+}
+_CACHE_BYTES = "on a GPU it is what vllm_gpu_memory_utilization leaves, which the planner counts; set that"
+
+
+def engine_argument_problems(arguments: object, on_cpu: bool) -> list[str]:
+    """A sentence for each of the user's arguments of vLLM's engine that cannot be passed on.
+
+    Args:
+        arguments: the setting `vllm_engine_kwargs`.
+        on_cpu: whether engines run on the CPU.
+    """
+    if not isinstance(arguments, Mapping):
+        return [f"{SETTING} is a mapping like {{max_num_seqs: 128}}, or None, not {shown(arguments)}."]
+    reserved = RESERVED if on_cpu else {**RESERVED, "kv_cache_memory_bytes": _CACHE_BYTES}
+    problems = [f"{SETTING} cannot set {name}: {reserved[name]}." for name in arguments if name in reserved]
+    known = engine_argument_names()
+    if known:
+        unknown = [name for name in arguments if name not in reserved]
+        problems += unknown_keys(unknown, sorted({*known} - {*reserved}), f"{SETTING}: vLLM's engine has no argument")
+    for name, value in arguments.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            problems.append(f"{SETTING}: {name} goes to another process as JSON, which has no {shown(value)}.")
+    return problems
+
+
+@functools.cache
+def engine_argument_names() -> tuple[str, ...]:
+    """The names of the arguments of vLLM's engine, from the source of the installed release; empty where that cannot be
+    read, so that the engine itself refuses a wrong one."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return ()
+    try:
+        module = ast.parse(Path(spec.origin).with_name("engine").joinpath("arg_utils.py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ()
+    fields = [
+        field.target.id
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
+    return tuple(name for name in fields if not name.startswith("_"))

@@ -1,0 +1,72 @@
+"""Checks the settings of a `PPOConfig` before `TrainingArguments` computes values from them. Its errors would not name
+the setting.
+
+The ranges of numbers are in `common.settings`. What depends on data, models or the plan is checked in `setup`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ..common.errors import shown
+from ..common.settings import read_settings
+from ..engines.generation.vllm_support import engine_argument_problems
+from ..plan.execution_plan import ExecutionPlan
+
+
+class ConfigError(ValueError):
+    """A setting that is not allowed. The message names the setting, its value and what to do."""
+
+
+def check_settings(args: Any) -> None:
+    """Check a `PPOConfig`, and set numbers to what they are read as: NumPy's as Python's, 1e4 episodes as 10000.
+
+    Raises:
+        ConfigError: with all settings that are not allowed.
+    """
+    read, problems = read_settings({field.name: getattr(args, field.name, None) for field in fields(args)})
+    for name, value in read.items():
+        setattr(args, name, value)
+    problems += _problems(args)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(args: Any) -> Iterator[str]:
+    """Sentences about settings that are no numbers, and about settings that exclude each other."""
+    if args.stop_token is not None and args.stop_token_id is not None:
+        yield "stop_token and stop_token_id are both set; keep one of them."
+    if not isinstance(args.plan, str | os.PathLike | Mapping | ExecutionPlan | None):
+        yield f"plan must be auto, a preset, a YAML file's path, a dict or an ExecutionPlan, not {shown(args.plan)}."
+    if args.save_only_model and args.load_best_model_at_end:
+        yield (
+            "load_best_model_at_end loads the best checkpoint's float32 weights from its optimizer's state, which "
+            "save_only_model leaves out; set one of them to false."
+        )
+    weights = args.reward_weights
+    if weights is not None and not (isinstance(weights, list | tuple) and all(map(_is_finite, weights))):
+        yield f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}."
+    if args.vllm_engine_kwargs is not None:
+        on_cpu = bool(args.use_cpu) or not torch.accelerator.is_available()
+        yield from engine_argument_problems(_read_json(args.vllm_engine_kwargs), on_cpu)
+
+
+def _read_json(value: object) -> object:
+    """The mapping in a text of a command line. Any other value is returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
