@@ -1,4 +1,4 @@
-"""A rank that writes what it knows of its job: `cluster_rank.py FOLDER OPTIONS`, under any launcher."""
+"""A rank that writes what it knows of its job: `cluster_rank.py [--local_rank=N] FOLDER`, under any launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> None:
         "rank": [dist.get_rank(), state.process_index, state.local_process_index],
         "size": [dist.get_world_size(), state.num_processes],
     }
-    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(known))
+    Path(sys.argv[-1], f"{os.environ['RANK']}.json").write_text(json.dumps(known))
     dist.destroy_process_group()
 
 

@@ -254,6 +254,7 @@ class VLLMEngine:
             self._process.send("abort")
             self._process.expect("generated", "ending a generation", self.limits.step, passing=("samples", "progress"))
             self._generating = False
+            self._generation += 1  # its completions end with an error, not as if they were all
 
     @property
     def is_dead(self) -> bool:
