@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..algorithms.ppo import PPOSettings
-<<<<<<< HEAD
-from ..common.errors import shown
-from ..common.settings import read_settings
 from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
-from ..plan.execution_plan import ExecutionPlan
-=======
-from ..engines.training.zero_setup import leave_out_shared_memory_op
->>>>>>> 69431e2 (vllm_engine_kwargs, time limits and whole logs of vLLM engines; engines sleep where the plan says offload or drop; vLLM's own sampler and ipc engine on a GPU, in the dtype that the engine holds. PPOConfig, the engine's process, vLLM's abilities and the draw have files of their own)
 from ..runtime.launch.hosts import has_rendezvous, meet
 from ..runtime.launch.launcher import check_launch, separate_attempts
 from ..runtime.launch.network_interfaces import set_gloo_interface
