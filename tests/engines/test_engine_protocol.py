@@ -34,6 +34,7 @@ from trl_realloc.engines.base import (
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
+from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
@@ -156,7 +157,9 @@ def test_a_frozen_model_gives_values_and_scores_and_has_no_gradients(kind: str) 
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_step_is_the_gradient_times_the_learning_rate_whatever_the_micro_batches(kind: str) -> None:
+def test_a_step_is_the_gradient_times_the_learning_rate_whatever_the_micro_batches_and_the_slices_of_the_head(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = rollouts(5)
     by_hand = PolicyHead(tiny.policy(), TEMPERATURE).train()
     mean_logprob(by_hand(samples), samples)[0].backward()
@@ -165,6 +168,9 @@ def test_a_step_is_the_gradient_times_the_learning_rate_whatever_the_micro_batch
         made = build(kind)
         statistics = made.train(samples, mean_logprob, budget, 0.5)
         assert_same(exported(made), expected, 1e-5)
+        assert made.head._slices, "the head was computed in slices, not whole after all"
+        monkeypatch.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 0)  # of the second budget
+        monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 3 * tiny.VOCABULARY)
         assert made.version == 1
         assert statistics["tokens"].tolist() == samples.ragged("responses").lengths.tolist()
 

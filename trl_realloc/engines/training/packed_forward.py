@@ -22,6 +22,7 @@ from ...algorithms.rollout import Ragged, Rollouts, micro_batches, places
 from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_rows, packs
+from .sliced_head import sliced, works_in_slices
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -141,6 +142,7 @@ class PolicyHead(RoleHead):
         self.temperature = temperature
         # (logits, targets, temperature) -> logprobs, entropy; tensor parallelism replaces it (`vocab_parallel`)
         self.token_logprobs: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = TokenLogprobs.apply
+        self._slices = True  # until the model is found to change its logits after the head
         self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
 
     def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
@@ -152,13 +154,33 @@ class PolicyHead(RoleHead):
         if self.takes_logits_to_keep:
             kept, column = torch.unique(column, return_inverse=True)
             arguments["logits_to_keep"] = _on(device, kept)
-        logits = self._run(self.model, arguments).logits
-        # squeeze, because the gradient of `logits[0]` would be a second copy of the logits
-        picked = logits.squeeze(0) if self.packed else logits[_on(device, row), _on(device, column)]
-        if self.packed and not self.takes_logits_to_keep:
-            picked = picked[_on(device, column)]
-        logprobs, entropy = self.token_logprobs(picked, responses.values, self.temperature)
-        return {"logprobs": responses.like(logprobs), "entropy": responses.like(entropy)}
+
+        def pick(full: Tensor) -> Tensor:
+            """The rows that predict a response token, of logits or of the head's input."""
+            if not self.packed:
+                return full[_on(device, row), _on(device, column)]
+            # squeeze, because the gradient of `full[0]` would be a second copy of it
+            return full.squeeze(0) if self.takes_logits_to_keep else full.squeeze(0)[_on(device, column)]
+
+        columns = self._in_slices(arguments, pick, responses.values)
+        if columns is None:
+            logits = pick(self._run(self.model, arguments).logits)
+            columns = self.token_logprobs(logits, responses.values, self.temperature)
+        return {"logprobs": responses.like(columns[0]), "entropy": responses.like(columns[1])}
+
+    def _in_slices(
+        self, arguments: Mapping[str, Any], pick: Callable[[Tensor], Tensor], targets: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Log-probabilities and entropies without the logits in memory; `None` if these are few, or if the model does
+        not have them from its head alone."""
+        base = base_of(self.model)
+        if not self._slices or not works_in_slices(base, len(targets)):
+            return None
+        with sliced(base.get_output_embeddings(), pick, targets, self.temperature) as results:
+            logits = self._run(self.model, arguments).logits
+        # DeepSpeed's hooks return the same memory as another tensor
+        self._slices = [logits.data_ptr()] == [result.data_ptr() for result in results]
+        return (logits[:, 0], logits[:, 1]) if self._slices else None
 
 
 class ValueHead(RoleHead):

@@ -1,0 +1,142 @@
+"""The language head in slices: the numbers and the gradients of logits in memory, without these."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.engines.training import sliced_head
+from trl_realloc.engines.training.packed_forward import PolicyHead, TokenLogprobs
+from trl_realloc.engines.training.sliced_head import SlicedLogprobs, row_slices, works_in_slices
+
+
+@pytest.fixture
+def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of two rows or less, however few the logits."""
+    monkeypatch.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 0)
+    monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 2 * tiny.VOCABULARY)
+
+
+def rollouts(count: int = 5) -> Rollouts:
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 7, (2, count), generator=draw)
+
+    def ragged(sizes: Tensor) -> Ragged:
+        return Ragged(torch.randint(2, tiny.VOCABULARY, (int(sizes.sum()),), generator=draw), sizes)
+
+    return Rollouts(index=torch.arange(count), prompts=ragged(lengths[0]), responses=ragged(lengths[1]))
+
+
+def learned(head: PolicyHead, samples: Rollouts, autocast: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A head's outputs, and the gradients of a loss that weighs every token differently."""
+    head.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        outputs = {name: column.values for name, column in head(samples).items()}
+    weights = torch.linspace(-1, 2, len(outputs["logprobs"]))
+    (outputs["logprobs"] * weights).sum().backward()
+    return outputs, {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+
+
+def assert_same(head: PolicyHead, samples: Rollouts, monkeypatch: Any, autocast: bool = False) -> None:
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-5, "atol": 5e-6}
+    sliced = learned(head, samples, autocast)
+    assert head._slices
+    with monkeypatch.context() as patched:
+        patched.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 1 << 40)
+        whole = learned(head, samples, autocast)
+    for ours, theirs in zip(sliced, whole, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], msg=name, **tolerance)
+
+
+@pytest.mark.usefixtures("in_slices")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_slices_give_the_numbers_and_gradients_of_whole_logits(
+    tied: bool, packed: bool, keeps: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = PolicyHead(tiny.policy(tie_word_embeddings=tied), 0.7)
+    assert head.packed and head.takes_logits_to_keep
+    head.packed, head.takes_logits_to_keep = packed, keeps
+    assert_same(head, rollouts(), monkeypatch, autocast)
+
+
+@pytest.mark.usefixtures("in_slices")
+def test_an_adapted_policy_learns_in_slices_and_its_frozen_head_gets_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head = PolicyHead(get_peft_model(tiny.policy(), LoraConfig(task_type="CAUSAL_LM")), 1.0)
+    assert_same(head, rollouts(), monkeypatch)
+    assert all("lora_" in name for name in learned(head, rollouts())[1])
+
+
+@pytest.mark.usefixtures("in_slices")
+def test_a_head_with_an_adapter_is_computed_whole() -> None:
+    model = get_peft_model(tiny.policy(), LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
+    assert not works_in_slices(model.get_base_model(), 1000)
+    assert torch.isfinite(PolicyHead(model, 1.0)(rollouts())["logprobs"].values).all()
+
+
+@pytest.mark.usefixtures("in_slices")
+def test_a_model_that_changes_its_logits_after_the_head_is_computed_whole() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma2Config(vocab_size=tiny.VOCABULARY, num_key_value_heads=1, head_dim=16, **sizes)
+    assert config.final_logit_softcapping
+    torch.manual_seed(0)
+    head, samples = PolicyHead(AutoModelForCausalLM.from_config(config), 1.0), rollouts(1)
+    found = head(samples)["logprobs"].values
+    assert not head._slices
+    ids = torch.cat([samples.ragged("prompts").values, samples.ragged("responses").values])
+    logprobs = head.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    first = int(samples.ragged("prompts").lengths[0])
+    expected = logprobs[first - 1 : -1].gather(-1, ids[first:, None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_few_logits_are_computed_whole_and_many_in_slices() -> None:
+    model = tiny.policy()
+    assert not works_in_slices(model, sliced_head.MOST_WHOLE_ON_CPU // tiny.VOCABULARY)
+    assert works_in_slices(model, sliced_head.MOST_WHOLE_ON_CPU // tiny.VOCABULARY + 1)
+
+
+@pytest.mark.usefixtures("in_slices")
+def test_a_head_with_a_bias_and_a_logit_of_minus_infinity() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 8, requires_grad=True)
+    linear, targets = nn.Linear(8, tiny.VOCABULARY), torch.arange(5)
+    with torch.no_grad():
+        linear.bias[7] = float("-inf")
+    assert len(list(row_slices(hidden, linear.weight))) == 3
+    arguments = (linear.weight, linear.bias, targets, 0.5, torch.float32)
+    logprobs, entropy = SlicedLogprobs.apply(hidden, *arguments)
+    logprobs.sum().backward()
+    found = hidden.grad, linear.weight.grad, linear.bias.grad
+    leaf = hidden.detach().requires_grad_()
+    linear.zero_grad()
+    whole, whole_entropy = TokenLogprobs.apply(linear(leaf), targets, 0.5)
+    whole.sum().backward()
+    torch.testing.assert_close((logprobs, entropy), (whole, whole_entropy))
+    torch.testing.assert_close(found, (leaf.grad, linear.weight.grad, linear.bias.grad))
+    assert not entropy.requires_grad
+
+
+@pytest.mark.usefixtures("in_slices")
+def test_no_more_logits_than_a_slices_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    logits = sliced_head._logits
+    monkeypatch.setattr(sliced_head, "_logits", lambda hidden, *rest: rows.append(len(hidden)) or logits(hidden, *rest))
+    head = PolicyHead(tiny.policy(), 1.0)
+    samples = rollouts()
+    learned(head, samples)
+    assert max(rows) == 2 and sum(rows) == 2 * samples.ragged("responses").lengths.sum(), "once in each direction"
