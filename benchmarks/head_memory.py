@@ -1,5 +1,5 @@
-"""Peak memory and seconds of a policy's forward and of its training at a large vocabulary, with the logits in memory and
-in slices.
+"""Peak memory and seconds of a policy's forward and of its training at a large vocabulary, with the logits in memory
+and in slices.
 
     python benchmarks/head_memory.py --json benchmarks/results/head_memory.json
 

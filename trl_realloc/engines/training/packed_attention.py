@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ...common.notices import notice
 from .probe_model import probe_model
+from .varlen_attention import flash_arguments, has_varlen, is_flash, varlen_attention
 
 
 @dataclass
@@ -64,6 +65,8 @@ def _packed_attention(
     window = kwargs.pop("sliding_window", None)
     if (local_attention := _probed.get()) is not None and window is not None:
         local_attention.windows.add(window)
+    if has_varlen(query, value, kwargs):
+        return varlen_attention(query, key, value, lengths, window, kwargs.get("scaling")), None
     parts = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
         mask = None
@@ -101,7 +104,7 @@ def packs(model: PreTrainedModel) -> bool:
     layers' windows.
 
     The answer is kept in `model.packs_rows`. A model whose weights are filled later gets it from the model whose
-    weights it will have.
+    weights it will have. A model with flash attention keeps it, and gets the bounds of the samples.
     """
     known: bool | None = getattr(model, "packs_rows", None)
     if known is None:
@@ -112,15 +115,34 @@ def packs(model: PreTrainedModel) -> bool:
             notice(
                 f"{base} (attention {attention}): samples are padded, because the model mixes samples that share a row."
             )
-    elif known:
+    elif known and not is_flash(_attention_of(model)):
         backbone_of(model).set_attn_implementation(PACKED)
     return known
+
+
+def packed_arguments(model: Any, lengths: list[int], ids: Tensor) -> dict[str, Any]:
+    """The arguments of a forward of a packed row beside its ids and positions.
+
+    Args:
+        model: one that `packs`.
+        ids: (tokens,) of the row.
+    """
+    if is_flash(_attention_of(model)):
+        return flash_arguments(lengths, ids.device)
+    # without a mask Transformers looks for samples in the positions, for which the host waits for the device
+    return {"attention_mask": torch.ones_like(ids)[None], "sample_lengths": lengths}
+
+
+def _attention_of(model: Any) -> str | None:
+    return getattr(backbone_of(model).config, "_attn_implementation", None)
 
 
 def _packs(model: PreTrainedModel) -> bool:
     backbone = backbone_of(model)
     implementation = getattr(backbone.config, "_attn_implementation", None)
-    if implementation not in ("sdpa", PACKED) or getattr(backbone.config, "is_encoder_decoder", False):
+    # the kernels of flash attention run on a GPU alone; whether the model mixes samples is seen with another attention
+    is_known = implementation in ("sdpa", PACKED) or is_flash(implementation)
+    if not is_known or getattr(backbone.config, "is_encoder_decoder", False):
         return False
     whole, backbone = backbone, probe_model(backbone) if any(p.is_meta for p in backbone.parameters()) else backbone
     device = next(backbone.parameters()).device
@@ -148,7 +170,9 @@ def _packs(model: PreTrainedModel) -> bool:
     finally:
         _probed.reset(token)
         backbone.train(was_training)
-    whole.set_attn_implementation(PACKED if kept_apart else implementation)
+    final = PACKED if kept_apart and not is_flash(implementation) else implementation
+    if whole.config._attn_implementation != final:
+        whole.set_attn_implementation(final)
     return kept_apart
 
 

@@ -21,7 +21,7 @@ from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, micro_batches, places
 from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
-from .packed_attention import backbone_of, base_of, packed_rows, packs
+from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs
 from .sliced_head import sliced, works_in_slices
 
 
@@ -118,9 +118,7 @@ class RoleHead(nn.Module):
             arguments: dict[str, Any] = {
                 "input_ids": tokens.values[None],
                 "position_ids": _on(tokens.values.device, position)[None],
-                # without it Transformers looks for samples in the positions, for which the host waits for the device
-                "attention_mask": torch.ones_like(tokens.values)[None],
-                "sample_lengths": tokens.lengths.tolist(),
+                **packed_arguments(self.model, tokens.lengths.tolist(), tokens.values),
             }
             return arguments, torch.zeros_like(position), torch.arange(len(position))
         mask = tokens.like(torch.ones_like(tokens.values)).pad()

@@ -1,0 +1,148 @@
+"""Packed rows by kernels that run on a GPU alone: what they are given, with a stand-in for the kernels themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_sliced_head import rollouts
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    Qwen2Config,
+    modeling_utils,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask
+
+from trl_realloc.engines.training import packed_attention, varlen_attention
+from trl_realloc.engines.training.packed_attention import PACKED
+from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.varlen_attention import has_varlen, is_flash, sample_bounds
+
+
+FLASH = "tests_flash_attention"
+calls: list[dict[str, Any]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers looks for the kernels of every implementation with flash in its name."""
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *_, **__: None)
+
+
+def windowed(size: int, window: int | None) -> Tensor | None:
+    if window is None:
+        return None
+    at = torch.arange(size)
+    distance = at[:, None] - at[None, :]
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    """What Transformers' flash attention does with these arguments: causal attention between the bounds."""
+    calls.append(kwargs)
+    bounds = kwargs["cu_seq_lens_q"]
+    assert mask is None and bounds.dtype is torch.int32 and torch.equal(bounds, kwargs["cu_seq_lens_k"])
+    lengths = bounds.diff().tolist()
+    assert kwargs["max_length_q"] == kwargs["max_length_k"] == max(lengths)
+    parts = []
+    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
+        seen = windowed(q.shape[2], kwargs.get("sliding_window"))
+        options = {"scaling": kwargs["scaling"], "is_causal": seen is None}
+        parts.append(sdpa_attention_forward(module, q, k, v, seen, **options)[0])
+    return torch.cat(parts, dim=1), None
+
+
+AttentionInterface.register(FLASH, kernel)
+AttentionMaskInterface.register(FLASH, flash_attention_mask)
+
+
+def padded(model: Any) -> Tensor:
+    head = PolicyHead(model, 0.7)
+    head.packed = False
+    return head(rollouts())["logprobs"].values
+
+
+def test_a_model_with_flash_attention_keeps_it_and_gets_the_bounds_of_the_samples() -> None:
+    calls.clear()
+    model = tiny.policy()
+    model.set_attn_implementation(FLASH)
+    head = PolicyHead(model, 0.7)
+    assert head.packed and not calls, "the probe needs no GPU"
+    assert model.config._attn_implementation == FLASH
+    found = head(rollouts())["logprobs"].values
+    assert len(calls) == 2 and calls[0]["cu_seq_lens_q"] is calls[1]["cu_seq_lens_q"], "one tensor for all layers"
+    torch.testing.assert_close(found, padded(tiny.policy()), rtol=1e-5, atol=1e-5)
+
+
+def test_windows_reach_the_flash_kernel() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    config = Qwen2Config(vocab_size=tiny.VOCABULARY, num_key_value_heads=1, **sizes, **window)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    expected = padded(model)
+    calls.clear()
+    model.set_attn_implementation(FLASH)
+    del model.packs_rows
+    head = PolicyHead(model, 0.7)
+    assert head.packed
+    torch.testing.assert_close(head(rollouts())["logprobs"].values, expected, rtol=1e-5, atol=1e-5)
+    assert [call["sliding_window"] for call in calls] == [None, 3]
+
+
+def test_which_implementations_are_flash_attention() -> None:
+    flash = ("flash_attention_2", "flash_attention_3", "kernels-community/vllm-flash-attn3")
+    assert all(map(is_flash, flash))
+    assert not any(map(is_flash, (None, "sdpa", "eager", "flex_attention", PACKED)))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def varlen(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
+        starts, ends, longest, _ = bounds
+        assert starts is ends and longest == 4 and options["enable_gqa"]
+        left, right = options["window_size"]
+        assert right == 0, "causal"
+        parts = []
+        for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            one = [part[a:b].transpose(0, 1)[None] for part in (q, k, v)]
+            seen = windowed(b - a, None if left < 0 else left + 1)
+            out = nn.functional.scaled_dot_product_attention(
+                *one, attn_mask=seen, is_causal=seen is None, scale=options["scale"], enable_gqa=True
+            )
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    query, key, value = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    arguments = {"sample_lengths": [4, 2, 3], "scaling": 0.3, "sliding_window": window}
+    expected = packed_attention._packed_attention(module, query, key, value, None, **arguments)[0]
+    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen)
+    monkeypatch.setattr(packed_attention, "has_varlen", lambda *_: True)
+    found = packed_attention._packed_attention(module, query, key, value, None, **arguments)[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_the_scores() -> None:
+    on_gpu = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 9, 128)}
+    like = type("Like", (), on_gpu)
+    assert has_varlen(like(), like(), {"scaling": 0.1, "dropout": 0.0})  # type: ignore[arg-type]
+    for changes in ({"is_cuda": False}, {"dtype": torch.float32}, {"shape": (1, 4, 9, 512)}):
+        other: Any = type("Other", (), {**on_gpu, **changes})()
+        assert not has_varlen(other, other, {})
+    for changed in ({"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}):
+        assert not has_varlen(like(), like(), changed)  # type: ignore[arg-type]
+
+
+def test_the_bounds_of_the_samples() -> None:
+    assert sample_bounds([4, 2, 3], torch.device("cpu")).tolist() == [0, 4, 6, 9]

@@ -1,0 +1,90 @@
+"""Attention within the samples of a packed row by kernels for samples of different lengths: Transformers' own path for
+flash attention, and torch's on CUDA.
+
+Which models can be packed, and attention by one call for each sample, is in `packed_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+try:  # torch 2.10 and newer
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # type: ignore[assignment]
+
+LARGEST_HEAD = 256  # of flash attention
+
+
+def is_flash(implementation: str | None) -> bool:
+    """Whether an attention implementation of Transformers takes packed rows by the bounds of their samples:
+    `flash_attention_2` and `3`, and those of the kernels hub."""
+    return implementation is not None and "flash" in implementation
+
+
+def flash_arguments(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """The arguments of a forward of a packed row by Transformers' flash attention."""
+    bounds, longest = sample_bounds(lengths, device), max(lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def sample_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """(samples + 1,) int32: where each sample of a packed row begins, and the end of the last."""
+    return _bounds(tuple(lengths), device)
+
+
+@functools.lru_cache(maxsize=4)  # all layers of a forward have the same
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    bounds = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+    return bounds.to(device, non_blocking=True)
+
+
+def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether torch's attention for samples of different lengths can compute this: on CUDA, in 16 bits, without what
+    changes the scores.
+
+    Args:
+        arguments: of Transformers' attention functions, without windows.
+    """
+    changes = ("softcap", "s_aux", "sinks", "dropout", "position_bias")
+    plain = not any(isinstance(arguments.get(name), Tensor) or arguments.get(name) for name in changes)
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    fits = query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
+    return varlen_attn is not None and query.is_cuda and is_half and fits and plain
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None, scaling: float | None
+) -> Tensor:
+    """Causal attention within each sample.
+
+    Args:
+        query, key, value: (1, heads, tokens, head_dim); `key` and `value` may have fewer heads.
+        window: a token sees so many tokens, itself included; `None` for all before it.
+
+    Returns:
+        (1, tokens, heads, head_dim).
+    """
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    bounds, longest = sample_bounds(lengths, query.device), max(lengths)
+    result = varlen_attn(
+        q,
+        k,
+        v,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(result, Tensor), "no other outputs are asked for"
+    return result[None]
