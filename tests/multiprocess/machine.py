@@ -41,7 +41,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     job = make_job(
         args,
         ReallocationPlugin(),
-        Cluster(1, 4),
+        Cluster(1, 4, memory_gb=8.0),  # so that ZeRO stages are candidates
         rank,
         "transformers",
         models,
@@ -66,6 +66,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         "kept": [rates.kept(whole, tokens, tokens * 8.0) for tokens in (10.0, 20.0)],
         "knows": [rates.measured(whole, tp, pp, generates) for tp, pp, generates in options["asked"]],
         "layer": rates.layer(whole, 100, 1000, 1),
+        "stages": sorted({(row.work, row.zero_stage) for row in profile.observations if row.zero_stage}),
+        "zero": [rates.zero(stage, trains=True) for stage in (1, 2, 3)] + [rates.zero(3, trains=False)],
     }
     (folder / f"told-{rank}.json").write_text(json.dumps(told))
     dist.barrier()

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(400)]
 
 ASKED = [(1, 1, False), (2, 1, False), (1, 2, False), (1, 1, True), (2, 1, True)]
 
 
-def test_links_processors_layers_and_activations_are_measured_each_by_itself(run: Callable[..., Path]) -> None:
+def test_links_processors_layers_stages_and_activations_are_measured_each_by_itself(run: Callable[..., Path]) -> None:
     told = json.loads((run("machine.py", 4, {"asked": ASKED}, "four") / "told-0.json").read_text())
 
     near, far = ([row for row in told["links"] if row[2] == apart] for apart in (False, True))
@@ -31,6 +31,9 @@ def test_links_processors_layers_and_activations_are_measured_each_by_itself(run
     assert knows[1, 1, False] and knows[2, 1, False] and knows[1, 2, False] and knows[1, 1, True]
     assert not knows[2, 1, True], "generation under a tensor degree is for the thorough"
     assert told["layer"] > 0
+
+    assert told["stages"] == [["forward", 3], ["train", 1], ["train", 2], ["train", 3]]
+    assert all(0.1 <= factor < 1e6 and factor != 1 for factor in told["zero"]), "of the formulas"
 
     ten, twenty = told["kept"]
     assert ten is not None and 1.5 * ten < twenty < 2.5 * ten
