@@ -68,6 +68,10 @@ def test_a_run_begins_unmeasured_teaches_the_next_one_and_measures_between_updat
     assert "and corrected by the times of earlier runs" in text
     assert "measuring this machine for a better plan" in text
     assert "the plan is now auto" in text
+    (kept,) = (tmp_path / "cache").glob("profile-*.json")
+    profile = Profile.load(kept)
+    assert not profile.complete, "it might take no longer than the run had trained"
+    assert {(row.tp, row.pp) for row in profile.observations} == {(1, 1)}
     for job in (named, measured):
         for one, other in zip(job["updates"], at_once["updates"], strict=True):
             learned = {key: value for key, value in one.items() if not key.startswith("realloc/")}

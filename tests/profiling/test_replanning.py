@@ -27,13 +27,12 @@ def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
     better = SimpleNamespace(best=SimpleNamespace(seconds=4.7))  # by less than estimates are good for
     monkeypatch.setattr(replanning, "from_first_rank", from_first_rank)
     monkeypatch.setattr(replanning, "estimate_at_lengths", lambda *_: SimpleNamespace(seconds=estimate))
-    monkeypatch.setattr(replanning, "choose", lambda *_, **__: better)
+    monkeypatch.setattr(replanning, "rates_of", lambda profile: SimpleNamespace(error=0.08))
     workload = SimpleNamespace(of_lengths=lambda lengths: None)
     models = SimpleNamespace(specs={})
     options = SimpleNamespace(collective_timeout_s=1.0)
-    priced = SimpleNamespace(rates=SimpleNamespace(error=0.08))
     job = SimpleNamespace(
-        rank=rank, engine="vllm", models=models, workload=workload, options=options, pricing=lambda *_: priced
+        rank=rank, engine="vllm", models=models, workload=workload, options=options, choose=lambda *_, **__: better
     )
     planned = SimpleNamespace(priced=SimpleNamespace(seconds=1.0), profile=object(), decision=object())
     observer = SimpleNamespace(job_plan=planned)

@@ -197,6 +197,8 @@ def _choose(
             raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
         machine = _cluster(recipe.path.name, profile.devices, nodes)
         _check_measured(profile, recipe, measured)
+        if corrected := profile.corrections.described():
+            click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
         pricing = Pricing(
             machine,
             recipe.workload(machine),

@@ -61,6 +61,7 @@ def choose(
     *,
     graph: DataflowGraph | None = None,
     generation_engine: str = "vllm",
+    engines: Sequence[str] = ("zero", "megatron"),
     zero_stages: Sequence[int] | None = None,
     barrier: bool = True,
     seed: int = 0,
@@ -70,6 +71,7 @@ def choose(
 
     Args:
         specs: the models that each call runs, by the call's name.
+        engines: that may score and train.
         zero_stages: stages that the engine zero may use. By default all of them where a device's memory is known, else
             0 alone, because the other stages save memory and cost time.
         barrier: iterations do not overlap.
@@ -80,6 +82,7 @@ def choose(
     options: dict[str, Any] = {
         "graph": graph or ppo_graph(),
         "generation_engine": generation_engine,
+        "engines": engines,
         "zero_stages": zero_stages,
         "barrier": barrier,
         "seed": seed,
@@ -104,16 +107,15 @@ def _choose(
     *,
     graph: DataflowGraph,
     generation_engine: str,
+    engines: Sequence[str],
     zero_stages: Sequence[int] | None,
     barrier: bool,
     seed: int,
     time_limit_s: float,
 ) -> Decision:
     stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
-    engines = (generation_engine, "zero", "megatron")
-    space = Space(
-        pricing.cluster, graph, specs, pricing, engines, offload=pricing.memory is not None, zero_stages=stages
-    )
+    able = (generation_engine, *engines)
+    space = Space(pricing.cluster, graph, specs, pricing, able, offload=pricing.memory is not None, zero_stages=stages)
     problem = Problem(space, space.candidates(), barrier=barrier)
     is_small = pricing.cluster.size <= MANY
     presets, alternatives = _price_presets(problem, stages, generation_engine, is_small=is_small)

@@ -5,16 +5,17 @@ Rank 0 searches and all ranks receive the same plan. `planner.choose` decides; `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from ..common.errors import PlanError
-from ..common.notices import working
+from ..common.notices import notice, working
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import flatten, with_sleeping_engines
-from ..planner.choose import Decision, choose
+from ..planner.choose import Decision
 from ..planner.problem import PricedPlan, estimate_plan
 from ..planner.profile import Profile
 from ..planner.show import alternatives_table, plan_cost_table
@@ -37,6 +38,25 @@ class JobPlan:
     priced: PricedPlan | None = None
     decision: Decision | None = None
     profile: Profile | None = None
+
+    def allowed(self, check: Callable[[ExecutionPlan], None]) -> JobPlan:
+        """This plan, or the fastest of the alternatives that `check` does not refuse.
+
+        Raises:
+            PlanError, ValueError: what `check` raised for this plan, if it refuses all.
+        """
+        try:
+            check(self.plan)
+            return self
+        except (PlanError, ValueError) as error:
+            others = self.decision.alternatives if self.decision is not None else ()
+            plans = sorted((other.plan for other in others if other.plan is not None), key=lambda plan: plan.seconds)
+            for priced in plans:
+                with contextlib.suppress(PlanError, ValueError):
+                    check(priced.plan)
+                    notice(f"the plan is {priced.name}, because {self.plan.name} cannot be run: {error}")
+                    return replace(self, plan=replace(priced.plan, name=f"auto ({priced.name})"), priced=priced)
+            raise
 
     @staticmethod
     def of(decision: Decision, profile: Profile) -> JobPlan:
@@ -73,9 +93,8 @@ def chosen_plan(job: Job, profile: Profile, *, is_new: bool, time_limit_s: float
     """
     decision: Decision | PlanError | None = None
     if job.rank == 0:
-        pricing = job.pricing(profile)
         try:
-            decision = choose(job.models.specs, pricing, generation_engine=job.engine, time_limit_s=time_limit_s)
+            decision = job.choose(profile, time_limit_s=time_limit_s)
             print_decision(decision, profile, is_new=is_new)
         except PlanError as error:
             decision = error

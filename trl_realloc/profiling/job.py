@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ..engines.device import memory_bytes
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
+from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
 from ..planner.device_memory import HEADROOM, DeviceMemory, gpu_memory
 from ..planner.profile import Profile
@@ -29,6 +30,7 @@ class Job:
         vllm_share: share of a GPU's memory that a vLLM engine takes.
         vllm_sleeps: whether vLLM engines give their memory back between their calls; `None` if no plan fits otherwise.
         headroom: share of a device's memory that a plan leaves free.
+        engines: that may score and train.
     """
 
     cluster: Cluster
@@ -40,6 +42,19 @@ class Job:
     vllm_share: float = 0.3
     headroom: float = HEADROOM
     vllm_sleeps: bool | None = None
+    engines: tuple[str, ...] = ("zero", "megatron")
+
+    def choose(self, profile: Profile, workload: Workload | None = None, *, time_limit_s: float) -> Decision:
+        """The planner's decision for this job on a machine.
+
+        Args:
+            workload: in place of the job's.
+
+        Raises:
+            PlanError: the models fit on no plan.
+        """
+        pricing, specs = self.pricing(profile, workload), self.models.specs
+        return choose(specs, pricing, generation_engine=self.engine, engines=self.engines, time_limit_s=time_limit_s)
 
     @property
     def memory(self) -> DeviceMemory | None:

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..common.errors import PlanError
-from ..planner.choose import Decision, choose
+from ..planner.choose import Decision
 from ..planner.profile import Profile
+from ..planner.specification import rates_of
 from ..runtime.process_groups import from_first_rank
 from .auto_plan import JobPlan, estimate_at_lengths
 from .job import Job
@@ -71,14 +72,12 @@ class Replanner:
         if abs(current.seconds / self._searched_at - 1) <= self.threshold:
             return None
         self._searched_at = current.seconds
-        pricing = self.job.pricing(profile, self.job.workload.of_lengths(lengths))
         try:
-            specs, engine = self.job.models.specs, self.job.engine
-            decision = choose(specs, pricing, generation_engine=engine, time_limit_s=time_limit_s)
+            decision = self.job.choose(profile, self.job.workload.of_lengths(lengths), time_limit_s=time_limit_s)
         except PlanError:
             return None
         saved = current.seconds - decision.best.seconds
-        if saved < current.seconds * pricing.rates.error or saved * updates_left < move_seconds:
+        if saved < current.seconds * rates_of(profile).error or saved * updates_left < move_seconds:
             return None
         self._searched_at = decision.best.seconds
         return decision

@@ -57,7 +57,9 @@ def make_job(
     options = engine_options(args, plugin, context_length=context_length, pad_token_id=pad_token_id)
     share, headroom = args.vllm_gpu_memory_utilization, args.memory_headroom
     sleeps = args.vllm_enable_sleep_mode
-    return Job(cluster, rank, generation_engine, models, options, workload, share, headroom, sleeps)
+    # megatron does not scale losses, as fp16 needs (`plan_checks`)
+    engines = ("zero",) if compute_dtype(args) is torch.float16 else ("zero", "megatron")
+    return Job(cluster, rank, generation_engine, models, options, workload, share, headroom, sleeps, engines)
 
 
 def engine_options(

@@ -115,9 +115,9 @@ def prepare(
     job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
     measures = plugin.measure == "first"
     job_plan = plan_job(job, measure_first=measures) if request.plan is None else known_estimate(job, request.plan)
-    plan = job_plan.plan
     if request.plan is None:
-        check(plan)
+        job_plan = job_plan.allowed(check)
+    plan = job_plan.plan
     check_gpus(request.processes, plan)
     announce(request.processes, plan, rank)
     policy, roles = build_roles(args, plan, rank, inputs, rewards, configs)

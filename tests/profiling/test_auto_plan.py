@@ -1,0 +1,55 @@
+"""The plan that the planner proposes is one that the run can have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
+from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import PRESETS
+from trl_realloc.profiling.auto_plan import JobPlan
+from trl_realloc.profiling.job_models import JobModels
+from trl_realloc.trainer.job_builder import make_job
+
+
+def priced(name: str, seconds: float) -> Any:
+    return SimpleNamespace(name=name, seconds=seconds, plan=PRESETS[name](Cluster(1, 2), generation_engine="vllm"))
+
+
+def decided() -> JobPlan:
+    others = [
+        SimpleNamespace(plan=None),
+        *(SimpleNamespace(plan=priced(name, s)) for name, s in (("separate", 3.0), ("flatten", 2.0))),
+    ]
+    decision: Any = SimpleNamespace(best=priced("interleave", 1.0), alternatives=others)
+    return JobPlan.of(decision, None)  # type: ignore[arg-type]
+
+
+def refusing(*names: str) -> Any:
+    def check(plan: ExecutionPlan) -> None:
+        if any(name in plan.name for name in names):
+            raise PlanError(f"{plan.name} does not suit the optimizer.")
+
+    return check
+
+
+def test_where_the_run_cannot_have_the_fastest_plan_it_gets_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    assert decided().allowed(refusing()).plan.name == "auto (interleave)"
+    found = decided().allowed(refusing("interleave"))
+    assert (found.plan.name, found.priced.seconds) == ("auto (flatten)", 2.0)  # type: ignore[union-attr]
+    assert "auto (interleave) does not suit the optimizer" in capsys.readouterr().err
+    with pytest.raises(PlanError, match="interleave"):
+        decided().allowed(refusing("interleave", "flatten", "separate"))
+
+
+def test_under_fp16_no_plan_has_the_engine_that_cannot_scale_losses(tmp_path: Path) -> None:
+    for settings, engines in (({"fp16": True}, ("zero",)), ({}, ("zero", "megatron"))):
+        args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **{"bf16": False, **settings})
+        sizes = {"prompt_tokens": 5.0, "context_length": 60, "pad_token_id": 0}
+        job = make_job(args, ReallocationPlugin(), Cluster(1, 4), 0, "vllm", JobModels({}, {}), **sizes)
+        assert job.engines == engines
