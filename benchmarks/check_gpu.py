@@ -59,6 +59,10 @@ def parts(gpus: int) -> Iterator[Part]:
             (*tests, str(TESTS / "standin_device" / "on_two_ranks.py")),
             processes=2,
         )
+    yield Part(
+        "the head's logits in slices, and packed rows by variable-length attention, give the numbers of the host's",
+        (str(ROOT / "benchmarks" / "check_gpu.py"), "--heads"),
+    )
     ranks = 1 << min(gpus, 4).bit_length() - 1
     for preset in ("flatten", "interleave", "separate") if ranks > 1 else ("flatten",):
         for dtype in ("float32", "bf16"):
@@ -156,16 +160,69 @@ def ppo(preset: str, dtype: str, engine: str) -> None:
     made.close()
 
 
+def heads() -> None:
+    """Log-probabilities and gradients of a packed policy in bfloat16 on the GPU, against float32 on the host."""
+    from copy import deepcopy
+
+    import tiny
+
+    from trl_realloc.algorithms.rollout import Ragged, Rollouts
+    from trl_realloc.engines.training import packed_attention, sliced_head
+    from trl_realloc.engines.training.packed_forward import PolicyHead
+
+    lengths = torch.tensor([7, 40, 3, 21])
+
+    def ragged() -> Ragged:
+        return Ragged(torch.randint(2, tiny.VOCABULARY, (int(lengths.sum()),)), lengths)
+
+    torch.manual_seed(0)
+    samples = Rollouts(index=torch.arange(len(lengths)), prompts=ragged(), responses=ragged())
+    model = tiny.policy(head_dim=64)
+    calls: list[int] = []
+    varlen = packed_attention.varlen_attention
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        return varlen(*arguments)
+
+    packed_attention.varlen_attention = counted
+    expected = learned(PolicyHead(deepcopy(model), 1.0), samples)
+    for most in (1 << 40, 0):  # whole, and in slices
+        sliced_head.MOST_LOGITS, sliced_head.LOGITS_SLICE = most, 16 * tiny.VOCABULARY
+        head = PolicyHead(deepcopy(model), 1.0).cuda()
+        for found, wanted in zip(learned(head, samples.to(torch.device("cuda"))), expected, strict=True):
+            assert torch.allclose(found.float().cpu(), wanted, rtol=5e-2, atol=5e-2), (
+                most,
+                (found.cpu() - wanted).abs().max(),
+            )
+        assert head._slices
+    assert calls, "torch's variable-length attention was not used"
+    print("the largest memory of a head in slices:", torch.cuda.max_memory_allocated())
+
+
+def learned(head: Any, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities of the responses, and the gradient of their sum by the head's weight."""
+    on_gpu = next(head.parameters()).is_cuda
+    with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+        logprobs = head(samples)["logprobs"].values
+    logprobs.sum().backward()
+    return logprobs.detach(), head.model.lm_head.weight.grad
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ppo", metavar="PRESET", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--heads", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     if not gpus:
         print("There is no GPU that PyTorch can use on this machine, so there is nothing to check.")
         sys.exit(2)
+    if options.heads:
+        heads()
+        return
     if options.ppo:
         ppo(options.ppo, options.dtype, options.engine)
         return

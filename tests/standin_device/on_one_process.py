@@ -31,6 +31,7 @@ from trl_realloc.engines.base import EngineError  # noqa: E402
 from trl_realloc.engines.device import has_room  # noqa: E402
 from trl_realloc.engines.generation.weight_buffers import WeightBuffers  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups  # noqa: E402
+from trl_realloc.engines.training import sliced_head  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
@@ -190,6 +191,39 @@ def test_a_head_gives_the_hosts_numbers_without_reading_the_device(name: str, pa
     assert counted[0].reads == 0, counted
     for output, column in expected.items():
         assert torch.allclose(on_host(outputs[output].values), column.values, atol=1e-5), output
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, samples = 4000, rollouts(8)
+    here = PolicyHead(tiny.policy(vocab_size=vocabulary), 0.7)
+    expected = here(samples)["logprobs"].values
+    expected.sum().backward()
+    there = PolicyHead(tiny.policy(vocab_size=vocabulary), 0.7).to(SIM)
+    there.load_state_dict(here.state_dict())
+    monkeypatch.setattr(sliced_head, "LOGITS_SLICE", 4 * vocabulary)
+    peaks, micro = {}, samples.to(SIM)
+    for most in (1 << 40, 0):  # whole, and in slices
+        monkeypatch.setattr(sliced_head, "MOST_LOGITS", most)
+        with torch.set_grad_enabled(trains):
+            for _ in range(2):  # the second time beside its gradients
+                there.zero_grad(set_to_none=False)
+                before = allocated()
+                torch.accelerator.reset_peak_memory_stats()
+                found = there(micro)["logprobs"].values
+                if trains:
+                    found.sum().backward()
+        peaks[most] = torch.accelerator.max_memory_allocated(SIM) - before
+        assert torch.allclose(on_host(found.detach()), expected.detach(), atol=1e-4)
+        if trains:
+            gradient = there.model.lm_head.weight.grad
+            assert torch.allclose(on_host(gradient), here.model.lm_head.weight.grad, atol=1e-4)
+    assert there._slices
+    if DEVICE.is_standin:
+        tokens = int(samples.ragged("responses").lengths.sum())
+        assert peaks[1 << 40] > 4 * tokens * vocabulary
+        weights = 8 * vocabulary * there.model.config.hidden_size  # the weight's gradient, and that of a slice
+        assert peaks[0] < peaks[1 << 40] - 2 * tokens * vocabulary + (weights if trains else 0), peaks
 
 
 def test_a_model_whose_logits_cannot_be_cut_gives_the_hosts_numbers() -> None:

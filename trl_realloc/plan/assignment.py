@@ -172,6 +172,10 @@ class Assignment:
 # Llama, 2 cores).
 CACHED_TOKENS = 1024
 
+# Of an accelerator: most logits of a forward that are in memory whole, in elements (1 GiB in bfloat16), and of a slice,
+# 440 rows of a vocabulary of 152,000, so that products are of matrices.
+MOST_LOGITS, LOGITS_SLICE = 1 << 29, 1 << 26
+
 RELEASE_FLAGS = ("offload", "drop")  # what can be done with a call's parameters between its uses
 
 

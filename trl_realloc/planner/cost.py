@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..plan.assignment import Assignment, ParallelStrategy, sleeps
+from ..plan.assignment import LOGITS_SLICE, MOST_LOGITS, Assignment, ParallelStrategy, sleeps
 from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind
 from ..plan.model_spec import ModelSpec
@@ -292,7 +292,7 @@ class Pricing:
 
         The bytes of a layer are as measured. If they were not measured, they are 34 bytes per token and channel at 16
         bits (Korthikanti et al. 2022, equation 1, without the attention matrix). If activations are recomputed, only
-        the input of a layer is kept. Logits take two float32 copies.
+        the input of a layer is kept. Logits take two float32 copies; many are computed in slices.
 
         Args:
             held: number of micro-batches whose activations a stage holds at the same time.
@@ -305,7 +305,9 @@ class Pricing:
             one_layer = measured / strategy.tp
         kept = 2 * tokens * width * layers if self.workload.recompute else one_layer * (layers - 1)
         answered = tokens * self.workload.mean_response / self.workload.mean_length
-        logits = 8 * answered * (spec.vocabulary if spec.head_elements else 1) / strategy.tp
+        elements = answered * (spec.vocabulary if spec.head_elements else 1) / strategy.tp
+        # of a slice there are the logits in 16 bits and three float32 copies
+        logits = 8 * elements if elements <= MOST_LOGITS or strategy.tp > 1 else (14 if backward else 28) * LOGITS_SLICE
         return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
 
     def _shared(self, cost: CallCost, assignment: Assignment) -> CallCost:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS
 
-# Most logits of a forward that are in memory whole, in elements: 1 GiB in bfloat16, on a CPU 256 MiB in float32. More
-# are computed in slices, and again in the backward, which is a third more work of the head.
-MOST_WHOLE, MOST_WHOLE_ON_CPU = 1 << 29, 1 << 26
-# Most logits of a slice: 440 rows of a vocabulary of 152,000, on a CPU 110, so that products are of matrices.
-SLICE, SLICE_ON_CPU = 1 << 26, 1 << 24
+
+# `MOST_LOGITS` and `LOGITS_SLICE` of a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and
+# again in the backward, which is a third more work of the head.
+MOST_WHOLE_ON_CPU, SLICE_ON_CPU = 1 << 26, 1 << 24
 
 
 class SlicedLogprobs(torch.autograd.Function):
@@ -96,8 +96,8 @@ def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def row_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Slices of the rows of `hidden` with at most `SLICE` logits each, or one row."""
-    step = max(1, (SLICE_ON_CPU if hidden.device.type == "cpu" else SLICE) // weight.shape[0])
+    """Slices of the rows of `hidden` with at most `LOGITS_SLICE` logits each, or one row."""
+    step = max(1, (SLICE_ON_CPU if hidden.device.type == "cpu" else LOGITS_SLICE) // weight.shape[0])
     for start in range(0, hidden.shape[0], step):
         yield slice(start, start + step)
 
@@ -109,7 +109,7 @@ def works_in_slices(model: Any, tokens: int) -> bool:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or isinstance(head.weight, DTensor) or hasattr(head, "_hf_hook"):
         return False
-    most = MOST_WHOLE_ON_CPU if head.weight.device.type == "cpu" else MOST_WHOLE
+    most = MOST_WHOLE_ON_CPU if head.weight.device.type == "cpu" else MOST_LOGITS
     return tokens * head.out_features > most
 
 
