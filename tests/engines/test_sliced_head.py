@@ -118,7 +118,7 @@ def test_a_head_with_a_bias_and_a_logit_of_minus_infinity() -> None:
     with torch.no_grad():
         linear.bias[7] = float("-inf")
     assert len(list(row_slices(hidden, linear.weight))) == 3
-    arguments = (linear.weight, linear.bias, targets, 0.5, torch.float32)
+    arguments = (linear.weight, linear.bias, targets, 0.5, torch.float32, 0, None)
     logprobs, entropy = SlicedLogprobs.apply(hidden, *arguments)
     logprobs.sum().backward()
     found = hidden.grad, linear.weight.grad, linear.bias.grad

@@ -56,6 +56,12 @@ FOUR: dict[str, dict[str, Any]] = {
         "tp": 4,
         "config": {"num_key_value_heads": 4, "intermediate_size": 6, "vocab_size": 101},
     },
+    "the head in slices": {"tp": 2, "pp": 2, "slices": True, "config": {"tie_word_embeddings": True}},
+    "an uneven head in slices": {
+        "tp": 4,
+        "slices": True,
+        "config": {"num_key_value_heads": 4, "vocab_size": 101},
+    },
     **{
         f"{family}, {split}": {"family": family, "config": config, **degrees, **BOTH}
         for family, config in {

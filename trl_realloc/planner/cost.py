@@ -307,7 +307,7 @@ class Pricing:
         answered = tokens * self.workload.mean_response / self.workload.mean_length
         elements = answered * (spec.vocabulary if spec.head_elements else 1) / strategy.tp
         # of a slice there are the logits in 16 bits and three float32 copies
-        logits = 8 * elements if elements <= MOST_LOGITS or strategy.tp > 1 else (14 if backward else 28) * LOGITS_SLICE
+        logits = 8 * elements if elements <= MOST_LOGITS else (14 if backward else 28) * LOGITS_SLICE
         return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
 
     def _shared(self, cost: CallCost, assignment: Assignment) -> CallCost:

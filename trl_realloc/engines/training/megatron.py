@@ -106,7 +106,7 @@ class MegatronEngine:
         if groups.tp.size > 1:
             partial_gradients = split_tensors(model, groups.tp)
             if isinstance(head, PolicyHead):
-                head.token_logprobs = self._split_logprobs
+                head.token_logprobs, head.vocabulary_group = self._split_logprobs, groups.tp
         fill(model, device)
         self.pipeline: Pipeline | None = None
         if groups.pp.size > 1:

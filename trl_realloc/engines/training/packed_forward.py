@@ -140,6 +140,7 @@ class PolicyHead(RoleHead):
         self.temperature = temperature
         # (logits, targets, temperature) -> logprobs, entropy; tensor parallelism replaces it (`vocab_parallel`)
         self.token_logprobs: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = TokenLogprobs.apply
+        self.vocabulary_group: MeshGroup | None = None  # over which tensor parallelism splits the language head
         self._slices = True  # until the model is found to change its logits after the head
         self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
 
@@ -172,9 +173,10 @@ class PolicyHead(RoleHead):
         """Log-probabilities and entropies without the logits in memory; `None` if these are few, or if the model does
         not have them from its head alone."""
         base = base_of(self.model)
-        if not self._slices or not works_in_slices(base, len(targets)):
+        if not self._slices or not works_in_slices(base, len(targets), self.vocabulary_group):
             return None
-        with sliced(base.get_output_embeddings(), pick, targets, self.temperature) as results:
+        head, group = base.get_output_embeddings(), self.vocabulary_group
+        with sliced(head, pick, targets, self.temperature, group) as results:
             logits = self._run(self.model, arguments).logits
         # DeepSpeed's hooks return the same memory as another tensor
         self._slices = [logits.data_ptr()] == [result.data_ptr() for result in results]

@@ -1,8 +1,8 @@
 """The language head and the log-probabilities in one function, slice by slice, so that the logits of all tokens are
 never in memory.
 
-Log-probabilities from logits that are in memory are in `packed_forward`, from logits that are split over a
-tensor-parallel group in `vocab_parallel`.
+Log-probabilities from logits that are in memory are in `packed_forward`, and if these are split over a tensor-parallel
+group in `vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS
+from ..mesh_group import MeshGroup
+from .tensor_parallel import box_of, is_split, local
 
 
 # `MOST_LOGITS` and `LOGITS_SLICE` of a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and
@@ -24,16 +26,21 @@ MOST_WHOLE_ON_CPU, SLICE_ON_CPU = 1 << 26, 1 << 24
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """Log-probability of each target and entropy of each distribution, from the input of a linear language head.
+    """Log-probability of each target and entropy of each distribution, from the input of a linear language head, which
+    may be a rank's part of the vocabulary.
 
-    Neither direction holds more logits than those of one slice of rows. The backward computes them again.
+    Neither direction holds more logits than those of one slice of rows. The backward computes them again. Over a
+    tensor-parallel group the forward has two collectives, of four numbers per token, and the backward one, of the
+    gradient of the head's input.
 
     Args (of `apply`):
         hidden: (tokens, width), the input of the head.
-        weight, bias: (vocabulary, width) and (vocabulary,) or `None`, of the head.
-        targets: (tokens,) int64.
+        weight, bias: (ids, width) and (ids,) or `None`, of the head or of the rank's part of it, which may be empty.
+        targets: (tokens,) int64, ids of the full vocabulary.
         temperature: the logits are divided by it.
         dtype: of the products, as autocast or the head's own dtype say.
+        first: the first id of the rank's part.
+        group: the tensor-parallel group; `None` of a whole head.
 
     Returns:
         `logprobs` and `entropy`, (tokens,) float32, natural logarithms, of softmax(logits / temperature). The entropy
@@ -49,37 +56,52 @@ class SlicedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         dtype: torch.dtype,
+        first: int,
+        group: MeshGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        tokens, ids = hidden.shape[0], weight.shape[0]
+        highest = torch.full((tokens,), float("-inf"), dtype=torch.float32, device=hidden.device)
+        # of each token the exponentials, the logits weighted by them, and the target's logit, each summed
+        sums = torch.zeros(3, tokens, dtype=torch.float32, device=hidden.device)
+        local_targets = targets - first
+        is_here = (local_targets >= 0) & (local_targets < ids)
         matrix = weight.to(dtype)
         for rows in row_slices(hidden, weight):
             x = _logits(hidden[rows], matrix, bias).float() / temperature
-            normalizer[rows] = torch.logsumexp(x, -1)
-            logprobs[rows] = x.gather(-1, targets[rows, None]).squeeze(-1) - normalizer[rows]
-            x -= normalizer[rows, None]
-            p = torch.exp(x)
-            entropy[rows] = -(p.mul_(x)).nan_to_num_(nan=0.0).sum(-1)  # for a logit of -inf, 0 * -inf counts as 0
-        ctx.save_for_backward(hidden, targets, normalizer)
+            highest[rows] = x.amax(-1)
+            p = torch.exp(x - highest[rows, None].clamp(min=torch.finfo(torch.float32).min))
+            sums[0, rows] = p.sum(-1)
+            picked = x.gather(-1, local_targets[rows].clamp(0, ids - 1)[:, None]).squeeze(-1)
+            sums[2, rows] = torch.where(is_here[rows], picked, 0.0)
+            sums[1, rows] = p.mul_(x).nan_to_num_(nan=0.0).sum(-1)  # for a logit of -inf, 0 * -inf counts as 0
+        if group is not None:
+            local_highest = highest.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group.group)
+            sums[:2] *= torch.exp(local_highest - highest)
+            dist.all_reduce(sums, group=group.group)
+        normalizer = highest + torch.log(sums[0])
+        entropy = normalizer - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, local_targets, is_here, normalizer)
         # as attributes: ZeRO-3 frees a gathered weight after the forward and gathers it again before the backward,
         # which the check of saved tensors takes for a change
-        ctx.weight, ctx.bias, ctx.temperature, ctx.dtype = weight, bias, temperature, dtype
+        ctx.weight, ctx.bias, ctx.temperature, ctx.dtype, ctx.group = weight, bias, temperature, dtype, group
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return sums[2] - normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        hidden, targets, normalizer = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, local_targets, is_here, normalizer = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_hidden = torch.zeros_like(hidden) if needs_hidden else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
         matrix, scale = weight.to(ctx.dtype), gradients[0] / ctx.temperature
         for rows in row_slices(hidden, weight):
             part = hidden[rows].to(ctx.dtype)
-            p = torch.exp(_logits(part, matrix, bias).float() / ctx.temperature - normalizer[rows, None])
-            p.neg_().scatter_add_(-1, targets[rows, None], torch.ones_like(p[:, :1])).mul_(scale[rows, None])
+            p = torch.exp(_logits(part, matrix, bias).float() / ctx.temperature - normalizer[rows, None]).neg_()
+            at = local_targets[rows].clamp(0, weight.shape[0] - 1)[:, None]
+            p.scatter_add_(-1, at, is_here[rows, None].to(p.dtype)).mul_(scale[rows, None])
             of_logits = p.to(ctx.dtype)
             if of_hidden is not None:
                 of_hidden[rows] = (of_logits @ matrix).to(hidden.dtype)
@@ -87,7 +109,9 @@ class SlicedLogprobs(torch.autograd.Function):
                 of_weight += of_logits.T @ part
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
-        return of_hidden, of_weight, of_bias, None, None, None
+        if of_hidden is not None and ctx.group is not None:
+            dist.all_reduce(of_hidden, group=ctx.group.group)
+        return of_hidden, of_weight, of_bias, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,32 +120,46 @@ def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def row_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Slices of the rows of `hidden` with at most `LOGITS_SLICE` logits each, or one row."""
+    """Slices of the rows of `hidden` with at most `LOGITS_SLICE` logits each, or one row; none of an empty head."""
+    if not weight.shape[0]:
+        return
     step = max(1, (SLICE_ON_CPU if hidden.device.type == "cpu" else LOGITS_SLICE) // weight.shape[0])
     for start in range(0, hidden.shape[0], step):
         yield slice(start, start + step)
 
 
-def works_in_slices(model: Any, tokens: int) -> bool:
+def works_in_slices(model: Any, tokens: int, group: MeshGroup | None = None) -> bool:
     """Whether the model's head is computed in slices for so many tokens: their logits are many, and the head is a plain
-    linear layer that this process has whole. An adapter's head, a split one and one with hooks of Accelerate are not.
+    linear layer. A head that an adapter changes and one with hooks of Accelerate are computed whole.
+
+    Args:
+        group: over which the head is split, if it is. All its ranks get the same answer.
     """
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or isinstance(head.weight, DTensor) or hasattr(head, "_hf_hook"):
+    if type(head) is not nn.Linear or hasattr(head, "_hf_hook"):
+        return False
+    split = is_split(head.weight)
+    if split and group is None:
         return False
     most = MOST_WHOLE_ON_CPU if head.weight.device.type == "cpu" else MOST_LOGITS
-    return tokens * head.out_features > most
+    ranks = group.size if split and group is not None else 1
+    return tokens * -(-head.weight.shape[0] // ranks) > most
 
 
 @contextlib.contextmanager
 def sliced(
-    head: nn.Linear, pick: Callable[[Tensor], Tensor], targets: Tensor, temperature: float
+    head: nn.Linear,
+    pick: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    temperature: float,
+    group: MeshGroup | None = None,
 ) -> Iterator[list[Tensor]]:
     """Inside, the forward of a language head returns log-probabilities and entropies, (tokens, 2) float32, in place of
     logits. It is still a call of the module, so DeepSpeed gathers its weight as for any other.
 
     Args:
         pick: from the head's input to its rows for `targets`, (tokens, width).
+        group: over which the head is split, if it is. Transformers' forward of a split layer is replaced as well.
 
     Yields:
         A list to which each such result is appended. If the model's logits are not that tensor, the model changes its
@@ -132,8 +170,13 @@ def sliced(
     def forward(hidden: Tensor) -> Tensor:
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+        split_over = group if is_split(head.weight) else None
+        weight, bias = local(head.weight), None if head.bias is None else local(head.bias)
+        first = box_of(head.weight)[0][0]
         with torch.autocast(kind, enabled=False):
-            columns = SlicedLogprobs.apply(pick(hidden), head.weight, head.bias, targets, temperature, dtype)
+            columns = SlicedLogprobs.apply(
+                pick(local(hidden)), weight, bias, targets, temperature, dtype, first, split_over
+            )
         results.append(torch.stack(columns, -1))
         return results[-1]
 
