@@ -30,7 +30,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 EPISODES, PROMPT, EPOCHS, VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32, 16, 4, 1000, 256, 704, 4
 EOS, PAD = 1, 0
-MEASURED = {128: 6, 512: 4}  # updates, after one of warm-up
+MEASURED = {128: 6, 512: 4, 1024: 2}  # updates, after one of warm-up
 
 
 # --- one run, in a process of its own ---
@@ -48,7 +48,7 @@ def models(limit: int) -> tuple[Any, Any, Any]:
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=None,
@@ -144,12 +144,14 @@ def worker(side: str, processes: int, limit: int, seed: int, out: Path) -> None:
         callbacks=[Clock()],
     )
     made.train()
+    drawn = made.accelerator.gather(torch.tensor(lengths or [0.0])).view(processes, -1)  # TRL's, of all ranks
     if made.accelerator.is_main_process:
         ends = [at for what, at in marks if what == "end"]
         logs = [row for row in made.state.log_history if "objective/scores" in row][1:]
         seconds = (ends[-1] - ends[0]) / MEASURED[limit]
         split = _trl_split(marks) if side == "trl" else _our_split(logs)
-        mean = statistics.fmean(lengths if side == "trl" else [row["completions/mean_length"] for row in logs])
+        of_updates = drawn[:, 1:].mean(0).tolist()  # without the warm-up
+        mean = statistics.fmean(of_updates if side == "trl" else [row["completions/mean_length"] for row in logs])
         result = {"seconds_per_update": seconds, "split": split, "mean_length": mean}
         out.write_text(json.dumps(result))
     if side == "ours":
@@ -197,19 +199,21 @@ def _our_split(logs: list[dict[str, float]]) -> dict[str, float]:
 # --- the benchmark ---
 
 
-def memory_mb(session: int) -> float:
-    """Proportional set size of every process that carries this run's mark."""
-    total = 0
+def memory_mb(session: int) -> tuple[float, float]:
+    """Proportional set size of every process that carries this run's mark, and of those that are vLLM engines."""
+    total = engines = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if f"VS_TRL={session}\0".encode() in (entry / "environ").read_bytes():
+                    is_engine = b"vllm_host" in (entry / "cmdline").read_bytes()
                     for line in (entry / "smaps_rollup").read_text().splitlines():
                         if line.startswith("Pss:"):
                             total += int(line.split()[1])
+                            engines += is_engine * int(line.split()[1])
             except OSError:
                 continue
-    return total / 1024
+    return total / 1024, engines / 1024
 
 
 def one_run(side: str, processes: int, limit: int, seed: int, mark: int) -> dict[str, Any]:
@@ -231,11 +235,12 @@ def one_run(side: str, processes: int, limit: int, seed: int, mark: int) -> dict
         }
         log = (Path(folder) / "log").open("w+")
         process = subprocess.Popen([*command, "--out", str(out)], env=environment, stdout=log, stderr=log)
-        peak, stop = [0.0], threading.Event()
+        peak, stop = (0.0, 0.0), threading.Event()
 
         def watch() -> None:
+            nonlocal peak
             while not stop.wait(3.0):  # walking the pages of a process holds it up
-                peak[0] = max(peak[0], memory_mb(mark))
+                peak = max(peak, memory_mb(mark))
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -244,7 +249,7 @@ def one_run(side: str, processes: int, limit: int, seed: int, mark: int) -> dict
         thread.join()
         if code:
             sys.exit(f"{side} on {processes} processes, limit {limit}, failed:\n{Path(log.name).read_text()[-4000:]}")
-        return {**json.loads(out.read_text()), "peak_mb": peak[0]}
+        return {**json.loads(out.read_text()), "peak_mb": peak[0], "engines_mb": peak[1]}
 
 
 def gemm_flops() -> float:
@@ -276,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side, alternating, each with a seed")
-    parser.add_argument("--limits", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--limits", type=int, nargs="+", default=[128, 512, 1024])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--worker", choices=["trl", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
@@ -334,6 +339,7 @@ def row_of(processes: int, limit: int, runs: dict[str, list[dict[str, Any]]], ra
         "ratio": seconds["trl"] / seconds["ours"],
         "trl_peak_mb": max(run["peak_mb"] for run in runs["trl"]),
         "ours_peak_mb": max(run["peak_mb"] for run in runs["ours"]),
+        "ours_engines_mb": max(run["engines_mb"] for run in runs["ours"]),
         "floor_s": floor,
         "ours_over_floor": seconds["ours"] / floor["ours"],
         "trl_over_floor": seconds["trl"] / floor["trl"],
@@ -346,7 +352,16 @@ def row_of(processes: int, limit: int, runs: dict[str, list[dict[str, Any]]], ra
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(
-        "processes", "limit", "TRL episodes/s", "ours", "ratio", "TRL MB", "ours MB", "ours / floor", "TRL / floor"
+        "processes",
+        "limit",
+        "TRL episodes/s",
+        "ours",
+        "ratio",
+        "TRL MB",
+        "ours MB",
+        "of it vLLM",
+        "ours / floor",
+        "TRL / floor",
     )
     for row in rows:
         table.add_row(
@@ -357,6 +372,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             f"{row['ratio']:.1f}x",
             f"{row['trl_peak_mb']:,.0f}",
             f"{row['ours_peak_mb']:,.0f}",
+            f"{row['ours_engines_mb']:,.0f}",
             f"{row['ours_over_floor']:.1f}x",
             f"{row['trl_over_floor']:.1f}x",
         )
