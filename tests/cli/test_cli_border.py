@@ -177,6 +177,12 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
         _edited("profile.json", lambda p: [row.update(model="m") for row in p["observations"]]),
         "profile.json has no measurements of llama of",
     ),
+    "a memory of nothing": ("profile.json", _edited("profile.json", lambda p: p.update(memory=0)), "memory is 0"),
+    "corrections of nothing": (
+        "profile.json",
+        _edited("profile.json", lambda p: p["corrections"].update(calls={"actor.train": 0})),
+        "corrections.calls.actor.train is 0",
+    ),
     "a plan of no nodes": (
         "plan.yaml",
         _written("plan.yaml", "cluster: {nodes: 0, devices_per_node: 2}"),
@@ -392,3 +398,9 @@ def test_measuring_that_fails_says_the_jobs_own_sentence_and_leaves_no_folder(
         assert told.rstrip().endswith("processes failed: model: there is none.")
     assert len(outputs) == 2
     assert not any(path.parent.exists() for path in outputs)
+
+
+def test_a_plan_for_measured_gpus_fits_their_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _edited("profile.json", lambda profile: profile.update(is_accelerator=True, memory=1e6))(folder)
+    assert main(READERS["profile.json"]) == 2
+    assert "a device has 0 GB for a plan" in capsys.readouterr().err

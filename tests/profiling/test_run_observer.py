@@ -12,12 +12,14 @@ import torch
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.assignment import CACHED_TOKENS
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Observation, Profile, model_key
+from trl_realloc.profiling import job as job_module
 from trl_realloc.profiling import profile_cache
 from trl_realloc.profiling.auto_plan import JobPlan, known_estimate
 from trl_realloc.profiling.job import Job
@@ -142,3 +144,15 @@ def test_nothing_is_carried_to_another_device_cluster_model_or_dtype(
     paths.append(cache_path(job))
     assert len(set(paths)) == len(paths)
     assert known_profile(job) is None
+
+
+def test_the_cap_on_cached_tokens_which_suits_cpus_is_not_put_on_an_accelerator(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = measured(job)
+    assert job.pricing(profile).default_cap == CACHED_TOKENS
+    monkeypatch.setattr(job_module, "memory_bytes", lambda device: 80 << 30)
+    pricing = job.pricing(replace(profile, is_accelerator=True))
+    assert pricing.default_cap is None
+    assert pricing.memory is not None and pricing.memory.usable < 80 << 30
+    assert pricing.rates.error > job.pricing(profile).rates.error

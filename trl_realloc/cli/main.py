@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -31,12 +32,11 @@ from ..planner.analytic_rates import AnalyticRates
 from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
 from ..planner.device_memory import gpu_memory
-from ..planner.hardware import parse_cluster
+from ..planner.hardware import Rates, parse_cluster
 from ..planner.measured_rates import MeasuredRates
 from ..planner.profile import Profile, model_key
 from ..planner.recipe import Recipe, is_plan, read_recipe
 from ..planner.show import alternatives_table, draw_estimate, explained, memory_table, plan_cost_table
-from ..realloc.memory import MOMENTS
 from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
 
 
@@ -182,12 +182,7 @@ def _choose(
 ) -> Decision:
     if cluster is not None:
         machine, device = parse_cluster(cluster)
-        names = ("vllm_gpu_memory_utilization", "memory_headroom", "vllm_enable_sleep_mode")
-        share, headroom, sleeps = (recipe.settings[key] for key in names)
-        memory, rates = gpu_memory(device.memory, headroom), AnalyticRates(device)
-        workload = recipe.workload(machine)
-        pricing = Pricing(machine, workload, rates, memory=memory, vllm_share=share, vllm_sleeps=sleeps)
-        specs = recipe.specs()
+        pricing = _pricing(recipe, machine, AnalyticRates(device), device.memory)
     else:
         if measured is None:
             _check_processes(devices)
@@ -199,16 +194,22 @@ def _choose(
         _check_measured(profile, recipe, measured)
         if corrected := profile.corrections.described():
             click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
-        pricing = Pricing(
-            machine,
-            recipe.workload(machine),
-            MeasuredRates(profile),
-            moments=MOMENTS,
-            default_cap=None if profile.is_accelerator else CACHED_TOKENS,
-            corrections=profile.corrections,
-        )
-        specs = recipe.specs()
-    return choose(specs, pricing, generation_engine=recipe.engine, time_limit_s=time_limit)
+        pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if profile.is_accelerator else None)
+        cap = None if profile.is_accelerator else CACHED_TOKENS
+        pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
+    return choose(recipe.specs(), pricing, generation_engine=recipe.engine, time_limit_s=time_limit)
+
+
+def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None) -> Pricing:
+    """The cost model of a recipe.
+
+    Args:
+        memory: of a device in bytes; `None` if it is not known.
+    """
+    names = ("vllm_gpu_memory_utilization", "memory_headroom", "vllm_enable_sleep_mode")
+    share, headroom, sleeps = (recipe.settings[key] for key in names)
+    of_device = None if memory is None else gpu_memory(memory, headroom)
+    return Pricing(machine, recipe.workload(machine), rates, memory=of_device, vllm_share=share, vllm_sleeps=sleeps)
 
 
 def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict, PositiveInt
 
 from ..common.errors import PlanError
@@ -95,6 +95,7 @@ class Profile:
             observations were made.
         corrections: of estimates from these observations, by the runs since.
         is_accelerator: the devices are GPUs or the like, not CPU ranks.
+        memory: bytes of a device; `None` if it is not known.
         complete: every short run has been done. Measuring between two updates may end before.
     """
 
@@ -111,6 +112,7 @@ class Profile:
     links: tuple[Observation, ...] = ()
     corrections: Corrections = field(default_factory=Corrections)
     is_accelerator: bool = False
+    memory: Annotated[float, Gt(0), Le(1e15)] | None = None
     complete: bool = True
 
     def save(self, path: str | Path) -> None:

@@ -79,6 +79,11 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
         plan = flatten(job.cluster, generation_engine=job.engine)  # one device has one plan
         return JobPlan(with_sleeping_engines(plan) if job.vllm_sleeps else plan)
     profile, is_new = cached_profile(job) if measure_first else (starting_profile(job), False)
+    if not profile.observations:
+        notice(
+            "this machine was not measured for these models, so the run begins under a plan by specification; "
+            "TRL_REALLOC_MEASURE=first measures before the first update"
+        )
     return chosen_plan(job, profile, is_new=is_new, time_limit_s=time_limit_s)
 
 

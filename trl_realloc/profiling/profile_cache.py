@@ -217,7 +217,8 @@ def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf) -> 
     recompute = job.options.gradient_checkpointing
     settings = {**about(job), **({"network": network()} if cluster.nodes > 1 else {})}
     profile = Profile(hardware(device), settings, cluster.size, shared, recompute, agreed, thorough, cluster.nodes)
-    return replace(profile, is_accelerator=is_accelerator(device), complete=done == len(plans))
+    memory = job.memory.total if job.memory is not None else None
+    return replace(profile, is_accelerator=is_accelerator(device), memory=memory, complete=done == len(plans))
 
 
 def measure_between_updates(job: Job, budget_s: float) -> Profile:
