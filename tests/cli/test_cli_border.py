@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trl_realloc.cli import measure
 from trl_realloc.cli.main import main
+from trl_realloc.cli.recipe_parser import RecipeError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.timeline import Span, Timeline
@@ -393,11 +396,21 @@ def test_measuring_that_fails_says_the_jobs_own_sentence_and_leaves_no_folder(
         return subprocess.CompletedProcess(command, 1, "", said)
 
     monkeypatch.setattr("trl_realloc.cli.main.subprocess.run", failing)
-    for command in (["plan", "ppo.yaml"], ["profile", "ppo.yaml", "--devices", "2"]):
+    for command, processes in (
+        (["plan", "ppo.yaml"], "1 process"),
+        (["profile", "ppo.yaml", "--devices", "2"], "2 processes"),
+    ):
         told = refusal(command, capsys)
-        assert told.rstrip().endswith("processes failed: model: there is none.")
+        assert told.rstrip().endswith(f"on {processes} failed: model: there is none.")
     assert len(outputs) == 2
     assert not any(path.parent.exists() for path in outputs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bf16 is refused on a machine without a GPU")
+def test_a_recipe_that_this_machine_cannot_run_is_refused_with_the_way_to_plan_it(tmp_path: Path) -> None:
+    settings = {"output_dir": str(tmp_path), "bf16": True}
+    with pytest.raises(RecipeError, match=r"big\.yaml cannot be run on this machine.*bf16.*--cluster h100:8"):
+        measure._settings(settings, "big.yaml")
 
 
 def test_a_plan_for_measured_gpus_fits_their_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

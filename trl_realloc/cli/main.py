@@ -316,7 +316,8 @@ def _measured(recipe: Recipe, devices: int, output: Path, how: Sequence[str]) ->
         lines = done.stderr.strip().splitlines()
         refused = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         reason = "\n".join(list(dict.fromkeys(refused)) or lines[-12:])
-        raise PlanError(f"measuring {recipe.path} on {devices} processes failed: {reason}")
+        processes = "1 process" if devices == 1 else f"{devices} processes"
+        raise PlanError(f"measuring {recipe.path} on {processes} failed: {reason}")
     return Profile.load(output)
 
 

@@ -25,7 +25,7 @@ from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
 from ..trainer.job_builder import compute_dtype, make_job
 from ..trainer.ppo_config import PPOConfig
-from .recipe_parser import run
+from .recipe_parser import SENTENCES, RecipeError, run
 
 
 def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
@@ -34,7 +34,7 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
     arguments = {key: value for key, value in settings.items() if key in known}
     with tempfile.TemporaryDirectory() as folder:
-        args = PPOConfig(**{**arguments, "output_dir": folder, "report_to": "none"})
+        args = _settings({**arguments, "output_dir": folder, "report_to": "none"}, path)
     args.device  # noqa: B018 - reading this property makes the process group
     world = PartialState()
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
@@ -61,6 +61,23 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _settings(arguments: dict[str, Any], path: str) -> PPOConfig:
+    """The recipe's settings for a run on this machine.
+
+    Raises:
+        RecipeError: Transformers refuses them here, such as bf16 without a GPU.
+    """
+    try:
+        return PPOConfig(**arguments)
+    except SENTENCES:
+        raise
+    except (ValueError, TypeError, OSError) as error:
+        raise RecipeError(
+            f"{path} cannot be run on this machine, so it cannot be measured here: {error} To plan it for other "
+            f"devices by their specification, name them: --cluster h100:8 or --cluster h100:16x8 (16 hosts of 8)."
+        ) from error
 
 
 if __name__ == "__main__":
