@@ -56,8 +56,8 @@ def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -
 
 def state_bytes(element_bytes: int, assignment: Assignment, moments: int = MOMENTS) -> int:
     """Bytes of optimizer state per element of a parameter: the moments, and a float32 master of an element of fewer
-    bytes. DeepSpeed's ZeRO (0.19.8, all stages) has such a copy of float32 parameters too."""
-    is_deepspeed = assignment.engine == "zero" and assignment.strategy.zero_stage > 0
+    bytes. Stages 1 and 2 of DeepSpeed's ZeRO (0.19.8) have such a copy of float32 parameters too."""
+    is_deepspeed = assignment.engine == "zero" and assignment.strategy.zero_stage in (1, 2)
     return moments + (_MASTER if element_bytes < _MASTER or is_deepspeed else 0)
 
 
