@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -62,6 +63,8 @@ def test_a_run_begins_unmeasured_teaches_the_next_one_and_measures_between_updat
         "this run's own times against those expected: actor.generate x"
         in (tmp_path / "at_once" / "log.txt").read_text()
     )
+    expected = Timeline.load(tmp_path / "at_once" / "estimate.json").seconds_per_step
+    assert expected == pytest.approx(median(at_once["took"][1:]), rel=0.25), "by its own updates"
     assert named["plan"]["name"] == "separate"
     assert named["estimate"] > 0, "by the specification, and what the run before has taught"
     text = _text(tmp_path / "measures")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from trl_realloc.plan.dataflow import Role
 from trl_realloc.profiling import measured_plans, profile_cache
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels, specs_of
-from trl_realloc.profiling.profile_cache import elements_of_short_runs, plans_of, short_runs
+from trl_realloc.profiling.late_measuring import OVERHEAD_S, LateMeasuring
+from trl_realloc.profiling.profile_cache import elements_of_short_runs, plans_of, short_runs, unmeasured_profile
 from trl_realloc.trainer.job_builder import make_job
 
 
@@ -70,3 +73,14 @@ def test_a_split_under_which_the_job_itself_does_not_fit_is_not_measured(
     fitting = names(make(tmp_path, 0.2 * state, num_hidden_layers=200))
     assert fitting[0] == "flatten"
     assert "ZeRO-1" not in fitting
+
+
+def test_measuring_is_expected_to_take_as_long_as_its_short_runs_and_the_starts_of_engines(tmp_path: Path) -> None:
+    def cost(memory_gb: float | None, start_s: float) -> float:
+        job = make(tmp_path, memory_gb)
+        observer: Any = SimpleNamespace(job_plan=SimpleNamespace(profile=unmeasured_profile(job)))
+        return LateMeasuring(job, observer).cost(start_s)
+
+    assert cost(None, 0.0) > OVERHEAD_S
+    assert cost(None, 30.0) == pytest.approx(cost(None, 0.0) + 2 * 30.0), "the short runs' engines and the run's own"
+    assert cost(1e-4, 0.0) == math.inf, "no device holds the models of the short runs"
