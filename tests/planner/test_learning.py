@@ -19,7 +19,7 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.plan.dataflow import Role
+from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.plan.timeline import Span
@@ -182,6 +182,16 @@ def test_a_call_that_takes_no_time_by_estimate_has_a_place_in_the_timeline() -> 
     specs = {**SPECS, "reward.forward": ()}
     timeline = estimate_plan(plan("flatten"), specs, replace(pricing(), rates=rates)).timeline
     assert timeline.by_call()["reward.forward"] == 0.0
+
+
+def test_calls_of_which_none_waits_for_another_hand_nothing_over() -> None:
+    graph = DataflowGraph((Call(Role.REFERENCE, CallKind.FORWARD, ("prompts",), ("scores",)),))
+    assignments = {"reference.forward": Assignment(DeviceMesh(0, 4), ParallelStrategy(4), "zero")}
+    only = ExecutionPlan(CLUSTER, assignments, graph, "one call")
+    evidence = PlanEvidence(only, SPECS, pricing())
+    for _ in range(WARM_UP + LEAST):
+        evidence.add(MeasuredUpdate({"reference.forward": 5.0}, 6.0, LENGTHS))
+    assert evidence.corrections().handover == 0.0
 
 
 def test_corrections_are_kept_in_the_profile_and_a_file_with_wrong_ones_is_refused(tmp_path: Path) -> None:

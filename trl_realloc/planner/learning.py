@@ -142,5 +142,8 @@ class PlanEvidence:
             return 0.0
         handover = rest / len(work)
         for _ in range(2):  # nearly linear: the number of calls that wait for each other
-            handover *= rest / (iteration(handover) - without)
+            added = iteration(handover) - without
+            if added <= 0:  # no call waits for another
+                return 0.0
+            handover *= rest / added
         return handover
