@@ -84,7 +84,7 @@ class LateMeasuring:
             f"update {len(self._seconds)}: measuring this machine for a better plan, for {budget_s:.0f} s at most; "
             f"in the {updates_left} updates left a better plan might save {saved_s:.0f} s"
         )
-        return Verdict(budget_s, True)
+        return Verdict(budget_s - start_s, True)  # the run's engines are started again after it
 
     def cost(self, start_s: float) -> float:
         """Expected seconds of the first short runs, which every plan's estimate needs, and of starting the run's
