@@ -73,6 +73,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"generation_engine": "vlm"}, "generation_engine must be 'vllm' or 'transformers'"),
     ({"vllm_gpu_memory_utilization": 2}, "vllm_gpu_memory_utilization must be a finite number above 0 to 1, not 2"),
     ({"vllm_step_timeout": 0}, "vllm_step_timeout must be a finite number from 5 to 86400, not 0"),
+    ({"vllm_enable_sleep_mode": "level 2"}, "vllm_enable_sleep_mode must be true, false or None, not 'level 2'"),
     ({"vllm_engine_kwargs": [1]}, r"vllm_engine_kwargs is a mapping like {max_num_seqs: 128}, or None, not \[1\]"),
     ({"vllm_engine_kwargs": {"dtype": "half"}}, "cannot set dtype: .*; set bf16, fp16 or neither"),
     ({"reward_weights": [1.0, NAN]}, "reward_weights must be a list of finite numbers, or None"),

@@ -118,29 +118,32 @@ def build(settings: dict[str, Any]) -> LLM:
         "weight_transfer_config": WeightTransferConfig(backend="trl_realloc"),
         "disable_log_stats": True,
     }
-    if draws_by_seed(settings):
+    by_seed = draws_by_seed(settings, on_cpu)
+    if by_seed:
         arguments["logits_processors"] = [f"{package}.vllm_sampler:SeededRows"]
     if settings["sleep_level"] and not on_cpu:  # on a CPU vLLM has no sleep mode
         arguments["enable_sleep_mode"] = True
     llm = LLM(**{**arguments, **settings["engine_kwargs"]})
-    if draws_by_seed(settings):
+    if by_seed:
         llm.collective_rpc("draw_by_seed")
-    params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, **seeded(settings, 0))
+    params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, **seed_arguments(0, by_seed))
     llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
     return llm
 
 
-def draws_by_seed(settings: dict[str, Any]) -> bool:
+def draws_by_seed(settings: dict[str, Any], on_cpu: bool) -> bool:
     """Whether tokens are drawn by `vllm_sampler` and not by vLLM's own sampler. Always on a CPU, where vLLM's draws a
     random number for each token of the vocabulary, and fails on prompts that are prefilled in two steps."""
-    from vllm.platforms import current_platform
-
-    return bool(settings["repeatable_sampling"]) or current_platform.is_cpu()
+    return bool(settings["repeatable_sampling"]) or on_cpu
 
 
-def seeded(settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The arguments of vLLM's `SamplingParams` that give a request its seed."""
-    return {"extra_args": {"trl_realloc_seed": seed}} if draws_by_seed(settings) else {"seed": seed}
+def seed_arguments(seed: int, by_seed: bool) -> dict[str, Any]:
+    """The arguments of vLLM's `SamplingParams` that give a request its seed.
+
+    Args:
+        by_seed: see `draws_by_seed`.
+    """
+    return {"extra_args": {"trl_realloc_seed": seed}} if by_seed else {"seed": seed}
 
 
 class Memory:
@@ -234,8 +237,10 @@ def generate(
 ) -> None:
     """Generate responses for all requests. The samples that a step finishes are sent at once."""
     from vllm import SamplingParams
+    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
+    by_seed = draws_by_seed(settings, current_platform.is_cpu())
     stop = sampling["stop_token_id"]
     engine = llm.llm_engine
     # its keys and values are of the weights before; and a call must not depend on the calls before it
@@ -253,7 +258,7 @@ def generate(
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **seeded(settings, seed),
+            **seed_arguments(seed, by_seed),
         )
         engine.add_request(str(number), {"type": "token", "prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():

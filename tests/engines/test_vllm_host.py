@@ -1,0 +1,68 @@
+"""What an engine's process decides without vLLM: how tokens are drawn, and which memory it takes when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trl_realloc.engines.generation.engine_process import engine_environment
+from trl_realloc.engines.generation.vllm_host import Memory, draws_by_seed, seed_arguments
+
+
+class Engine:
+    """In place of vLLM, which refuses to wake what is awake."""
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self.done: list[Any] = []
+
+    def sleep(self, level: int) -> None:
+        assert not self.asleep
+        self.asleep = {"weights", "kv_cache"}
+        self.done.append(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert self.asleep.issuperset(tags)
+        self.asleep -= set(tags)
+        self.done.append(tags)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_takes_memory_for_weights_before_that_for_its_cache(level: int) -> None:
+    engine: Any = Engine()
+    memory = Memory(engine, level)
+    memory.wake("weights")  # of an engine that has not slept
+    for _ in range(2):
+        memory.sleep()
+        memory.sleep()
+        memory.wake("weights")  # a load
+        memory.wake("weights", "kv_cache")  # a generation
+        memory.wake("weights", "kv_cache")
+    assert engine.done == [level, ["weights"], ["kv_cache"]] * 2
+
+
+def test_an_engine_that_generates_with_the_weights_that_it_kept_wakes_whole() -> None:
+    engine: Any = Engine()
+    memory = Memory(engine, 1)
+    memory.sleep()
+    memory.wake("weights", "kv_cache")
+    assert engine.done == [1, ["weights", "kv_cache"]]
+
+
+@pytest.mark.parametrize(
+    ("repeatable", "on_cpu", "by_seed"), [(False, False, False), (True, False, True), (False, True, True)]
+)
+def test_vllms_own_sampler_draws_on_a_gpu_unless_the_draw_is_to_repeat_exactly(
+    repeatable: bool, on_cpu: bool, by_seed: bool
+) -> None:
+    assert draws_by_seed({"repeatable_sampling": repeatable}, on_cpu) == by_seed
+    arguments = seed_arguments(7, by_seed)
+    assert arguments == ({"extra_args": {"trl_realloc_seed": 7}} if by_seed else {"seed": 7})
+
+
+def test_an_engine_that_sleeps_has_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    assert engine_environment(1, None, [0])[name] == "max_split_size_mb:64,expandable_segments:True"
+    assert engine_environment(1, None, [0], sleeps=True)[name] == "max_split_size_mb:64"
