@@ -154,6 +154,8 @@ def test_one_vllm_engine_over_two_devices_generates_for_training_on_both(run: Ca
     tensor_parallel = plan(2)
     tensor_parallel["calls"]["actor.generate"] = {"mesh": "0-1", "engine": "vllm", "dp": 1, "tp": 2, "drop": True}
     folder = run("train.py", 2, options_for_vllm(plan=tensor_parallel, num_ppo_epochs=1), "two")
+    (kept,) = (folder / "logs").iterdir()
+    assert kept.read_text().startswith("--- actor.generate engine 0 (rank 0), started"), "a run's whole log is kept"
     assert [row["val/ratio"] for row in log(folder)] == pytest.approx([1.0, 1.0], abs=1e-4)
 
 

@@ -53,13 +53,10 @@ def _problems(args: Any) -> Iterator[str]:
     weights = args.reward_weights
     if weights is not None and not (isinstance(weights, list | tuple) and all(map(_is_finite, weights))):
         yield f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}."
-    for name, wanted in (
-        ("vllm_enable_sleep_mode", "true, false or None"),
-        ("vllm_repeatable_sampling", "true or false"),
-    ):
-        value = getattr(args, name)
-        if not isinstance(value, bool) and not (value is None and "None" in wanted):
-            yield f"{name} must be {wanted}, not {shown(value)}."
+    if not isinstance(args.vllm_enable_sleep_mode, bool | None):
+        yield f"vllm_enable_sleep_mode must be true, false or None, not {shown(args.vllm_enable_sleep_mode)}."
+    if not isinstance(args.vllm_repeatable_sampling, bool):
+        yield f"vllm_repeatable_sampling must be true or false, not {shown(args.vllm_repeatable_sampling)}."
     if args.vllm_engine_kwargs is not None:
         on_cpu = bool(args.use_cpu) or not torch.accelerator.is_available()
         yield from engine_argument_problems(_read_json(args.vllm_engine_kwargs), on_cpu)
