@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,21 @@ from trl_realloc.engines.training.packed_forward import PolicyHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.realloc.transfer import TransferOptions
+from trl_realloc.runtime.parameter_sinks import GeneratorSink
 from trl_realloc.runtime.process_groups import ReallocationGroups
-from trl_realloc.runtime.reallocation import GeneratorSink, Reallocation
+from trl_realloc.runtime.reallocation import Reallocation
 
 
 class Picky:
     """A generation engine in the place of vLLM's, that refuses a tensor of version 1 and keeps what it is given."""
 
-    def __init__(self) -> None:
-        self.version = -1
+    def __init__(self, is_narrow: bool) -> None:
+        self.version, self.is_narrow = -1, is_narrow
         self.tensors: dict[str, torch.Tensor] = {}
+
+    def narrower(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """As an engine in bfloat16 whose router and norms are in float32."""
+        return {name: torch.bfloat16 for name in dtypes if "norm" not in name} if self.is_narrow else {}
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
         self.version = -1
@@ -39,10 +44,10 @@ class Picky:
         self.version = version
 
 
-def main(folder: Path, options: dict[str, Any]) -> None:
-    dist.init_process_group("gloo")
+def move(is_narrow: bool) -> dict[str, Any]:
+    """What a rank has seen of four updates."""
     rank, cpu = dist.get_rank(), torch.device("cpu")
-    model, engine, picky = tiny.policy(), None, Picky()
+    model, engine, picky = tiny.policy(), None, Picky(is_narrow)
     if rank == 0:
         head = PolicyHead(model, 1.0)
         engine = ReplicatedEngine(
@@ -71,9 +76,17 @@ def main(folder: Path, options: dict[str, Any]) -> None:
                 told[-1] += " and it could be used"
             except EngineError as refusal:
                 told[-1] += f" | {refusal}"
-    right = all(torch.equal(picky.tensors[n], p) for n, p in model.named_parameters()) if rank == 1 else True
-    total = sum(p.numel() * 4 for p in model.parameters())
-    (folder / f"told-{rank}.json").write_text(json.dumps({"told": told, "right": right, "bytes": total}))
+    narrower = picky.narrower({n: p.dtype for n, p in model.named_parameters()})
+    sent = {n: p.detach().to(narrower.get(n, p.dtype)) for n, p in model.named_parameters()}
+    right = all(torch.equal(picky.tensors[n], p) and picky.tensors[n].dtype == p.dtype for n, p in sent.items())
+    right, total = right if rank == 1 else True, sum(p.nbytes for p in sent.values())
+    return {"told": told, "right": right, "bytes": total}
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    for dtype in ("float32", "bfloat16"):
+        (folder / f"{dtype}-{dist.get_rank()}.json").write_text(json.dumps(move(dtype == "bfloat16")))
     dist.barrier()  # none closes its connections while another still uses them
     dist.destroy_process_group()
 

@@ -111,6 +111,10 @@ class GenerationEngine(Protocol):
             EngineDied: the engine's process ended.
         """
 
+    def narrower(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Of these parameters those that the engine holds in a narrower dtype, with that dtype. A sender may cast them
+        before they are sent."""
+
     def sleep(self) -> None:
         """Give the device memory that the engine takes back until its next use, if the plan says so. The parameters may
         be lost, and `version` is -1 then."""

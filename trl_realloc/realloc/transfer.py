@@ -266,7 +266,7 @@ class Transfer:
         large, small = self._split(message)
         for piece in large:
             part = self._source_tensor(piece, bucket)
-            if self._is_sent_in_place(part):
+            if self._is_sent_in_place(part, self.dtypes[piece.parameter]):
                 yield _Flight(message, _bytes(part))
             else:
                 yield self._packed(message, [piece], bucket)
@@ -278,7 +278,7 @@ class Transfer:
         buffer = self._buffer(size + (_CHECKSUM_BYTES if self.checksum else 0))
         for piece, start, end in placed:
             part = self._source_tensor(piece, bucket)
-            buffer[start:end].view(part.dtype).view(part.shape).copy_(part)
+            buffer[start:end].view(self.dtypes[piece.parameter]).view(part.shape).copy_(part)
         if self.checksum:
             buffer[size:] = _checksum(buffer[:size])
         return _Flight(message, buffer, buffer=buffer)
@@ -295,7 +295,7 @@ class Transfer:
         large, small = self._split(message)
         for piece in large:
             part = self._target_tensor(piece, bucket)
-            if self._is_sent_in_place(part):
+            if self._is_sent_in_place(part, self.dtypes[piece.parameter]):
                 yield _Flight(message, _bytes(part))
             else:
                 yield self._unpacked(message, [piece], bucket)
@@ -311,13 +311,17 @@ class Transfer:
                 raise TransferError(f"{self._describe(message)}: the checksum differs from what was sent.")
             for piece, start, end in placed:
                 part = self._target_tensor(piece, bucket)
-                part.copy_(buffer[start:end].view(part.dtype).view(part.shape))
+                part.copy_(buffer[start:end].view(self.dtypes[piece.parameter]).view(part.shape))
 
         return _Flight(message, buffer, unpack, buffer)
 
-    def _is_sent_in_place(self, part: Tensor) -> bool:
-        """Whether the tensor's memory can be sent from or received into without a buffer."""
-        return part.is_contiguous() and part.device.type == self.device.type
+    def _is_sent_in_place(self, part: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the tensor's memory can be sent from or received into without a buffer.
+
+        Args:
+            dtype: in which its parameter is sent.
+        """
+        return part.is_contiguous() and part.device.type == self.device.type and part.dtype == dtype
 
     def _target_tensor(self, piece: ParameterBox, bucket: _BucketInFlight) -> Tensor:
         part = find(bucket.target, piece.parameter, piece.box)

@@ -26,8 +26,9 @@ from ..plan.assignment import in_place
 from ..plan.cluster import DeviceMesh
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
+from .parameter_sinks import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Sink
 from .process_groups import ReallocationGroups, from_every_rank
-from .reallocation import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Reallocation, Sink
+from .reallocation import Reallocation
 from .residency import DroppedCopy, Residency, Versioned
 from .vllm_start import start_vllm
 

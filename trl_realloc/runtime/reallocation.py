@@ -1,7 +1,7 @@
 """`Reallocation`: moves a trained role's parameters from the layout of their training to that of another call.
 
 It decides when parameters move, and makes sure that all ranks accept an update or none does. Which rank sends what is
-in `realloc.schedule`, sending it in `realloc.transfer`.
+in `realloc.schedule`, sending it in `realloc.transfer`, what receives it in `parameter_sinks`.
 """
 
 from __future__ import annotations
@@ -9,152 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..engines.base import Bucket, EngineError, GenerationEngine
+from ..engines.base import EngineError
 from ..plan.cluster import Cluster
 from ..plan.model_spec import ModelSpec
-from ..realloc.layout import Box, Layout, whole
+from ..realloc.layout import Box, Layout
 from ..realloc.schedule import TransferSchedule, make_schedule
 from ..realloc.transfer import Parts, Transfer, TransferError, TransferOptions
 from .layout_agreement import HeldParts, agree_on_parts
 from .messages import GlooMessages, combined
+from .parameter_sinks import STALE, Holder, Sink
 from .process_groups import ReallocationGroups
 
 
-STALE = -1  # the version of parameters that are absent or incomplete
 AGREEMENT_TAG = 1 << 28  # above the tags of a transfer's messages, which may use the same group
-
-
-class Holder(Protocol):
-    """An engine that has parameters, or parts of them, in this process."""
-
-    version: int
-
-    def parts(self) -> Parts:
-        """The parameters that training changes; of a frozen role all of them. Live tensors, the same ones for the
-        engine's life."""
-
-
-class Sink(Protocol):
-    """Receives one rank's parts of the target layout."""
-
-    @property
-    def version(self) -> int:
-        """The version of the parameters that it holds; `STALE` for none."""
-
-    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
-        """The parts of these parameters that this rank holds in the target layout."""
-
-    def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
-        """The tensors of these parameters' parts, to be filled."""
-
-    def receive(self, stream: Iterator[Parts], version: int) -> None:
-        """Iterate over a whole transfer. Sets `version` when everything has arrived and was accepted; it is `STALE`
-        until then."""
-
-
-class FullTensorSink:
-    """Receives every tensor whole, in new memory.
-
-    Args:
-        device: of that memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
-
-    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
-        self._shapes = dict(shapes)
-        return {name: [whole(shape)] for name, shape in shapes.items()}
-
-    def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
-        shapes = {name: self._shapes[name] for name in names}
-        return {
-            name: [(whole(s), torch.empty(s, dtype=dtypes[name], device=self.device))] for name, s in shapes.items()
-        }
-
-
-class EngineSink:
-    """Receives parameters into another engine of the role, in place."""
-
-    def __init__(self, engine: Holder) -> None:
-        self.engine = engine
-        engine.version = STALE
-        self._parts = engine.parts()
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
-        return {name: [box for box, _ in self._parts.get(name, ())] for name in shapes}
-
-    def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
-        return {name: self._parts[name] for name in names if name in self._parts}
-
-    def receive(self, stream: Iterator[Parts], version: int) -> None:
-        self.engine.version = STALE
-        for _ in stream:
-            pass
-        self.engine.version = version
-
-
-class GeneratorSink(FullTensorSink):
-    """Passes full tensors to a generation engine bucket by bucket, so this process never holds a whole model.
-
-    Args:
-        to_checkpoint_names: renames a bucket from the module's names to those of the family's checkpoints.
-        device: of the memory of a bucket.
-    """
-
-    def __init__(
-        self,
-        generator: GenerationEngine,
-        to_checkpoint_names: Callable[[list[tuple[str, Tensor]]], Bucket],
-        device: torch.device,
-    ) -> None:
-        super().__init__(device)
-        self.generator, self.to_checkpoint_names = generator, to_checkpoint_names
-
-    @property
-    def version(self) -> int:
-        return self.generator.version
-
-    def receive(self, stream: Iterator[Parts], version: int) -> None:
-        try:
-            self.generator.load(
-                (
-                    self.to_checkpoint_names([(name, tensor) for name, [(_, tensor)] in parts.items()])
-                    for parts in stream
-                ),
-                version,
-            )
-        finally:
-            for _ in stream:  # otherwise the senders would wait for a rank whose engine refused a tensor
-                pass
-
-
-class CopiedEngineSink(EngineSink):
-    """Receives parameters into a copy of the role's model, and loads them from there into this rank's generation
-    engine. For generation by Transformers in the copy itself, and for adapters, which are merged into the copy's frozen
-    weights."""
-
-    def __init__(self, engine: Any, generator: GenerationEngine) -> None:
-        super().__init__(engine)
-        self.copied_engine, self.generator = engine, generator
-
-    @property
-    def version(self) -> int:
-        return self.generator.version
-
-    def receive(self, stream: Iterator[Parts], version: int) -> None:
-        super().receive(stream, version)
-        self.generator.load(self.copied_engine.export(), version)
 
 
 @dataclass(frozen=True)
@@ -293,8 +164,8 @@ class Reallocation:
         return result
 
     def _agree_on_layouts(self, cluster: Cluster) -> tuple[TransferSchedule, dict[str, torch.dtype]]:
-        """The schedule and the dtype of every parameter, which all ranks derive from the parts that each of them holds.
-        So families that no table describes, and a user's adapters, can be moved too."""
+        """The schedule, and the dtype in which every parameter is sent, which all ranks derive from the parts that each
+        of them holds. So families that no table describes, and a user's adapters, can be moved too."""
         parts = self.holder.parts() if self.holder else {}
         own_dtypes = {name: cells[0][1].dtype for name, cells in parts.items() if cells}
         own_boxes = {name: [box for box, _ in parts[name]] for name in own_dtypes}
@@ -304,7 +175,9 @@ class Reallocation:
             boxes = [box for rank_boxes in source.values() for box in rank_boxes.get(name, ())]
             shapes[name] = tuple(max(stop for _, stop in ranges) for ranges in zip(*boxes, strict=True))
         wanted = None if self.sink is None else self.sink.boxes(shapes)
-        target, _ = self._agree_on_parts(self.sink, wanted, dtypes)
+        narrower = {} if self.sink is None else self.sink.narrower(dtypes)
+        target, taken = self._agree_on_parts(self.sink, wanted, {**dtypes, **narrower})
+        dtypes = {**dtypes, **taken}
         spec = ModelSpec.of_shapes(
             list(shapes.items()), bytes_per_element=max((dtype.itemsize for dtype in dtypes.values()), default=1)
         )

@@ -20,9 +20,10 @@ from ..engines.training_state import MASTER, TensorSpec, TrainingState
 from ..plan.execution_plan import ExecutionPlan
 from ..realloc.layout import Box, held_once
 from ..realloc.transfer import Parts, find
+from .parameter_sinks import STALE, EngineSink, Sink
 from .placement import Placement
 from .process_groups import ReallocationGroups, from_every_rank
-from .reallocation import STALE, EngineSink, Reallocation, Sink
+from .reallocation import Reallocation
 from .roles import Roles
 
 
@@ -178,13 +179,16 @@ class RunState:
 
 
 class StateSink:
-    """Receives a trained role's training state into the parts that its engine is loading. A `reallocation.Sink`."""
+    """Receives a trained role's training state into the parts that its engine is loading. A `parameter_sinks.Sink`."""
 
     def __init__(self, state: TrainingState) -> None:
         self.version, self._parts = STALE, _state_parts(state)
 
     def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
         return {name: [box for box, _ in self._parts.get(name, ())] for name in shapes}
+
+    def narrower(self, dtypes: Mapping[str, torch.dtype]) -> Mapping[str, torch.dtype]:
+        return {}
 
     def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
         return {name: self._parts[name] for name in names if name in self._parts}

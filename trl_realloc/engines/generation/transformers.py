@@ -6,7 +6,7 @@ vLLM, which is faster, is in `vllm`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,10 @@ class TransformersEngine:
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
         """Set the version. The buckets are not read, because the parameters are the training engine's."""
         self.version = version
+
+    def narrower(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """None: the model is the training engine's."""
+        return {}
 
     def sleep(self) -> None:
         """Does nothing: the model is the training engine's."""

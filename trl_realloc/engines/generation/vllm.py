@@ -83,7 +83,7 @@ class VLLMEngine:
         self._vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
         self._generation = 0  # number of the latest call of `generate`
         self._generating = False
-        self.sleep_level = sleep_level
+        self.sleep_level, self._dtype = sleep_level, dtype
         self._devices = cuda_devices
         self._buffers = WeightBuffers(cuda_ipc=by_cuda_ipc(cuda_devices is not None, tensor_parallel_size))
         settings = {
@@ -146,6 +146,18 @@ class VLLMEngine:
         if problem is not None:
             self._buffers.cuda_ipc = False
             logger.warning(f"{self.name}: CUDA IPC does not work here, so weights go through host memory: {problem}")
+
+    def narrower(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """See `base.GenerationEngine`. Waits for the engine's start if its dtype is narrower than one of these."""
+        dtype: torch.dtype = getattr(torch, self._dtype)
+        wide = [name for name, of in dtypes.items() if of.is_floating_point and of.itemsize > dtype.itemsize]
+        if not wide:
+            return {}
+        try:
+            self.wait_ready()
+        except EngineError:  # raised again by `load`, where all ranks learn of it
+            return {}
+        return {name: dtype for name in wide if name not in self._buffers.wider}
 
     def sleep(self) -> None:
         """See `base.GenerationEngine`. The next `load` or `generate` takes the memory again. At level 2 `version` is -1
