@@ -355,6 +355,8 @@ def test_an_engine_wakes_for_weights_and_for_samples(start: Start, model: LlamaF
     with pytest.raises(EngineError, match="ended by a later call"):
         next(left)
     # float32 weights are sent in the dtype that the engine computes in
+    dtypes = {"wide": torch.float32, "half": torch.bfloat16, "ids": torch.int64}
+    assert engine.narrower(dtypes) == {"wide": torch.bfloat16}
     assert engine._buffers.dtype is torch.bfloat16 and not engine._buffers.wider
     sizes = [engine._buffers.fill(0, bucket).size for bucket in buckets(model)]
     assert sum(sizes) < 0.6 * sum(p.nbytes for p in model.parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..plan.assignment import Assignment, in_place
@@ -153,15 +153,22 @@ class Problem:
         key = (id(home), id(other), exact)
         if key not in self._moves:
             factor = self.space.pricing.corrections.move(self.names[target])
-            self._moves[key] = factor * self._priced_move(home, other, self.names[source], exact)
+            self._moves[key] = factor * self._priced_move(home, other, self._sent(source, target), exact)
         return self._moves[key]
 
-    def _priced_move(self, home: Candidate, other: Candidate, name: str, exact: bool) -> float:
+    def _sent(self, source: int, target: int) -> Iterator[ModelSpec]:
+        """The parameters that a reallocation sends: the source's, in the target's dtype if that is narrower."""
+        specs = self.space.specs
+        for sent, taken in zip(specs.get(self.names[source], ()), specs.get(self.names[target], ()), strict=False):
+            narrower = min(sent.bytes_per_element, taken.bytes_per_element)
+            yield sent if narrower == sent.bytes_per_element else replace(sent, bytes_per_element=narrower)
+
+    def _priced_move(self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool) -> float:
         if in_place(home.assignment, other.assignment):
             return -1.0
         pricing = self.space.pricing
         seconds = 0.0
-        for spec in self.space.specs.get(name, ()):
+        for spec in specs:
             if exact:
                 layouts = layout_of(home.assignment, spec), layout_of(other.assignment, spec)
                 seconds += move_seconds(make_schedule(self.space.cluster, *layouts), pricing.rates)
