@@ -78,8 +78,9 @@ def move(is_narrow: bool) -> dict[str, Any]:
                 told[-1] += f" | {refusal}"
     narrower = picky.narrower({n: p.dtype for n, p in model.named_parameters()})
     sent = {n: p.detach().to(narrower.get(n, p.dtype)) for n, p in model.named_parameters()}
-    right = all(torch.equal(picky.tensors[n], p) and picky.tensors[n].dtype == p.dtype for n, p in sent.items())
-    right, total = right if rank == 1 else True, sum(p.nbytes for p in sent.values())
+    got = picky.tensors
+    right = rank == 0 or all(torch.equal(got[name], p) and got[name].dtype == p.dtype for name, p in sent.items())
+    total = sum(p.nbytes for p in sent.values())
     return {"told": told, "right": right, "bytes": total}
 
 
