@@ -72,3 +72,8 @@ def test_corrections_turn_a_specification_into_the_machine_at_hand() -> None:
     slow = replace(pricing, corrections=Corrections(dict.fromkeys(specs(), 40.0), handover=0.0))
     one, other = (choose(specs(), each, time_limit_s=1.0).best for each in (pricing, slow))
     assert other.calls["actor.train"].cost.seconds > 20 * one.calls["actor.train"].cost.seconds
+
+
+def test_a_changed_device_keeps_the_error_of_its_estimates() -> None:
+    rates = rates_of(unmeasured("NVIDIA H100", is_accelerator=True))
+    assert rates.changed(call=1.0).error == rates.error  # type: ignore[attr-defined]

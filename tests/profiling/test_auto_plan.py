@@ -12,7 +12,8 @@ from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
-from trl_realloc.profiling.auto_plan import JobPlan
+from trl_realloc.profiling import auto_plan
+from trl_realloc.profiling.auto_plan import JobPlan, measured_plan
 from trl_realloc.profiling.job_models import JobModels
 from trl_realloc.trainer.job_builder import make_job
 
@@ -45,6 +46,36 @@ def test_where_the_run_cannot_have_the_fastest_plan_it_gets_the_next(capsys: pyt
     assert "auto (interleave) does not suit the optimizer" in capsys.readouterr().err
     with pytest.raises(PlanError, match="interleave"):
         decided().allowed(refusing("interleave", "flatten", "separate"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("refused", ["by memory", "by the run", "unmeasured"])
+def test_a_run_that_was_measured_continues_under_its_plan_where_it_can_have_no_other(
+    refused: str, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measuring begins after the engines of the run are closed: an error would end a run that trained well."""
+
+    def choose(*_: Any, **__: Any) -> Any:
+        raise PlanError("no plan fits.")
+
+    def from_first_rank(value: Any, timeout_s: float) -> Any:
+        if refused == "by memory":
+            return PlanError("no plan fits.")
+        return decided().decision
+
+    profile = SimpleNamespace(observations=() if refused == "unmeasured" else (1,))
+    monkeypatch.setattr(auto_plan, "measure_between_updates", lambda *_: profile)
+    monkeypatch.setattr(auto_plan, "print_decision", lambda *_, **__: None)
+    monkeypatch.setattr(auto_plan, "from_first_rank", from_first_rank)
+    check = refusing("interleave", "flatten", "separate")
+    options = SimpleNamespace(collective_timeout_s=1.0)
+    job: Any = SimpleNamespace(rank=rank, options=options, choose=choose, check=check)
+    current = decided()
+    assert measured_plan(job, 1.0, current) is current
+    assert ("continues under auto (interleave)" in capsys.readouterr().err) == (refused != "unmeasured")
+    job.check = refusing("interleave")
+    if refused == "by the run":
+        assert measured_plan(job, 1.0, current).plan.name == "auto (flatten)"
 
 
 def test_under_fp16_no_plan_has_the_engine_that_cannot_scale_losses(tmp_path: Path) -> None:

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
+from trl_realloc import Cluster
+from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import PRESETS
 from trl_realloc.profiling import replanning
+from trl_realloc.profiling.auto_plan import JobPlan
 from trl_realloc.profiling.replanning import Replanner
 
 
@@ -41,3 +46,50 @@ def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
     assert watcher.better(updates_left=10, move_seconds=0.0) is None
     assert len(broadcasts) == 1
     assert observer.job_plan is planned
+
+
+def planned(name: str, seconds: float) -> Any:
+    return SimpleNamespace(name=name, seconds=seconds, plan=PRESETS[name](Cluster(1, 2), generation_engine="vllm"))
+
+
+def watching(monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...]) -> Replanner:
+    """The run's plan takes 10 s, `flatten` 7 s and `interleave` 5 s."""
+
+    def check(plan: ExecutionPlan) -> None:
+        if any(name in plan.name for name in refused):
+            raise PlanError(f"{plan.name} does not suit the optimizer.")
+
+    other = SimpleNamespace(plan=planned("flatten", 7.0))
+    decision = SimpleNamespace(best=planned("interleave", 5.0), alternatives=(other,))
+    monkeypatch.setattr(replanning, "estimate_at_lengths", lambda *_: SimpleNamespace(seconds=10.0))
+    monkeypatch.setattr(replanning, "rates_of", lambda profile: SimpleNamespace(error=0.08))
+    workload = SimpleNamespace(of_lengths=lambda lengths: None)
+    options = SimpleNamespace(collective_timeout_s=1.0)
+    job: Any = SimpleNamespace(
+        rank=0, workload=workload, options=options, check=check, choose=lambda *_, **__: decision
+    )
+    current: Any = SimpleNamespace(priced=SimpleNamespace(seconds=1.0), profile="measured", decision=decision)
+    made = Replanner(job, SimpleNamespace(job_plan=current), threshold=0.1)  # type: ignore[arg-type]
+    made.note([3, 4])
+    return made
+
+
+def test_a_run_never_moves_to_a_plan_that_was_refused_for_it_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for refused, name in (((), "auto (interleave)"), (("interleave",), "auto (flatten)")):
+        found = watching(monkeypatch, refused).better(updates_left=10, move_seconds=1.0)
+        assert found is not None and found.plan.name == name
+        assert found.profile == "measured"
+    assert watching(monkeypatch, ("interleave", "flatten")).better(updates_left=10, move_seconds=1.0) is None
+    slow = watching(monkeypatch, ("interleave",))
+    assert slow.better(updates_left=10, move_seconds=31.0) is None  # 50 s would be saved, and 30 s are
+
+
+def test_after_measuring_a_plan_is_searched_for_only_when_the_measured_estimate_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = watching(monkeypatch, ())
+    measured: Any = SimpleNamespace(priced=SimpleNamespace(seconds=10.0), profile="new", decision=object())
+    made.follow(measured)
+    made.observer.job_plan = measured
+    assert made.better(updates_left=10, move_seconds=1.0) is None
+    assert isinstance(watching(monkeypatch, ()).better(updates_left=10, move_seconds=1.0), JobPlan)

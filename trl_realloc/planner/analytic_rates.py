@@ -105,4 +105,4 @@ class AnalyticRates:
 
     def changed(self, **values: float) -> AnalyticRates:
         """A copy with other values of the fields of `device`."""
-        return AnalyticRates(replace(self.device, **values), self.sharing)  # type: ignore[arg-type]
+        return replace(self, device=replace(self.device, **values))  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ class JobPlan:
             for priced in plans:
                 with contextlib.suppress(PlanError, ValueError):
                     check(priced.plan)
-                    notice(f"the plan is {priced.name}, because {self.plan.name} cannot be run: {error}")
+                    notice(f"{self.plan.name} cannot be run ({error}); the fastest plan that can is {priced.name}")
                     return replace(self, plan=replace(priced.plan, name=f"auto ({priced.name})"), priced=priced)
             raise
 
@@ -110,11 +110,30 @@ def chosen_plan(job: Job, profile: Profile, *, is_new: bool, time_limit_s: float
     return JobPlan.of(decision, profile)
 
 
-def measured_plan(job: Job, budget_s: float) -> JobPlan:
-    """The plan for the machine as it is measured now, within some seconds. All ranks call this together."""
+def measured_plan(job: Job, budget_s: float, current: JobPlan) -> JobPlan:
+    """The plan for the machine as it is measured now, within some seconds. All ranks call this together.
+
+    Args:
+        current: the run's plan. It is returned where nothing was measured, where no plan fits by the measurements, and
+            where the run can have none of the plans that fit.
+    """
     with working("measuring this machine for the planner"):
         profile = measure_between_updates(job, budget_s)
-    return chosen_plan(job, profile, is_new=True)
+    if not profile.observations:
+        return current
+    try:
+        chosen = chosen_plan(job, profile, is_new=True)  # raises on all ranks or on none
+    except PlanError as error:
+        return _unchanged(current, error)
+    try:
+        return chosen.allowed(job.check)
+    except (PlanError, ValueError) as error:
+        return _unchanged(current, error)
+
+
+def _unchanged(current: JobPlan, error: Exception) -> JobPlan:
+    notice(f"the run continues under {current.plan.name}, because the measured machine leaves no other plan: {error}")
+    return current
 
 
 def known_estimate(job: Job, plan: ExecutionPlan) -> JobPlan:

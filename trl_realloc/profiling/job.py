@@ -5,11 +5,13 @@ Planning and measuring are handed a `Job`. `trainer.job_builder` builds it from 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..engines.device import memory_bytes
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
+from ..plan.execution_plan import ExecutionPlan
 from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
 from ..planner.device_memory import HEADROOM, DeviceMemory, gpu_memory
@@ -19,6 +21,10 @@ from ..planner.workload import Workload
 from ..realloc.memory import MOMENTS
 from ..runtime.engine_options import EngineOptions
 from .job_models import JobModels
+
+
+def any_plan(plan: ExecutionPlan) -> None:
+    """The check of a job that can have every plan."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Job:
         vllm_sleeps: whether vLLM engines give their memory back between their calls; `None` if no plan fits otherwise.
         headroom: share of a device's memory that a plan leaves free.
         engines: that may score and train.
+        check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
     """
 
     cluster: Cluster
@@ -43,6 +50,7 @@ class Job:
     headroom: float = HEADROOM
     vllm_sleeps: bool | None = None
     engines: tuple[str, ...] = ("zero", "megatron")
+    check: Callable[[ExecutionPlan], None] = any_plan
 
     def choose(self, profile: Profile, workload: Workload | None = None, *, time_limit_s: float) -> Decision:
         """The planner's decision for this job on a machine.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..common.errors import PlanError
-from ..planner.choose import Decision
 from ..planner.profile import Profile
 from ..planner.specification import rates_of
 from ..runtime.process_groups import from_first_rank
@@ -34,16 +34,22 @@ class Replanner:
     def __init__(self, job: Job, observer: RunObserver, threshold: float) -> None:
         self.job, self.observer, self.threshold = job, observer, threshold
         self._lengths: deque[Sequence[int]] = deque(maxlen=WINDOW)
-        priced = observer.job_plan.priced
-        self._searched_at = priced.seconds if priced else 0.0  # the estimate at the last search
+        self._searched_at = _estimate(observer.job_plan)  # the estimate at the last search
+
+    def follow(self, job_plan: JobPlan) -> None:
+        """Watch another plan from now on: its estimate counts as that of the last search. Called before the observer
+        follows the plan. A run that stays under its plan keeps the estimate of its last search."""
+        if job_plan is not self.observer.job_plan:
+            self._searched_at = _estimate(job_plan)
 
     def note(self, lengths: Sequence[int]) -> None:
         """Adds the response lengths (tokens) of one update."""
         self._lengths.append(lengths)
 
     def better(self, updates_left: int, move_seconds: float, time_limit_s: float = 5.0) -> JobPlan | None:
-        """A faster plan that saves more in the remaining updates than changing to it costs; `None` where there is none,
-        or where the estimate has not passed the threshold. All ranks call this together.
+        """A faster plan that saves more in the remaining updates than changing to it costs, and that the run can have
+        (`Job.check`); `None` where there is none, or where the estimate has not passed the threshold. All ranks call
+        this together.
 
         Args:
             move_seconds: seconds that a change of plan takes.
@@ -51,17 +57,16 @@ class Replanner:
         profile = self.observer.job_plan.profile
         if self.observer.job_plan.decision is None or profile is None:
             return None
-        decision: Decision | None = None
+        found: JobPlan | None = None
         if self.job.rank == 0 and self._lengths:
-            decision = self._search(profile, updates_left, move_seconds, time_limit_s)
+            found = self._search(profile, updates_left, move_seconds, time_limit_s)
         # Rank 0 decides whether as well as which: estimates depend on a device's memory, and devices may differ.
         timeout_s = self.job.options.collective_timeout_s
-        self._searched_at, decision = from_first_rank((self._searched_at, decision), timeout_s)
-        if decision is None:
-            return None
-        return JobPlan.of(decision, profile)
+        sent = None if found is None else replace(found, profile=None)
+        self._searched_at, sent = from_first_rank((self._searched_at, sent), timeout_s)
+        return None if sent is None else replace(sent, profile=profile)
 
-    def _search(self, profile: Profile, updates_left: int, move_seconds: float, time_limit_s: float) -> Decision | None:
+    def _search(self, profile: Profile, updates_left: int, move_seconds: float, time_limit_s: float) -> JobPlan | None:
         lengths = [length for update in self._lengths for length in update]
         current = estimate_at_lengths(self.job, self.observer.job_plan, lengths)
         assert current is not None, "a plan that the planner chose has an estimate"
@@ -74,10 +79,18 @@ class Replanner:
         self._searched_at = current.seconds
         try:
             decision = self.job.choose(profile, self.job.workload.of_lengths(lengths), time_limit_s=time_limit_s)
-        except PlanError:
+            worth = max(current.seconds * rates_of(profile).error, move_seconds / max(1, updates_left))
+            if current.seconds - decision.best.seconds < worth:
+                return None
+            found = JobPlan.of(decision, profile).allowed(self.job.check)
+        except (PlanError, ValueError):  # no plan fits, or the run can have none of those that do
             return None
-        saved = current.seconds - decision.best.seconds
-        if saved < current.seconds * rates_of(profile).error or saved * updates_left < move_seconds:
+        if current.seconds - _estimate(found) < worth:
             return None
-        self._searched_at = decision.best.seconds
-        return decision
+        self._searched_at = _estimate(found)
+        return found
+
+
+def _estimate(job_plan: JobPlan) -> float:
+    """Seconds of an iteration; 0 without an estimate."""
+    return job_plan.priced.seconds if job_plan.priced else 0.0

@@ -90,7 +90,7 @@ class PlanChangeMixin:
         if self.measuring is not None and not self.measuring.is_over:
             self.measuring.note(seconds)
             if budget_s := self.measuring.budget(updates_left, self._start_seconds):
-                self._rebuild(lambda: measured_plan(self.setup.job, budget_s))
+                self._rebuild(lambda: measured_plan(self.setup.job, budget_s, self.observer.job_plan))
                 return
         job_plan = self.replanner.better(updates_left, self._start_seconds)
         if job_plan is not None:
@@ -117,6 +117,8 @@ class PlanChangeMixin:
         self._place()
         self._start()
         run_state.load_into(self.placement)
+        if self.replanner is not None:
+            self.replanner.follow(job_plan)
         self.observer.follow(job_plan)
         if self.accelerator.is_main_process:
             expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""

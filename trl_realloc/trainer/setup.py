@@ -99,11 +99,8 @@ def prepare(
     """
     inputs, tokens, rewards, configs = _check_inputs(args, request, inputs)
     adapted = [Role.ACTOR] if inputs.peft_config is not None or has_adapters(inputs.model) else []
-
-    def check(plan: ExecutionPlan) -> None:
-        check_plan(args, plan, configs, adapted)
-        check_sharding(args, inputs.optimizer, plan)
-
+    # kept for the whole run, without the loaded models that `inputs` holds
+    check = partial(_check_plan, args, configs, adapted, inputs.optimizer)
     if request.plan is not None:
         check(request.plan)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
@@ -113,10 +110,11 @@ def prepare(
     context_length = prompts.longest + args.response_length
     input_checks.check_positions(configs, context_length)
     job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
+    job = replace(job, check=check)
     measures = plugin.measure == "first"
     job_plan = plan_job(job, measure_first=measures) if request.plan is None else known_estimate(job, request.plan)
     if request.plan is None:
-        job_plan = job_plan.allowed(check)
+        job_plan = job_plan.allowed(job.check)
     plan = job_plan.plan
     check_gpus(request.processes, plan)
     announce(request.processes, plan, rank)
@@ -146,6 +144,22 @@ def prepare(
         ),
         value_shell=value_shell,
     )
+
+
+def _check_plan(
+    args: PPOConfig,
+    configs: Mapping[Role, Sequence[Any]],
+    adapted: Sequence[Role],
+    optimizer: torch.optim.Optimizer | None,
+    plan: ExecutionPlan,
+) -> None:
+    """Refuse a plan that the models or the optimizer do not allow.
+
+    Raises:
+        PlanError, ValueError: names what is not allowed.
+    """
+    check_plan(args, plan, configs, adapted)
+    check_sharding(args, optimizer, plan)
 
 
 def _check_inputs(
