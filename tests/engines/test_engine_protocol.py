@@ -34,7 +34,7 @@ from trl_realloc.engines.base import (
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
-from trl_realloc.engines.training import sliced_head
+from trl_realloc.engines.training import packed_forward, sliced_head
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
@@ -76,7 +76,8 @@ def build(kind: str, head: RoleHead | None = None, optimizer: Any = sgd) -> Any:
     if kind == "megatron":
         return MegatronEngine(head, SplitGroups(mesh, mesh, mesh, mesh, mesh), CPU, make_optimizer=optimizer)
     stage = int(kind.split()[1])
-    return ZeroEngine(head, mesh, CPU, stage=stage, alone=dist.group.WORLD, make_optimizer=optimizer)
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # small parameters are partitioned too
+    return ZeroEngine(head, mesh, CPU, stage=stage, alone=dist.group.WORLD, make_optimizer=optimizer, config=config)
 
 
 def mean_logprob(outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
@@ -164,11 +165,13 @@ def test_a_step_is_the_gradient_times_the_learning_rate_whatever_the_micro_batch
     by_hand = PolicyHead(tiny.policy(), TEMPERATURE).train()
     mean_logprob(by_hand(samples), samples)[0].backward()
     expected = {n: (p - 0.5 * p.grad).detach() for n, p in by_hand.model.named_parameters() if p.grad is not None}
+    sliced, calls = sliced_head.sliced, list[Any]()
+    monkeypatch.setattr(packed_forward, "sliced", lambda *args: calls.append(args) or sliced(*args))
     for budget in (1, 1000):
         made = build(kind)
         statistics = made.train(samples, mean_logprob, budget, 0.5)
         assert_same(exported(made), expected, 1e-5)
-        assert made.head._slices, "the head was computed in slices, not whole after all"
+        assert len(calls) == (budget == 1000), "the head is computed in slices for the second budget alone"
         monkeypatch.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 0)  # of the second budget
         monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 3 * tiny.VOCABULARY)
         assert made.version == 1

@@ -10,12 +10,12 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.packed_forward import PolicyHead, TokenLogprobs
-from trl_realloc.engines.training.sliced_head import SlicedLogprobs, row_slices, works_in_slices
+from trl_realloc.engines.training.sliced_head import SlicedLogprobs, logits_are_of_head, row_slices, works_in_slices
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def learned(head: PolicyHead, samples: Rollouts, autocast: bool = False) -> tupl
 def assert_same(head: PolicyHead, samples: Rollouts, monkeypatch: Any, autocast: bool = False) -> None:
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-5, "atol": 5e-6}
     sliced = learned(head, samples, autocast)
-    assert head._slices
+    assert head._may_slice
     with monkeypatch.context() as patched:
         patched.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 1 << 40)
         whole = learned(head, samples, autocast)
@@ -96,12 +96,36 @@ def test_a_model_that_changes_its_logits_after_the_head_is_computed_whole() -> N
     torch.manual_seed(0)
     head, samples = PolicyHead(AutoModelForCausalLM.from_config(config), 1.0), rollouts(1)
     found = head(samples)["logprobs"].values
-    assert not head._slices
+    assert not head._may_slice
     ids = torch.cat([samples.ragged("prompts").values, samples.ragged("responses").values])
     logprobs = head.model(input_ids=ids[None]).logits[0].log_softmax(-1)
     first = int(samples.ragged("prompts").lengths[0])
     expected = logprobs[first - 1 : -1].gather(-1, ids[first:, None])[:, 0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        *((family, True) for family in ("llama", "qwen2", "qwen3_moe", "mixtral", "gpt2", "gpt_neox", "gemma", "opt")),
+        *((family, False) for family in ("gemma2", "cohere", "granite")),
+    ],
+)
+def test_whether_a_model_changes_its_logits_is_known_before_it_has_weights(
+    family: str, expected: bool, is_meta: bool
+) -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 60}
+    if family not in ("gpt2", "gpt_neox", "opt"):
+        sizes |= {"num_key_value_heads": 1, "intermediate_size": 48, "head_dim": 16}
+    if family == "granite":
+        sizes["logits_scaling"] = 4.0
+    if family == "opt":
+        sizes |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    with torch.device("meta" if is_meta else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    assert logits_are_of_head(model) is expected
+    assert "forward" not in vars(model.get_output_embeddings())
 
 
 def test_few_logits_are_computed_whole_and_many_in_slices() -> None:

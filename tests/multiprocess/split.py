@@ -178,7 +178,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         differences["scores"] = gap({n: c.values for n, c in scores.items()}, {n: c.values for n, c in ours.items()})
     else:
         split.forward(mine, budget)
-    assert not case.get("slices") or (whole.head._slices and split.head._slices)
+    assert not case.get("slices") or (whole.head._may_slice and split.head._may_slice)
     state, kept = whole_state(whole), whole_state(split)
     weights: dict[str, Tensor] = {}
     for bucket in split.export(1 << 14, merged=False):

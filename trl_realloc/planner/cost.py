@@ -306,8 +306,9 @@ class Pricing:
         kept = 2 * tokens * width * layers if self.workload.recompute else one_layer * (layers - 1)
         answered = tokens * self.workload.mean_response / self.workload.mean_length
         elements = answered * (spec.vocabulary if spec.head_elements else 1) / strategy.tp
-        # of a slice there are the logits in 16 bits and three float32 copies
-        logits = 8 * elements if elements <= MOST_LOGITS else (14 if backward else 28) * LOGITS_SLICE
+        logits = 8 * elements
+        if elements > MOST_LOGITS:  # a slice's in 16 bits and three float32 copies; the sum of the head's gradients
+            logits = (14 if backward else 28) * LOGITS_SLICE + backward * 6 * spec.head_elements / strategy.tp
         return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
 
     def _shared(self, cost: CallCost, assignment: Assignment) -> CallCost:

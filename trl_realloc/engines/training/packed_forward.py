@@ -22,7 +22,7 @@ from ...algorithms.rollout import Ragged, Rollouts, micro_batches, places
 from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs
-from .sliced_head import sliced, works_in_slices
+from .sliced_head import logits_are_of_head, sliced, works_in_slices
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -141,7 +141,7 @@ class PolicyHead(RoleHead):
         # (logits, targets, temperature) -> logprobs, entropy; tensor parallelism replaces it (`vocab_parallel`)
         self.token_logprobs: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = TokenLogprobs.apply
         self.vocabulary_group: MeshGroup | None = None  # over which tensor parallelism splits the language head
-        self._slices = True  # until the model is found to change its logits after the head
+        self._may_slice = logits_are_of_head(base_of(model))
         self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
 
     def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
@@ -173,14 +173,15 @@ class PolicyHead(RoleHead):
         """Log-probabilities and entropies without the logits in memory; `None` if these are few, or if the model does
         not have them from its head alone."""
         base = base_of(self.model)
-        if not self._slices or not works_in_slices(base, len(targets), self.vocabulary_group):
+        if not self._may_slice or not works_in_slices(base, len(targets), self.vocabulary_group):
             return None
         head, group = base.get_output_embeddings(), self.vocabulary_group
         with sliced(head, pick, targets, self.temperature, group) as results:
             logits = self._run(self.model, arguments).logits
-        # DeepSpeed's hooks return the same memory as another tensor
-        self._slices = [logits.data_ptr()] == [result.data_ptr() for result in results]
-        return (logits[:, 0], logits[:, 1]) if self._slices else None
+        # by their memory, because DeepSpeed's hooks return the same memory as another tensor
+        if [logits.data_ptr()] != [result.data_ptr() for result in results]:
+            raise RuntimeError(f"{type(base).__name__} changes its logits after its head, and was found not to.")
+        return logits[:, 0], logits[:, 1]
 
 
 class ValueHead(RoleHead):

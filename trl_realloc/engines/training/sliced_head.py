@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS
 from ..mesh_group import MeshGroup
+from .packed_attention import backbone_of
 from .tensor_parallel import box_of, is_split, local
 
 
@@ -94,7 +96,8 @@ class SlicedLogprobs(torch.autograd.Function):
         weight, bias = ctx.weight, ctx.bias
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        of_weight = torch.zeros_like(weight) if needs_weight else None
+        # in float32, because the sum would be rounded after each slice
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         of_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
         matrix, scale = weight.to(ctx.dtype), gradients[0] / ctx.temperature
         for rows in row_slices(hidden, weight):
@@ -111,6 +114,7 @@ class SlicedLogprobs(torch.autograd.Function):
                 of_bias += of_logits.sum(0)
         if of_hidden is not None and ctx.group is not None:
             dist.all_reduce(of_hidden, group=ctx.group.group)
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         return of_hidden, of_weight, of_bias, None, None, None, None, None
 
 
@@ -143,7 +147,47 @@ def works_in_slices(model: Any, tokens: int, group: MeshGroup | None = None) -> 
         return False
     most = MOST_WHOLE_ON_CPU if head.weight.device.type == "cpu" else MOST_LOGITS
     ranks = group.size if split and group is not None else 1
-    return tokens * -(-head.weight.shape[0] // ranks) > most
+    return tokens * -(-head.out_features // ranks) > most  # a weight that ZeRO-3 has partitioned has no rows here
+
+
+class _BackboneOutput(BaseModelOutput):
+    """A backbone's output in which everything that a model asks for beside the hidden states is `None`."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+def logits_are_of_head(model: Any) -> bool:
+    """Whether the logits that a model returns are those of its language head, which it does not scale or cap.
+
+    The model's own forward is called with stand-ins for the backbone and the head. No weight is read, and nothing
+    depends on the samples, so that all ranks of a mesh get the same answer.
+    """
+    head, backbone, ids = model.get_output_embeddings(), backbone_of(model), torch.zeros(1, 1, dtype=torch.long)
+    if type(head) is not nn.Linear or backbone is model:
+        return False
+    logits = torch.zeros(1, 1, 2)
+    hidden = _BackboneOutput(last_hidden_state=torch.zeros(1, 1, head.in_features))
+    with forward_replaced(backbone, lambda *args, **kwargs: hidden), forward_replaced(head, lambda *args: logits):
+        try:
+            return model(input_ids=ids, use_cache=False).logits is logits
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False  # the model does more than call the two
+
+
+@contextlib.contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calls of a module run another function. Its hooks run as ever."""
+    before = vars(module).get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -162,8 +206,7 @@ def sliced(
         group: over which the head is split, if it is. Transformers' forward of a split layer is replaced as well.
 
     Yields:
-        A list to which each such result is appended. If the model's logits are not that tensor, the model changes its
-        logits after the head (a soft cap, a scale), and they mean nothing.
+        A list to which each such result is appended.
     """
     results: list[Tensor] = []
 
@@ -180,12 +223,5 @@ def sliced(
         results.append(torch.stack(columns, -1))
         return results[-1]
 
-    before = vars(head).get("forward")
-    head.forward = forward  # type: ignore[assignment]
-    try:
+    with forward_replaced(head, forward):
         yield results
-    finally:
-        if before is None:
-            del head.forward
-        else:
-            head.forward = before  # type: ignore[method-assign]
