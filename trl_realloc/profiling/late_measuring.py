@@ -28,10 +28,10 @@ OVERHEAD_S = 5.0  # seconds of measuring beside the short runs and the engines' 
 
 
 class Verdict(NamedTuple):
-    """Rank 0's decision. Measuring begins now if `budget_s`, the most seconds it may take, is above 0. It is not asked
-    again if `is_last`."""
+    """Rank 0's decision. Measuring begins now, and takes `budget_s` seconds at most, if these are not `None`. It is not
+    asked again if `is_last`."""
 
-    budget_s: float
+    budget_s: float | None
     is_last: bool
 
 
@@ -52,15 +52,15 @@ class LateMeasuring:
         """Add the seconds of an update."""
         self._seconds.append(seconds)
 
-    def budget(self, updates_left: int, start_s: float) -> float:
-        """The most seconds that measuring may take if it begins now; 0 if it does not. All ranks call this together.
+    def budget(self, updates_left: int, start_s: float) -> float | None:
+        """The most seconds that measuring may take if it begins now; else `None`. All ranks call this together.
 
         Args:
             start_s: seconds that starting the engines takes.
         """
         if self.is_over or len(self._seconds) <= WARM_UP + LEAST:
-            return 0.0
-        verdict = Verdict(0.0, False)
+            return None
+        verdict = Verdict(None, False)
         if self.job.rank == 0:
             verdict = self._verdict(updates_left, start_s)
         verdict = from_first_rank(verdict, self.job.options.collective_timeout_s)
@@ -75,10 +75,10 @@ class LateMeasuring:
                     f"this machine is not measured for a better plan: measuring takes about {cost_s:.0f} s, and in the "
                     f"{updates_left} updates left a better plan might save {saved_s:.0f} s"
                 )
-            return Verdict(0.0, True)
+            return Verdict(None, True)
         trained_s = sum(self._seconds)
         if trained_s < cost_s:
-            return Verdict(0.0, False)
+            return Verdict(None, False)
         budget_s = min(saved_s, trained_s)
         notice(
             f"update {len(self._seconds)}: measuring this machine for a better plan, for {budget_s:.0f} s at most; "

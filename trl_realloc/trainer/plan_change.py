@@ -89,8 +89,9 @@ class PlanChangeMixin:
         updates_left = self.state.max_steps - self.state.global_step
         if self.measuring is not None and not self.measuring.is_over:
             self.measuring.note(seconds)
-            if budget_s := self.measuring.budget(updates_left, self._start_seconds):
-                self._rebuild(lambda: measured_plan(self.setup.job, budget_s, self.observer.job_plan))
+            budget_s = self.measuring.budget(updates_left, self._start_seconds)
+            if budget_s is not None:
+                self._rebuild(partial(measured_plan, self.setup.job, budget_s, self.observer.job_plan))
                 return
         job_plan = self.replanner.better(updates_left, self._start_seconds)
         if job_plan is not None:
