@@ -191,6 +191,9 @@ class Forced:
     def note(self, lengths: Sequence[int]) -> None:
         pass
 
+    def follow(self, job_plan: JobPlan) -> None:
+        """The plan that comes next is written."""
+
     def better(self, updates_left: int, move_seconds: float) -> JobPlan | None:
         return JobPlan(self.plan) if updates_left == 1 else None
 

@@ -26,6 +26,9 @@ class Forced:
     def note(self, lengths: Sequence[int]) -> None:
         pass
 
+    def follow(self, job_plan: JobPlan) -> None:
+        """The plan that comes next is written."""
+
     def better(self, updates_left: int, move_seconds: float) -> JobPlan | None:
         self.updates += 1
         return JobPlan(self.plan) if self.updates == 2 else None
