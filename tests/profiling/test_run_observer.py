@@ -97,6 +97,15 @@ def test_the_next_run_begins_with_what_the_last_one_has_learned(job: Job, capsys
         assert busy[name] == pytest.approx(3 * seconds, rel=0.1)
 
 
+def test_without_deepspeed_no_zero_stage_is_proposed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[object] = []
+    monkeypatch.setattr("trl_realloc.profiling.job.choose", lambda *a, zero_stages, **k: allowed.append(zero_stages))
+    for is_installed in (True, False):
+        monkeypatch.setattr("trl_realloc.profiling.job.is_deepspeed_available", lambda found=is_installed: found)
+        job.choose(measured(job), time_limit_s=0.1)
+    assert allowed == [None, (0,)]
+
+
 def test_a_run_that_went_as_estimated_says_nothing(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     made = known_estimate(job, flatten(CLUSTER, generation_engine="transformers"))
     observer = RunObserver(job, made)

@@ -27,6 +27,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.plan_checks import check_plan
+from trl_realloc.trainer.setup import frozen_in_part
 
 
 NAN, INF = math.nan, math.inf
@@ -121,6 +122,24 @@ def test_an_optimizer_on_an_nvme_drive_is_refused_because_it_could_not_be_saved(
         args.deepspeed_plugin = type("Plugin", (), {"deepspeed_config": zero})()
         with pytest.raises(ConfigError, match="optimizer of critic.train to an NVMe") if refused else nullcontext():
             check_plan(args, ExecutionPlan.from_dict(plan), {}, [])
+
+
+def test_a_zero_stage_without_deepspeed_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = flatten(Cluster(1, 2), generation_engine="transformers").to_dict()
+    monkeypatch.setattr("trl_realloc.trainer.plan_checks.is_deepspeed_available", lambda: False)
+    check_plan(tiny.arguments(tmp_path), ExecutionPlan.from_dict(plan), {}, [])
+    plan["calls"]["critic.train"]["zero_stage"] = 2
+    with pytest.raises(ConfigError, match="critic.train has zero_stage 2.*DeepSpeed is not installed: pip install"):
+        check_plan(tiny.arguments(tmp_path), ExecutionPlan.from_dict(plan), {}, [])
+
+
+def test_a_model_that_is_frozen_in_part_is_known_on_ranks_that_do_not_train_it() -> None:
+    whole, critic = tiny.policy(), tiny.classifier()
+    assert not frozen_in_part(whole, critic) and not frozen_in_part("a name", None)
+    critic.get_input_embeddings().requires_grad_(False)
+    assert frozen_in_part(whole, critic) and frozen_in_part("a name", critic)
 
 
 # --- models, tokenizers, datasets -------------------------------------------------------------------------------------

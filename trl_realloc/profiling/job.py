@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from accelerate.utils import is_deepspeed_available
+
 from ..engines.device import memory_bytes
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
@@ -61,8 +63,14 @@ class Job:
         Raises:
             PlanError: the models fit on no plan.
         """
-        pricing, specs = self.pricing(profile, workload), self.models.specs
-        return choose(specs, pricing, generation_engine=self.engine, engines=self.engines, time_limit_s=time_limit_s)
+        return choose(
+            self.models.specs,
+            self.pricing(profile, workload),
+            generation_engine=self.engine,
+            engines=self.engines,
+            zero_stages=None if is_deepspeed_available() else (0,),
+            time_limit_s=time_limit_s,
+        )
 
     @property
     def memory(self) -> DeviceMemory | None:

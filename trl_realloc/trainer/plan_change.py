@@ -35,11 +35,8 @@ logger = logging.get_logger(__name__)
 def can_change_plan(setup: Setup) -> bool:
     """Whether the run's state can be moved to another plan. It cannot be with adapters, a policy or a critic that is
     frozen in part, an optimizer of the user's, or one that cannot be sharded."""
-    models = (setup.policy, setup.models_before_start[1])
-    if not all(parameter.requires_grad for model in models for parameter in model.parameters()):
-        return False
     is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
-    if setup.roles[Role.ACTOR].adapted or not is_default:
+    if setup.roles[Role.ACTOR].adapted or setup.is_frozen_in_part or not is_default:
         return False
     return can_be_sharded(setup.make_optimizer, torch.device("cpu"))  # another plan may shard its state
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from accelerate.utils import is_deepspeed_available
+
 from ..common.errors import Problems
 from ..engines.generation.vllm_support import MIN_TEMPERATURE
 from ..plan.assignment import Assignment
@@ -31,8 +33,8 @@ def check_plan(
         adapted: the roles that train adapters alone.
 
     Raises:
-        ConfigError: fp16 with the engine `megatron`, a temperature below vLLM's smallest, or an optimizer on an NVMe
-            drive.
+        ConfigError: a ZeRO stage without DeepSpeed, fp16 with the engine `megatron`, a temperature below vLLM's
+            smallest, or an optimizer on an NVMe drive.
         PlanError: see `check_layouts`.
     """
     split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
@@ -42,6 +44,13 @@ def check_plan(
         raise ConfigError(
             f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
             f"it, or set generation_engine='transformers'."
+        )
+    stages = {name: a.strategy.zero_stage for name, a in plan.assignments.items() if a.strategy.zero_stage}
+    if stages and not is_deepspeed_available():
+        name, stage = next(iter(stages.items()))
+        raise ConfigError(
+            f"{name} has zero_stage {stage}, which DeepSpeed executes, and DeepSpeed is not installed: "
+            f"pip install 'trl_realloc[deepspeed]', or set zero_stage: 0."
         )
     sharded = [name for name, a in plan.assignments.items() if a.strategy.zero_stage and plan.graph.call(name).trains]
     zero = (launched_deepspeed_config(args) or {}).get("zero_optimization") or {}

@@ -59,6 +59,7 @@ class Setup:
             the structure without weights of a model that is given by path or has no part on this rank. After the start
             they are the engines' modules.
         value_shell: makes the critic's structure without weights.
+        is_frozen_in_part: the user has given a policy or a critic of which some parameters are not trained.
     """
 
     plan: ExecutionPlan
@@ -78,6 +79,7 @@ class Setup:
     job: Job
     models_before_start: tuple[Any, Any]
     value_shell: Callable[[], Any]
+    is_frozen_in_part: bool
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -143,7 +145,15 @@ def prepare(
             else value_shell(),
         ),
         value_shell=value_shell,
+        is_frozen_in_part=frozen_in_part(inputs.model, inputs.value_model),
     )
+
+
+def frozen_in_part(*models: Any) -> bool:
+    """Whether some parameters of the given models are not trained. The same on all ranks, which have the same models as
+    long as those of roles that a rank has no part in are not replaced. Models by name are trained whole."""
+    given = [model for model in models if isinstance(model, nn.Module)]
+    return any(not parameter.requires_grad for model in given for parameter in model.parameters())
 
 
 def _check_plan(
