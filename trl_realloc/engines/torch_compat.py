@@ -1,7 +1,7 @@
 """What this package uses of torch beyond its documented interface, and what differs between its releases. No other file
 does.
 
-Run with torch 2.13 (docs/versions.md).
+Run with torch 2.13 and 2.15 (docs/versions.md).
 """
 
 from __future__ import annotations

@@ -94,8 +94,9 @@ def build(settings: dict[str, Any]) -> LLM:
     """The engine, with dummy weights. One token has been generated, because some models, such as those with a head size
     of 16 on the CPU, fail only then."""
     from vllm import LLM, SamplingParams
-    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
+
+    from .vllm_compat import WeightTransferConfig
 
     package, on_cpu = "trl_realloc.engines.generation", current_platform.is_cpu()
     arguments: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Draws tokens by each sample's seed inside vLLM's worker, in place of vLLM's sampler.
 
-vLLM loads this module (`logits_processors`), so it imports nothing else of this package. Weights are in `vllm_worker`.
+vLLM loads this module (`logits_processors`), so it imports little of this package. Weights are in `vllm_worker`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from .vllm_compat import BatchUpdate, LogitsProcessor, process_dict_updates
 
 
 SEED = "trl_realloc_seed"  # key in SamplingParams.extra_args

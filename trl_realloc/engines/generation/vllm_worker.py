@@ -7,7 +7,6 @@ Drawing tokens by seed is in `vllm_sampler`.
 
 from __future__ import annotations
 
-import logging
 import traceback
 from dataclasses import dataclass
 from math import prod
@@ -15,25 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed.weight_transfer.base import (
+
+from .vllm_compat import (
+    IPCWeightTransferEngine,
+    IPCWeightTransferUpdateInfo,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+    finalize_layerwise_reload,
+    incomplete_layers,
+    initialize_layerwise_reload,
+    packed_ipc_consumer,
+    register_transfer,
+    replace_draw,
 )
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
 from .vllm_sampler import SeededDraw, SeededRows
 
 
 BACKEND = "trl_realloc"  # name of the class below in vLLM's registry of weight-transfer engines
-
-# each reload would warn once per layer that rotary embeddings, which have no parameters, were not loaded
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass
@@ -131,12 +129,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
     def finish_weight_update(self) -> None:
         try:
             missing = self._expected - self._loaded
-            for name, layer in self.model.named_modules():
-                info = get_layerwise_info(
-                    layer
-                )  # vLLM counts a fused layer as loaded with its first part (q of q, k, v)
-                if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < info.load_numel_total:
-                    missing.add(f"part of {name}")
+            missing |= {f"part of {name}" for name in incomplete_layers(self.model)}
             finalize_layerwise_reload(self.model, self.model_config)
             for layer in _tied_layers(
                 self.model
@@ -177,8 +170,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice raises
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryWeightTransfer)
+register_transfer(BACKEND, SharedMemoryWeightTransfer)
 
 
 class RolloutWorker:
@@ -191,11 +183,7 @@ class RolloutWorker:
 
     def draw_by_seed(self) -> None:
         """Replace the sampler by `SeededDraw`. Called once, after the engine's start."""
-        rows = [p for p in self.model_runner.input_batch.logitsprocs.all if isinstance(p, SeededRows)]
-        sampler = self.model_runner.sampler
-        if not rows or not hasattr(sampler, "topk_topp_sampler"):
-            raise RuntimeError("the sampler of this vLLM release is not supported by trl_realloc; install vLLM 0.27.1.")
-        sampler.topk_topp_sampler = SeededDraw(rows[0])
+        replace_draw(self.model_runner, SeededRows, SeededDraw)
 
     def weight_dtypes(self) -> tuple[str, list[str]]:
         """The name of the dtype that the model computes in, and the parameters that it holds in a wider one."""

@@ -1,0 +1,83 @@
+"""What this package uses of vLLM beyond its documented interface, and what differs between its releases. No other file
+does. Imported in vLLM's process alone.
+
+Run with vLLM 0.27.1, 0.28.0 and 0.32.0 (docs/versions.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+
+# each reload would warn once per layer that rotary embeddings, which have no parameters, were not loaded
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+def register_transfer(name: str, engine: Any) -> None:
+    """Register a weight-transfer engine under a name, once: registering a name twice raises."""
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, engine)
+
+
+def incomplete_layers(model: nn.Module) -> Iterator[str]:
+    """During a reload, the names of fused layers of which only some parts were loaded. vLLM counts such a layer as
+    loaded with its first part (q of q, k, v)."""
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < info.load_numel_total:
+            yield name
+
+
+def replace_draw(model_runner: Any, processor: type[Any], make: Callable[[Any], nn.Module]) -> None:
+    """Replace the part of vLLM's sampler that draws tokens.
+
+    Args:
+        processor: the class of the logits processor that `make` gets an object of.
+
+    Raises:
+        RuntimeError: this release of vLLM has another sampler.
+    """
+    found = [p for p in model_runner.input_batch.logitsprocs.all if isinstance(p, processor)]
+    sampler = model_runner.sampler
+    if not found or not hasattr(sampler, "topk_topp_sampler"):
+        raise RuntimeError(
+            "the sampler of this vLLM release is not supported by trl_realloc; install vLLM 0.27.1 to 0.32.0."
+        )
+    sampler.topk_topp_sampler = make(found[0])
+
+
+__all__ = [
+    "BatchUpdate",
+    "IPCWeightTransferEngine",
+    "IPCWeightTransferUpdateInfo",
+    "LogitsProcessor",
+    "WeightTransferConfig",
+    "WeightTransferEngine",
+    "WeightTransferInitInfo",
+    "WeightTransferUpdateInfo",
+    "finalize_layerwise_reload",
+    "incomplete_layers",
+    "initialize_layerwise_reload",
+    "packed_ipc_consumer",
+    "process_dict_updates",
+    "register_transfer",
+    "replace_draw",
+]
