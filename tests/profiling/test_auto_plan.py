@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.common.errors import PlanError
@@ -15,7 +16,10 @@ from trl_realloc.plan.presets import PRESETS
 from trl_realloc.profiling import auto_plan
 from trl_realloc.profiling.auto_plan import JobPlan, measured_plan
 from trl_realloc.profiling.job_models import JobModels
+from trl_realloc.runtime.launch.hosts import Process
+from trl_realloc.trainer import ppo_trainer, setup
 from trl_realloc.trainer.job_builder import make_job
+from trl_realloc.trainer.plan_request import PlanRequest
 
 
 def priced(name: str, seconds: float) -> Any:
@@ -84,3 +88,31 @@ def test_under_fp16_no_plan_has_the_engine_that_cannot_scale_losses(tmp_path: Pa
         sizes = {"prompt_tokens": 5.0, "context_length": 60, "pad_token_id": 0}
         job = make_job(args, ReallocationPlugin(), Cluster(1, 4), 0, "vllm", JobModels({}, {}), **sizes)
         assert job.engines == engines
+
+
+def _flat(tp: int) -> ExecutionPlan:
+    plan = PRESETS["flatten"](Cluster(1, 2), generation_engine="vllm").to_dict()
+    plan["calls"]["actor.generate"] |= {"dp": 2 // tp, "tp": tp}
+    return ExecutionPlan.from_dict(plan)
+
+
+@pytest.mark.parametrize(("gpus", "tp"), [(1, 1), (2, 2)])
+def test_where_processes_see_one_gpu_each_no_engine_over_two_is_chosen(
+    gpus: int, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chosen(Exception):
+        pass
+
+    def announce(_: Any, plan: ExecutionPlan, rank: int) -> None:
+        raise Chosen(plan)
+
+    split, whole = (SimpleNamespace(name=f"tp {tp}", seconds=1.0 / tp, plan=_flat(tp)) for tp in (2, 1))
+    decision: Any = SimpleNamespace(best=split, alternatives=[SimpleNamespace(plan=whole)])
+    processes = [Process("a", "a", local, local % gpus, gpus) for local in range(2)]
+    request = PlanRequest(None, Cluster(1, 2), "vllm", processes, None)
+    monkeypatch.setattr(ppo_trainer, "read_plan_request", lambda *_: request)
+    monkeypatch.setattr(setup, "plan_job", lambda *_, **__: JobPlan.of(decision, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(setup, "announce", announce)
+    with pytest.raises(Chosen) as chosen:
+        tiny.trainer(tmp_path)
+    assert chosen.value.args[0]["actor.generate"].strategy.tp == tp

@@ -25,7 +25,7 @@ from ..profiling.job import Job
 from ..profiling.job_models import JobModels, specs_of
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
-from ..runtime.launch.hosts import check_gpus
+from ..runtime.launch.hosts import Process, check_gpus
 from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
 from . import input_checks, model_checks
@@ -102,7 +102,7 @@ def prepare(
     inputs, tokens, rewards, configs = _check_inputs(args, request, inputs)
     adapted = [Role.ACTOR] if inputs.peft_config is not None or has_adapters(inputs.model) else []
     # kept for the whole run, without the loaded models that `inputs` holds
-    check = partial(_check_plan, args, configs, adapted, inputs.optimizer)
+    check = partial(_check_plan, args, configs, adapted, inputs.optimizer, request.processes)
     if request.plan is not None:
         check(request.plan)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
@@ -118,7 +118,6 @@ def prepare(
     if request.plan is None:
         job_plan = job_plan.allowed(job.check)
     plan = job_plan.plan
-    check_gpus(request.processes, plan)
     announce(request.processes, plan, rank)
     policy, roles = build_roles(args, plan, rank, inputs, rewards, configs)
     value_shell = partial(shell, configs[Role.CRITIC][0], is_policy=False)
@@ -161,15 +160,17 @@ def _check_plan(
     configs: Mapping[Role, Sequence[Any]],
     adapted: Sequence[Role],
     optimizer: torch.optim.Optimizer | None,
+    processes: Sequence[Process],
     plan: ExecutionPlan,
 ) -> None:
-    """Refuse a plan that the models or the optimizer do not allow.
+    """Refuse a plan that the models, the optimizer or the visible GPUs do not allow.
 
     Raises:
         PlanError, ValueError: names what is not allowed.
     """
     check_plan(args, plan, configs, adapted)
     check_sharding(args, optimizer, plan)
+    check_gpus(processes, plan)
 
 
 def _check_inputs(
