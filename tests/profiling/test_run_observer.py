@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
+from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import CACHED_TOKENS
 from trl_realloc.plan.dataflow import Role
@@ -20,11 +21,12 @@ from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Observation, Profile, model_key
 from trl_realloc.profiling import job as job_module
-from trl_realloc.profiling import profile_cache
+from trl_realloc.profiling import late_measuring, profile_cache
 from trl_realloc.profiling.auto_plan import JobPlan, known_estimate
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels
-from trl_realloc.profiling.profile_cache import cache_path, known_profile
+from trl_realloc.profiling.late_measuring import LateMeasuring
+from trl_realloc.profiling.profile_cache import cache_path, keep_corrections, known_profile, starting_profile
 from trl_realloc.profiling.run_observer import RunObserver
 from trl_realloc.runtime.results import Iteration
 from trl_realloc.trainer.job_builder import make_job
@@ -104,6 +106,48 @@ def test_without_deepspeed_no_zero_stage_is_proposed(job: Job, monkeypatch: pyte
         monkeypatch.setattr("trl_realloc.profiling.job.is_deepspeed_available", lambda found=is_installed: found)
         job.choose(measured(job), time_limit_s=0.1)
     assert allowed == [None, (0,)]
+
+
+SLOW = Corrections({"actor.train": 2.0}, functions={"reward.forward": 100.0}, handover=50.0)
+
+
+def test_seconds_of_reward_functions_and_of_handing_over_stay_in_their_run(job: Job) -> None:
+    keep_corrections(replace(measured(job), corrections=SLOW), job)
+    kept = known_profile(job)
+    assert kept is not None
+    assert kept.corrections == Corrections({"actor.train": 2.0})
+
+
+def test_slow_reward_functions_do_not_make_measuring_dearer(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = make(tmp_path, specs={**SPECS, "reward.forward": ()})
+    runs = SimpleNamespace(sizes=[(8, 4), (4, 2)], models=judged.models)
+    monkeypatch.setattr(late_measuring, "elements_of_short_runs", lambda job: 0)
+    monkeypatch.setattr(late_measuring, "short_runs", lambda job, most: runs)
+    monkeypatch.setattr(late_measuring, "plans_of", lambda *_: [flatten(CLUSTER, generation_engine="transformers")])
+    expected = []
+    for corrections in (Corrections({"actor.train": 2.0}), SLOW):
+        profile = replace(measured(job), corrections=corrections)
+        observer: Any = SimpleNamespace(job_plan=SimpleNamespace(profile=profile))
+        expected.append(LateMeasuring(judged, observer).cost(1.0))
+    assert expected[0] == expected[1]
+
+
+def test_hosts_may_have_other_hardware_than_the_first(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = replace(measured(job), hardware="another CPU")
+    received: Any = saved
+    monkeypatch.setattr(profile_cache, "from_first_rank", lambda value, timeout_s: received)
+    assert starting_profile(make(tmp_path, rank=1)) == saved
+    received = PlanError("the profile was made on other hardware.")
+    with pytest.raises(PlanError, match="other hardware"):
+        starting_profile(make(tmp_path, rank=1))
+    saved.save(cache_path(job))
+    monkeypatch.setattr(profile_cache, "from_first_rank", lambda value, timeout_s: value)
+    with pytest.raises(PlanError, match="another CPU"):
+        starting_profile(job)
 
 
 def test_a_run_that_went_as_estimated_says_nothing(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

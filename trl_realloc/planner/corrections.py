@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Annotated
 
@@ -55,6 +55,11 @@ class Corrections:
     def move(self, call: str) -> float:
         """The factor of the seconds of a reallocation to a call. One that no run has shown has the median of all."""
         return self.moves.get(call, _median(self.moves.values()))
+
+    def without_seconds(self) -> Corrections:
+        """The factors alone. The seconds depend on the batch and on the reward functions, and another run may have
+        others."""
+        return replace(self, functions={}, handover=None)
 
     def learned(
         self,

@@ -91,6 +91,8 @@ class LateMeasuring:
         engines again. If measuring has been cut short before, expected seconds of all short runs."""
         job, profile = self.job, self.observer.job_plan.profile
         assert profile is not None, "the planner chose the plan"
+        # short runs have no reward functions, and smaller batches to hand over
+        profile = replace(profile, corrections=profile.corrections.without_seconds())
         runs = short_runs(job, elements_of_short_runs(job))
         plans = plans_of(job, runs)
         if not plans:

@@ -112,16 +112,25 @@ def unmeasured_profile(job: Job) -> Profile:
 
 
 def _read(path: Path, job: Job) -> Profile | None:
-    """Rank 0's file, on every rank; `None` if there is none."""
-    profile: Profile | None = None
+    """Rank 0's file, on every rank; `None` if there is none.
+
+    Raises:
+        PlanError: on every rank, if it was made on other hardware than rank 0's. That of other hosts may differ.
+    """
+    profile: Profile | PlanError | None = None
     if job.rank == 0 and path.is_file():
         try:
             profile = Profile.load(path)
         except PlanError:  # damaged, or of another version
             path.unlink(missing_ok=True)
+    if isinstance(profile, Profile):
+        try:
+            profile.check_hardware(hardware(job.options.device))
+        except PlanError as error:
+            profile = error
     profile = from_first_rank(profile, job.options.collective_timeout_s)
-    if profile is not None:
-        profile.check_hardware(hardware(job.options.device))
+    if isinstance(profile, PlanError):
+        raise profile
     return profile
 
 
@@ -158,15 +167,15 @@ def known_profile(job: Job) -> Profile | None:
 
 
 def keep_corrections(profile: Profile, job: Job) -> None:
-    """Write a profile with other corrections to the cache. Rank 0 calls this alone. Where another job has measured
-    the machine again meanwhile, its profile stays."""
+    """Write a profile with other corrections to the cache, without their seconds. Rank 0 calls this alone. Where
+    another job has measured the machine again meanwhile, its profile stays."""
     path = cache_path(job)
     try:
         if path.is_file() and Profile.load(path).observations != profile.observations:
             return
     except PlanError:  # damaged, or of another version
         pass
-    _keep(profile, path, job.rank)
+    _keep(replace(profile, corrections=profile.corrections.without_seconds()), path, job.rank)
 
 
 def _keep(profile: Profile, path: Path, rank: int) -> None:

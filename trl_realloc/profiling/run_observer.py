@@ -76,8 +76,8 @@ class RunObserver:
             self._keep()
             if text := profile.corrections.described():
                 notice(
-                    f"this run's own times against those expected: {text}. Estimates are corrected by these factors, "
-                    f"those of the next run too ({cache_path(self.job)})"
+                    f"this run's own times against those expected: {text}. Estimates are corrected by these, and the "
+                    f"factors are kept for the next run ({cache_path(self.job)})"
                 )
         return estimate_at_lengths(self.job, self.job_plan, lengths)
 
