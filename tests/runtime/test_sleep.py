@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from trl_realloc.engines.base import EngineDied
+from trl_realloc.engines.base import EngineDied, EngineError
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, with_sleeping_engines
+from trl_realloc.runtime import engine_builder
+from trl_realloc.runtime.engine_builder import EngineBuilder
 from trl_realloc.runtime.placement import Placement
 
 
@@ -64,3 +72,50 @@ def test_an_engine_stays_awake_for_the_next_call_that_it_runs() -> None:
     made = placement(Twice(), **{"actor.generate": engine, "actor.generate/greedy": engine})
     assert not made._sleeps_after("actor.generate")
     assert made._sleeps_after("actor.generate/greedy")
+
+
+@pytest.mark.parametrize("problem", [None, "no answer"])
+def test_no_rank_of_a_tensor_group_goes_on_before_its_engine_sleeps(
+    problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = with_sleeping_engines(flatten(Cluster(1, 2), generation_engine="vllm")).to_dict()
+    made["calls"]["actor.generate"] |= {"dp": 1, "tp": 2}
+    plan = ExecutionPlan.from_dict(made)
+    meeting, values, slept = threading.Barrier(2), [None, None], threading.Event()
+
+    class Slow:
+        def wait_ready(self) -> None:
+            pass
+
+        def sleep(self) -> None:
+            time.sleep(0.2)
+            if problem is not None:
+                raise EngineError(problem)
+            slept.set()
+
+    def from_every_rank(value: Any, rank: int) -> list[Any]:
+        """Of two ranks that are threads; `rank` is in place of the process group."""
+        values[rank] = value
+        meeting.wait(30)
+        found = list(values)
+        meeting.wait(30)
+        return found
+
+    def start(rank: int) -> tuple[bool, str | None]:
+        parts = {"plan": plan, "rank": rank, "control": rank, "generators": {}, "engines": {}, "stack": None}
+        roles: Any = defaultdict(lambda: SimpleNamespace(config=None))
+        options = SimpleNamespace(device=torch.device("cuda"))
+        placement = SimpleNamespace(
+            **parts, roles=roles, options=options, has=lambda _: True, role_of=lambda _: "actor"
+        )
+        try:
+            EngineBuilder(placement)._start_vllm()  # type: ignore[arg-type]
+        except EngineError as error:
+            return slept.is_set(), str(error)
+        return slept.is_set(), None
+
+    monkeypatch.setattr(engine_builder, "from_every_rank", from_every_rank)
+    monkeypatch.setattr(engine_builder, "release_cached_memory", lambda _: None)
+    monkeypatch.setattr(engine_builder, "start_vllm", lambda _plan, _call, rank, *_: Slow() if rank == 0 else None)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(start, range(2))) == [(problem is None, problem)] * 2

@@ -7,7 +7,7 @@ The plan chooses each call's engine. How calls use the engines is in `placement`
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -91,21 +91,20 @@ class EngineBuilder:
         calls = self.graph.calls_of(CallKind.GENERATE)
         if is_accelerated and any(self.plan[call].engine == "vllm" for call in calls):
             engines = [engine for engine in started.values() if engine is not None]
-            self._await(engines)
-            for engine in engines:
-                engine.sleep()  # if the plan says so: models are put on its devices next
+            self._together(lambda engine: engine.wait_ready(), engines)
+            self._together(lambda engine: engine.sleep(), engines)  # if the plan says so: models are loaded next
 
-    def _await(self, engines: Sequence[VLLMEngine]) -> None:
-        """Wait until the generation engines of all ranks are ready. A tensor group's engine is owned by one rank and
-        uses the devices of several. All ranks together.
+    def _together(self, action: Callable[[VLLMEngine], None], engines: Sequence[VLLMEngine]) -> None:
+        """Do something with this rank's generation engines, and wait until all ranks have done it. A tensor group's
+        engine is owned by one rank and uses the devices of several. All ranks together.
 
         Raises:
-            EngineError: an engine did not start; on every rank.
+            EngineError: of any engine; on every rank.
         """
         failure: EngineError | None = None
         try:
             for engine in engines:
-                engine.wait_ready()
+                action(engine)
         except EngineError as error:
             failure = error
         problems = from_every_rank(None if failure is None else str(failure), self.placement.control)
