@@ -133,15 +133,45 @@ def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
     torch.testing.assert_close(found, expected)
 
 
-def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_the_scores() -> None:
-    on_gpu = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 9, 128)}
+def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_the_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(varlen_attention, "_has_kernel", lambda *_: True)
+    on_gpu = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 9, 128), "device": torch.device("cuda")}
     like = type("Like", (), on_gpu)
     assert has_varlen(like(), like(), {"scaling": 0.1, "dropout": 0.0})  # type: ignore[arg-type]
-    for changes in ({"is_cuda": False}, {"dtype": torch.float32}, {"shape": (1, 4, 9, 512)}):
+    for changes in ({"is_cuda": False}, {"dtype": torch.float32}, {"shape": (1, 4, 9, 512)}, {"shape": (1, 4, 9, 100)}):
         other: Any = type("Other", (), {**on_gpu, **changes})()
         assert not has_varlen(other, other, {})
     for changed in ({"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}):
         assert not has_varlen(like(), like(), changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "fails", "used"), [((7, 5), False, False), ((8, 0), True, False), ((9, 0), False, True)]
+)
+def test_torchs_attention_is_used_on_gpus_that_have_its_kernel_alone(
+    capability: tuple[int, int], fails: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[torch.Size] = []
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
+        tried.append(q.shape)
+        if fails:
+            raise RuntimeError("no kernel image is available for execution on the device")
+        return q + v
+
+    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    varlen_attention._has_kernel.cache_clear()
+    cpu = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 9, 128), "device": torch.device("cpu")}
+    query: Any = type("Query", (), cpu)()
+    saved: list[Tensor] = []
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        assert [has_varlen(query, query, {}) for _ in range(2)] == [used, used]
+    varlen_attention._has_kernel.cache_clear()
+    assert len(tried) == (capability >= (8, 0)), "tried once, and not on a GPU that is too old"
+    assert not saved, "gradient checkpointing counts what a forward saves"
 
 
 def test_the_bounds_of_the_samples() -> None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-try:  # torch 2.10 and newer
+try:  # with all arguments that are used here since torch 2.12
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None  # type: ignore[assignment]
 
 LARGEST_HEAD = 256  # of flash attention
+HEAD_MULTIPLE = 8  # its kernels refuse other head sizes, or pad them
+OLDEST_CAPABILITY = (8, 0)  # Ampere; a V100 or a T4 has no kernel
 
 
 def is_flash(implementation: str | None) -> bool:
@@ -47,8 +50,8 @@ def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
-    """Whether torch's attention for samples of different lengths can compute this: on CUDA, in 16 bits, without what
-    changes the scores.
+    """Whether torch's attention for samples of different lengths can compute this: on a GPU that has
+    the kernel, in 16 bits, without what changes the scores.
 
     Args:
         arguments: of Transformers' attention functions, without windows.
@@ -56,8 +59,31 @@ def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
     changes = ("softcap", "s_aux", "sinks", "dropout", "position_bias")
     plain = not any(isinstance(arguments.get(name), Tensor) or arguments.get(name) for name in changes)
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    fits = query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
-    return varlen_attn is not None and query.is_cuda and is_half and fits and plain
+    size = query.shape[-1]
+    fits = size == value.shape[-1] <= LARGEST_HEAD and size % HEAD_MULTIPLE == 0
+    if varlen_attn is None or not (query.is_cuda and is_half and fits and plain):
+        return False
+    return _has_kernel(query.device, query.dtype, size)
+
+
+@functools.cache
+def _has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether a device computes torch's attention for samples of different lengths, and its gradients."""
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        return False
+    # in a thread of its own, where gradient checkpointing does not count the tensors that the trial saves
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_try_kernel, device, dtype, head_dim).result()
+
+
+def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    query, key, value = (torch.zeros(1, 1, 3, head_dim, device=device, dtype=dtype) for _ in range(3))
+    try:
+        result = varlen_attention(query.requires_grad_(), key, value, [2, 1], None, None)
+        torch.autograd.grad(result.sum(), query)
+    except (RuntimeError, TypeError, ValueError):  # no kernel; arguments that this release of torch does not take
+        return False
+    return True
 
 
 def varlen_attention(
