@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
+import termios
+
 import pytest
 
 from trl_realloc.runtime.launch.slurm import adopt_slurm, first_host
@@ -15,6 +20,7 @@ TASK = {
     "SLURM_NTASKS": "16",
     "SLURM_PROCID": "9",
     "SLURM_LOCALID": "1",
+    "SLURM_TASK_PID": str(os.getpid()),
     "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
     "SLURM_STEP_NODELIST": "gpu[07-08]",
@@ -50,7 +56,7 @@ def test_the_tasks_of_one_node_meet_on_its_loopback() -> None:
     "changes",
     [
         {"RANK": "3"},  # srun torchrun, srun accelerate launch, DeepSpeed's launcher
-        {"ACCELERATE_MIXED_PRECISION": "no"},  # srun accelerate launch with one process
+        {"OMPI_COMM_WORLD_RANK": "3"},  # mpirun, whose daemons srun starts
         {"SLURM_STEP_NUM_TASKS": "1"},  # srun of one task, which starts a launcher or trains alone
         {"SLURM_STEP_ID": None},  # a batch script, which has the variables of its job's first task
     ],
@@ -60,6 +66,35 @@ def test_a_process_that_is_no_task_of_several_or_has_a_launcher_is_left_alone(ch
     before = dict(environment)
     adopt_slurm(environment)
     assert environment == before
+
+
+def test_settings_of_accelerate_in_a_batch_script_are_no_launcher() -> None:
+    environment = {**TASK, "ACCELERATE_MIXED_PRECISION": "bf16"}
+    adopt_slurm(environment)
+    assert environment["RANK"] == "9"
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_script_that_is_started_in_an_interactive_shell_is_no_rank(interactive: bool) -> None:
+    ours, theirs = os.openpty()
+
+    def take_terminal() -> None:
+        if interactive:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    # in place of the shell of `srun --pty bash`, or of the script of `srun bash run.sh`
+    stdin = theirs if interactive else subprocess.DEVNULL
+    task = subprocess.Popen(["sleep", "100"], stdin=stdin, start_new_session=True, preexec_fn=take_terminal)
+    try:
+        # a step inside `salloc` inherits the names of its shell
+        environment = {**TASK, "SLURM_TASK_PID": str(task.pid), "SLURM_JOB_NAME": "interactive"}
+        adopt_slurm(environment)
+        assert ("RANK" in environment) is not interactive
+    finally:
+        task.kill()
+        task.wait()
+        os.close(ours)
+        os.close(theirs)
 
 
 @pytest.mark.parametrize(

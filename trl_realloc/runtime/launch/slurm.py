@@ -10,17 +10,20 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
+import psutil
+
 
 _NEEDED = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID")  # a batch script has no step
+_RANKS = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")  # by which a launcher tells a process its rank
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below those that Linux gives to outgoing connections
 
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` in a process that
-    `srun` started as one of several. Does nothing where a launcher has set ranks, and keeps an address or a port that
-    is set. Called before a process group is made.
+    `srun` started as one of several. Does nothing where a launcher has set ranks or in an interactive shell
+    (`srun --pty bash`), and keeps an address or a port that is set. Called before a process group is made.
     """
-    launched = "RANK" in environment or "ACCELERATE_MIXED_PRECISION" in environment
+    launched = any(name in environment for name in _RANKS) or _in_shell(environment)
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "")
     if launched or any(name not in environment for name in _NEEDED) or not tasks.isdigit() or int(tasks) < 2:
         return
@@ -34,6 +37,18 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
     # the same on all nodes; another for each step, so that steps on one node do not meet each other
     number = int(environment.get("SLURM_JOB_ID", "0")) * 17 + int(environment["SLURM_STEP_ID"])
     environment.setdefault("MASTER_PORT", str(_FIRST_PORT + number % _PORTS))
+
+
+def _in_shell(environment: Mapping[str, str]) -> bool:
+    """Whether the process was started from an interactive shell, which has the variables of its step's first task. The
+    shell is the task and has a terminal. A step that is started in that shell has tasks of its own, without one."""
+    task = environment.get("SLURM_TASK_PID", "")
+    if task == str(os.getpid()):  # `srun --pty python train.py`
+        return False
+    try:
+        return psutil.Process(int(task)).terminal() is not None
+    except (ValueError, psutil.Error):  # in a container that numbers its processes itself
+        return os.isatty(0)
 
 
 def first_host(hosts: str) -> str:
