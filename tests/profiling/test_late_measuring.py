@@ -10,6 +10,8 @@ import pytest
 from trl_realloc.planner.learning import LEAST, WARM_UP
 from trl_realloc.profiling import late_measuring
 from trl_realloc.profiling.late_measuring import GAIN, LateMeasuring
+from trl_realloc.trainer.checkpoint.mixin import CheckpointMixin
+from trl_realloc.trainer.plan_change import PlanChangeMixin
 
 
 COST_S, UPDATE_S, START_S = 50.0, 2.0, 1.0
@@ -87,3 +89,28 @@ def test_the_other_ranks_do_what_rank_0_has_decided(monkeypatch: pytest.MonkeyPa
         made.note(1e-3)
     assert made.budget(1, 1.0) == 7.0
     assert made.is_over
+
+
+def test_a_run_that_saves_has_saved_its_state_before_it_measures() -> None:
+    done: list[object] = []
+
+    class Run(PlanChangeMixin):
+        _saved_step = 3
+        _save_unsaved = CheckpointMixin._save_unsaved  # type: ignore[assignment]
+
+        def _save_checkpoint(self, model: object, trial: object) -> None:
+            done.append(f"saved after update {self.state.global_step}")
+
+        def _rebuild(self, next_plan: object) -> None:
+            done.append("measured")
+
+    for strategy, step, saved in (("steps", 4, ["saved after update 4"]), ("steps", 3, []), ("no", 4, [])):
+        done.clear()
+        made: Any = Run()
+        made.args, made.state = SimpleNamespace(save_strategy=strategy), SimpleNamespace(max_steps=9, global_step=step)
+        made.setup = SimpleNamespace(job=None)
+        made.observer = SimpleNamespace(note=lambda *_: None, job_plan=None)
+        made.replanner = SimpleNamespace(note=lambda lengths: None)
+        made.measuring = SimpleNamespace(is_over=False, note=lambda seconds: None, budget=lambda *_: 1.0)
+        made._replan(SimpleNamespace(samples={}), 1.0)
+        assert done == [*saved, "measured"]

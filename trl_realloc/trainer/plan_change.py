@@ -57,6 +57,7 @@ class PlanChangeMixin:
     _place: Callable[[], None]
     _start: Callable[[], None]
     _finish_save: Callable[[], None]
+    _save_unsaved: Callable[[], None]
 
     _start_seconds = 0.0  # what loading the models and starting the engines took
 
@@ -88,6 +89,7 @@ class PlanChangeMixin:
             self.measuring.note(seconds)
             budget_s = self.measuring.budget(updates_left, self._start_seconds)
             if budget_s is not None:
+                self._save_unsaved()  # an engine of the short runs that fails on one rank ends the job
                 self._rebuild(partial(measured_plan, self.setup.job, budget_s, self.observer.job_plan))
                 return
         job_plan = self.replanner.better(updates_left, self._start_seconds)

@@ -175,11 +175,17 @@ class CheckpointMixin:
             yield
         except (NonFiniteError, JobFailed) as error:
             is_unchanged = isinstance(error, NonFiniteError) or error.is_unharmed
-            if is_unchanged and self.args.save_strategy != "no" and self.state.global_step > self._saved_step:
-                self._save_checkpoint(None, None)
+            if is_unchanged:
+                self._save_unsaved()
             if isinstance(error, NonFiniteError) or error.is_shared:  # an older checkpoint may still be written
                 self._finish_save()
             raise
+
+    def _save_unsaved(self) -> None:
+        """Save the state between two updates, in a run that saves, unless the last checkpoint has it. Collective over
+        the job."""
+        if self.args.save_strategy != "no" and self.state.global_step > self._saved_step:
+            self._save_checkpoint(None, None)
 
     def _exportable(self) -> list[Any]:
         return [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
