@@ -218,7 +218,7 @@ def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, m
         if trains:
             gradient = there.model.lm_head.weight.grad
             assert torch.allclose(on_host(gradient), here.model.lm_head.weight.grad, atol=1e-4)
-    assert there._slices
+    assert there._may_slice
     if DEVICE.is_standin:
         tokens = int(samples.ragged("responses").lengths.sum())
         assert peaks[1 << 40] > 4 * tokens * vocabulary
