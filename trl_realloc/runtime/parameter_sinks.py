@@ -76,17 +76,15 @@ class FullTensorSink:
         }
 
 
-class EngineSink:
-    """Receives parameters into another engine of the role, in place."""
+class PartsSink:
+    """Receives the parts of a rank in place. What receives them, and with it the version, is in the subclasses.
 
-    def __init__(self, engine: Holder) -> None:
-        self.engine = engine
-        engine.version = STALE
-        self._parts = engine.parts()
+    Args:
+        parts: live tensors, to be filled.
+    """
 
-    @property
-    def version(self) -> int:
-        return self.engine.version
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
         return {name: [box for box, _ in self._parts.get(name, ())] for name in shapes}
@@ -96,6 +94,19 @@ class EngineSink:
 
     def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
         return {name: self._parts[name] for name in names if name in self._parts}
+
+
+class EngineSink(PartsSink):
+    """Receives parameters into another engine of the role, in place."""
+
+    def __init__(self, engine: Holder) -> None:
+        self.engine = engine
+        engine.version = STALE
+        super().__init__(engine.parts())
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
 
     def receive(self, stream: Iterator[Parts], version: int) -> None:
         self.engine.version = STALE

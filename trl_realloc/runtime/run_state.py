@@ -20,7 +20,7 @@ from ..engines.training_state import MASTER, TensorSpec, TrainingState
 from ..plan.execution_plan import ExecutionPlan
 from ..realloc.layout import Box, held_once
 from ..realloc.transfer import Parts, find
-from .parameter_sinks import STALE, EngineSink, Sink
+from .parameter_sinks import STALE, EngineSink, PartsSink, Sink
 from .placement import Placement
 from .process_groups import ReallocationGroups, from_every_rank
 from .reallocation import Reallocation
@@ -178,20 +178,12 @@ class RunState:
         reallocation.refresh()
 
 
-class StateSink:
+class StateSink(PartsSink):
     """Receives a trained role's training state into the parts that its engine is loading. A `parameter_sinks.Sink`."""
 
     def __init__(self, state: TrainingState) -> None:
-        self.version, self._parts = STALE, _state_parts(state)
-
-    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
-        return {name: [box for box, _ in self._parts.get(name, ())] for name in shapes}
-
-    def narrower(self, dtypes: Mapping[str, torch.dtype]) -> Mapping[str, torch.dtype]:
-        return {}
-
-    def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
-        return {name: self._parts[name] for name in names if name in self._parts}
+        super().__init__(_state_parts(state))
+        self.version = STALE
 
     def receive(self, stream: Iterator[Parts], version: int) -> None:
         for _ in stream:
