@@ -395,7 +395,7 @@ def test_measuring_that_fails_says_the_jobs_own_sentence_and_leaves_no_folder(
         said = "error: model: there is none.\nTraceback (most recent call last):\n  in the launcher\n"
         return subprocess.CompletedProcess(command, 1, "", said)
 
-    monkeypatch.setattr("trl_realloc.cli.main.subprocess.run", failing)
+    monkeypatch.setattr("trl_realloc.cli.measuring_job.subprocess.run", failing)
     for command, processes in (
         (["plan", "ppo.yaml"], "1 process"),
         (["profile", "ppo.yaml", "--devices", "2"], "2 processes"),

@@ -151,7 +151,11 @@ def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_
     ("capability", "fails", "used"), [((7, 5), False, False), ((8, 0), True, False), ((9, 0), False, True)]
 )
 def test_torchs_attention_is_used_on_gpus_that_have_its_kernel_alone(
-    capability: tuple[int, int], fails: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    fails: bool,
+    used: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tried: list[torch.Size] = []
 
@@ -172,6 +176,9 @@ def test_torchs_attention_is_used_on_gpus_that_have_its_kernel_alone(
     varlen_attention._has_kernel.cache_clear()
     assert len(tried) == (capability >= (8, 0)), "tried once, and not on a GPU that is too old"
     assert not saved, "gradient checkpointing counts what a forward saves"
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == fails, "a trial that fails is logged, once"
+    assert all("heads of 128 in torch.bfloat16" in text and "no kernel image" in text for text in warnings)
 
 
 def test_the_bounds_of_the_samples() -> None:

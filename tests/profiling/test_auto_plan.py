@@ -15,6 +15,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.profiling import auto_plan
 from trl_realloc.profiling.auto_plan import JobPlan, measured_plan
+from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels
 from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer, setup
@@ -111,7 +112,8 @@ def test_where_processes_see_one_gpu_each_no_engine_over_two_is_chosen(
     processes = [Process("a", "a", local, local % gpus, gpus) for local in range(2)]
     request = PlanRequest(None, Cluster(1, 2), "vllm", processes, None)
     monkeypatch.setattr(ppo_trainer, "read_plan_request", lambda *_: request)
-    monkeypatch.setattr(setup, "plan_job", lambda *_, **__: JobPlan.of(decision, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(Job, "choose", lambda *_, **__: decision)
+    monkeypatch.setattr(auto_plan, "print_decision", lambda *_, **__: None)
     monkeypatch.setattr(setup, "announce", announce)
     with pytest.raises(Chosen) as chosen:
         tiny.trainer(tmp_path)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.profiling import measured_plans, profile_cache
+from trl_realloc.profiling import profile_cache
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels, specs_of
 from trl_realloc.profiling.late_measuring import OVERHEAD_S, LateMeasuring
@@ -41,7 +41,7 @@ def test_zero_stages_are_measured_where_the_planner_considers_them(tmp_path: Pat
 
 
 def test_without_deepspeed_no_stage_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_plans, "is_deepspeed_available", lambda: False)
+    monkeypatch.setattr("trl_realloc.engines.training.deepspeed_compat.is_installed", lambda: False)
     assert names(make(tmp_path, 8.0)) == ["flatten", "tp 2 pp 1", "tp 1 pp 2"]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.common.errors import PlanError
+from trl_realloc.engines.training import deepspeed_compat
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import CACHED_TOKENS
 from trl_realloc.plan.dataflow import Role
@@ -99,13 +100,14 @@ def test_the_next_run_begins_with_what_the_last_one_has_learned(job: Job, capsys
         assert busy[name] == pytest.approx(3 * seconds, rel=0.1)
 
 
-def test_without_deepspeed_no_zero_stage_is_proposed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_deepspeed_no_zero_stage_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make(tmp_path, Cluster(1, 2, memory_gb=8.0))
     allowed: list[object] = []
     monkeypatch.setattr("trl_realloc.profiling.job.choose", lambda *a, zero_stages, **k: allowed.append(zero_stages))
     for is_installed in (True, False):
-        monkeypatch.setattr("trl_realloc.profiling.job.is_deepspeed_available", lambda found=is_installed: found)
+        monkeypatch.setattr(deepspeed_compat, "is_installed", lambda found=is_installed: found)
         job.choose(measured(job), time_limit_s=0.1)
-    assert allowed == [None, (0,)]
+    assert allowed == [(0, 1, 2, 3), (0,)]
 
 
 SLOW = Corrections({"actor.train": 2.0}, functions={"reward.forward": 100.0}, handover=50.0)

@@ -128,7 +128,7 @@ def test_a_zero_stage_without_deepspeed_is_refused_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = flatten(Cluster(1, 2), generation_engine="transformers").to_dict()
-    monkeypatch.setattr("trl_realloc.trainer.plan_checks.is_deepspeed_available", lambda: False)
+    monkeypatch.setattr("trl_realloc.engines.training.deepspeed_compat.is_installed", lambda: False)
     check_plan(tiny.arguments(tmp_path), ExecutionPlan.from_dict(plan), {}, [])
     plan["calls"]["critic.train"]["zero_stage"] = 2
     with pytest.raises(ConfigError, match="critic.train has zero_stage 2.*DeepSpeed is not installed: pip install"):

@@ -1,12 +1,11 @@
 """The command `trl-realloc`: chooses, prints and writes plans without torch, and starts a job that measures a machine.
 
-That job is in `measure`; choosing a plan is in `planner`.
+That job is in `measure`, and its start in `measuring_job`. Choosing a plan is in `planner`.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..common.errors import PlanError, Problems, shown, suggest
-from ..common.files import exists, read_yaml_mapping, shortened
+from ..common.files import exists, shortened
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import MOST_DEVICES, Cluster
@@ -38,6 +37,7 @@ from ..planner.profile import Profile, model_key
 from ..planner.recipe import Recipe, is_plan, read_recipe
 from ..planner.show import alternatives_table, draw_estimate, explained, memory_table, plan_cost_table
 from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
+from .measuring_job import check_processes, measured_profile, processes_of
 
 
 LONGEST_SEARCH = 86_400  # seconds
@@ -185,9 +185,9 @@ def _choose(
         pricing = _pricing(recipe, machine, AnalyticRates(device), device.memory)
     else:
         if measured is None:
-            _check_processes(devices)
+            check_processes(devices)
         recipe.specs()  # refuses a model that cannot be planned for, before it is measured
-        profile = Profile.load(measured) if measured else _measure(recipe, devices or _processes(recipe.path))
+        profile = Profile.load(measured) if measured else measured_profile(recipe, devices or processes_of(recipe.path))
         if devices is not None and devices != profile.devices:
             raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
         machine = _cluster(recipe.path.name, profile.devices, nodes)
@@ -268,7 +268,7 @@ def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tok
     processes as the run will have; generation under tensor degrees too, which a run's own measuring leaves out."""
     if len(what) > 2:
         raise PlanError(f"profile takes a recipe, or the folders of actor and critic, not {len(what)} arguments.")
-    _check_processes(devices)
+    check_processes(devices)
     _check_output(output, "the profile")
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
         path = Path(what[0])
@@ -278,61 +278,12 @@ def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tok
             path.write_text(yaml.safe_dump(models), encoding="utf-8")
         recipe = read_recipe(path, prompt_tokens)
         recipe.specs()
-        measured = _measure(recipe, devices or _processes(path), "thorough")
+        measured = measured_profile(recipe, devices or processes_of(path), "thorough")
     try:
         measured.save(output)
     except OSError as error:
         raise PlanError(f"the profile cannot be written to {output} ({error.strerror}).") from None
     click.echo(f"{len(measured.observations)} observations in {output}")
-
-
-def _check_processes(devices: int | None) -> None:
-    if devices is not None and not 1 <= devices <= _most_processes():
-        raise PlanError(
-            f"--devices {devices}: so many processes would be started on this machine, which has {os.cpu_count()} "
-            f"processors; give a number from 1 to {_most_processes()}."
-        )
-
-
-def _most_processes() -> int:
-    """The most processes on this machine: 8 for each processor, so that small machines can run tests."""
-    return 8 * (os.cpu_count() or 1)
-
-
-def _measure(recipe: Recipe, devices: int, *how: str) -> Profile:
-    """Run the short job that measures the machine. Returns its profile."""
-    with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
-        return _measured(recipe, devices, Path(folder) / "profile.json", how)
-
-
-def _measured(recipe: Recipe, devices: int, output: Path, how: Sequence[str]) -> Profile:
-    job = ["-m", "trl_realloc.cli.measure", str(recipe.path), str(output), str(recipe.prompt_tokens), *how]
-    launch = [sys.executable]
-    if devices > 1:
-        launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]
-        launch += [str(devices), "--mixed_precision", "no", "--dynamo_backend", "no"]
-    done = subprocess.run([*launch, *job], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode or not output.is_file():
-        lines = done.stderr.strip().splitlines()
-        refused = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        reason = "\n".join(list(dict.fromkeys(refused)) or lines[-12:])
-        processes = "1 process" if devices == 1 else f"{devices} processes"
-        raise PlanError(f"measuring {recipe.path} on {processes} failed: {reason}")
-    return Profile.load(output)
-
-
-def _processes(recipe: Path) -> int:
-    """The number of processes in the accelerate config in the recipe's folder; 1 without a config."""
-    config = recipe.parent / "accelerate.yaml"
-    if not exists(config):
-        return 1
-    processes = read_yaml_mapping(config, "the accelerate config", "num_processes: 2").get("num_processes", 1)
-    if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= _most_processes():
-        raise PlanError(
-            f"{config}: num_processes is a whole number from 1 to {_most_processes()} here, not {shown(processes)}; "
-            f"or say --devices N."
-        )
-    return processes
 
 
 @commands.command()

@@ -66,18 +66,19 @@ class JobPlan:
 
 
 def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0) -> JobPlan:
-    """The plan with the shortest estimated iteration. All ranks call this together.
+    """The plan with the shortest estimated iteration of those that the run can have (`Job.check`). All ranks call this
+    together.
 
     Args:
         measure_first: measure the machine and the models now, where they have no profile. Otherwise the plan is chosen
             by specification, and measuring waits until it pays (`late_measuring`).
 
     Raises:
-        PlanError: the models fit on no plan.
+        PlanError, ValueError: the models fit on no plan, or on none that the run can have.
     """
     if job.cluster.size == 1:
         plan = flatten(job.cluster, generation_engine=job.engine)  # one device has one plan
-        return JobPlan(with_sleeping_engines(plan) if job.vllm_sleeps else plan)
+        return JobPlan(with_sleeping_engines(plan) if job.vllm_sleeps else plan).allowed(job.check)
     profile, is_new = cached_profile(job) if measure_first else (starting_profile(job), False)
     if not profile.observations:
         notice(
@@ -88,13 +89,14 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
 
 
 def chosen_plan(job: Job, profile: Profile, *, is_new: bool, time_limit_s: float = 5.0) -> JobPlan:
-    """The plan with the shortest iteration as a profile estimates it. All ranks call this together.
+    """The plan with the shortest iteration, as a profile estimates it, of those that the run can have. All ranks call
+    this together, and all or none of them raise.
 
     Args:
         is_new: the profile was measured in this run.
 
     Raises:
-        PlanError: the models fit on no plan.
+        PlanError, ValueError: the models fit on no plan, or on none that the run can have.
     """
     decision: Decision | PlanError | None = None
     if job.rank == 0:
@@ -107,7 +109,7 @@ def chosen_plan(job: Job, profile: Profile, *, is_new: bool, time_limit_s: float
     if isinstance(decision, PlanError):
         raise decision
     assert decision is not None, "rank 0 chose or refused"
-    return JobPlan.of(decision, profile)
+    return JobPlan.of(decision, profile).allowed(job.check)
 
 
 def measured_plan(job: Job, budget_s: float, current: JobPlan) -> JobPlan:
@@ -122,18 +124,12 @@ def measured_plan(job: Job, budget_s: float, current: JobPlan) -> JobPlan:
     if not profile.observations:
         return current
     try:
-        chosen = chosen_plan(job, profile, is_new=True)  # raises on all ranks or on none
-    except PlanError as error:
-        return _unchanged(current, error)
-    try:
-        return chosen.allowed(job.check)
+        return chosen_plan(job, profile, is_new=True)
     except (PlanError, ValueError) as error:
-        return _unchanged(current, error)
-
-
-def _unchanged(current: JobPlan, error: Exception) -> JobPlan:
-    notice(f"the run continues under {current.plan.name}, because the measured machine leaves no other plan: {error}")
-    return current
+        notice(
+            f"the run continues under {current.plan.name}, because the measured machine leaves no other plan: {error}"
+        )
+        return current
 
 
 def known_estimate(job: Job, plan: ExecutionPlan) -> JobPlan:

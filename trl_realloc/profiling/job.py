@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from accelerate.utils import is_deepspeed_available
-
 from ..engines.device import memory_bytes
+from ..engines.training import deepspeed_compat
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
 from ..plan.execution_plan import ExecutionPlan
@@ -68,9 +67,15 @@ class Job:
             self.pricing(profile, workload),
             generation_engine=self.engine,
             engines=self.engines,
-            zero_stages=None if is_deepspeed_available() else (0,),
+            zero_stages=self.zero_stages,
             time_limit_s=time_limit_s,
         )
+
+    @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that the planner considers and measures: 0 alone where DeepSpeed is not installed, and where
+        the memory of a device, which the other stages save, is not known."""
+        return (0, 1, 2, 3) if deepspeed_compat.is_installed() and self.memory is not None else (0,)
 
     @property
     def memory(self) -> DeviceMemory | None:

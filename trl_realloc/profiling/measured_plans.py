@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accelerate.utils import is_deepspeed_available
-
 from ..common.errors import PlanError
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import Assignment, ParallelStrategy
@@ -68,11 +66,10 @@ def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
     for tp, pp in [*((tp, 1) for tp in tensor), (1, 2)]:
         if per_node % (tp * pp) == 0 and "megatron" in job.engines and _can_split(job, tp, pp):
             yield _split(job, tp, pp)
-    if job.memory is not None and is_deepspeed_available():
-        for stage in (1, 2, 3):
-            # the samples are those of the first plan, so the engine does not generate
-            plan = flatten(cluster, generation_engine="transformers", zero_stage=stage)
-            yield ExecutionPlan(cluster, plan.assignments, plan.graph, f"ZeRO-{stage}")
+    for stage in filter(None, job.zero_stages):
+        # the samples are those of the first plan, so the engine does not generate
+        plan = flatten(cluster, generation_engine="transformers", zero_stage=stage)
+        yield ExecutionPlan(cluster, plan.assignments, plan.graph, f"ZeRO-{stage}")
     if thorough and job.engine == "vllm":
         (spec,) = job.models.specs["actor.generate"]
         for tp in tensor:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from accelerate.utils import is_deepspeed_available
-
 from ..common.errors import Problems
 from ..engines.generation.vllm_support import MIN_TEMPERATURE
+from ..engines.training import deepspeed_compat
 from ..plan.assignment import Assignment
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
@@ -46,7 +45,7 @@ def check_plan(
             f"it, or set generation_engine='transformers'."
         )
     stages = {name: a.strategy.zero_stage for name, a in plan.assignments.items() if a.strategy.zero_stage}
-    if stages and not is_deepspeed_available():
+    if stages and not deepspeed_compat.is_installed():
         name, stage = next(iter(stages.items()))
         raise ConfigError(
             f"{name} has zero_stage {stage}, which DeepSpeed executes, and DeepSpeed is not installed: "

@@ -115,8 +115,6 @@ def prepare(
     job = replace(job, check=check)
     measures = plugin.measure == "first"
     job_plan = plan_job(job, measure_first=measures) if request.plan is None else known_estimate(job, request.plan)
-    if request.plan is None:
-        job_plan = job_plan.allowed(job.check)
     plan = job_plan.plan
     announce(request.processes, plan, rank)
     policy, roles = build_roles(args, plan, rank, inputs, rewards, configs)

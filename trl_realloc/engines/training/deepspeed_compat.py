@@ -15,9 +15,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from accelerate.utils import is_deepspeed_available
 from torch import Tensor, nn
 
 from ..mesh_group import MeshGroup
+
+
+def is_installed() -> bool:
+    return bool(is_deepspeed_available())
 
 
 # --- partitioned parameters (stage 3) ---------------------------------------------------------------------------------

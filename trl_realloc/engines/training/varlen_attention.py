@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 
 try:  # with all arguments that are used here since torch 2.12
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None  # type: ignore[assignment]
+
+logger = logging.get_logger(__name__)
 
 LARGEST_HEAD = 256  # of flash attention
 HEAD_MULTIPLE = 8  # its kernels refuse other head sizes, or pad them
@@ -81,7 +84,11 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     try:
         result = varlen_attention(query.requires_grad_(), key, value, [2, 1], None, None)
         torch.autograd.grad(result.sum(), query)
-    except (RuntimeError, TypeError, ValueError):  # no kernel; arguments that this release of torch does not take
+    except (RuntimeError, TypeError, ValueError) as error:  # no kernel; this release of torch takes other arguments
+        logger.warning(
+            f"torch's attention for samples of different lengths does not run on {device} with heads of {head_dim} in "
+            f"{dtype}, so each sample's attention is a call of its own, which is slower: {error}"
+        )
         return False
     return True
 

@@ -1,0 +1,76 @@
+"""Starts the job that measures a recipe's models on this machine, and reads its profile.
+
+What each of its processes does is in `measure`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..common.errors import PlanError, shown
+from ..common.files import exists, read_yaml_mapping
+from ..planner.profile import Profile
+from ..planner.recipe import Recipe
+
+
+def check_processes(devices: int | None) -> None:
+    """Refuse more processes than this machine can run. Raises `PlanError`."""
+    if devices is not None and not 1 <= devices <= _most_processes():
+        raise PlanError(
+            f"--devices {devices}: so many processes would be started on this machine, which has {os.cpu_count()} "
+            f"processors; give a number from 1 to {_most_processes()}."
+        )
+
+
+def _most_processes() -> int:
+    """The most processes on this machine: 8 for each processor, so that small machines can run tests."""
+    return 8 * (os.cpu_count() or 1)
+
+
+def measured_profile(recipe: Recipe, devices: int, *how: str) -> Profile:
+    """Run the job that measures a recipe's models on this machine. Returns its profile.
+
+    Args:
+        devices: number of its processes.
+        how: `thorough`, to measure generation under tensor degrees too.
+
+    Raises:
+        PlanError: the job failed; with its own sentence.
+    """
+    with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
+        return _measured(recipe, devices, Path(folder) / "profile.json", how)
+
+
+def _measured(recipe: Recipe, devices: int, output: Path, how: Sequence[str]) -> Profile:
+    job = ["-m", "trl_realloc.cli.measure", str(recipe.path), str(output), str(recipe.prompt_tokens), *how]
+    launch = [sys.executable]
+    if devices > 1:
+        launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]
+        launch += [str(devices), "--mixed_precision", "no", "--dynamo_backend", "no"]
+    done = subprocess.run([*launch, *job], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode or not output.is_file():
+        lines = done.stderr.strip().splitlines()
+        refused = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        reason = "\n".join(list(dict.fromkeys(refused)) or lines[-12:])
+        processes = "1 process" if devices == 1 else f"{devices} processes"
+        raise PlanError(f"measuring {recipe.path} on {processes} failed: {reason}")
+    return Profile.load(output)
+
+
+def processes_of(recipe: Path) -> int:
+    """The number of processes in the accelerate config in the recipe's folder; 1 without a config."""
+    config = recipe.parent / "accelerate.yaml"
+    if not exists(config):
+        return 1
+    processes = read_yaml_mapping(config, "the accelerate config", "num_processes: 2").get("num_processes", 1)
+    if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= _most_processes():
+        raise PlanError(
+            f"{config}: num_processes is a whole number from 1 to {_most_processes()} here, not {shown(processes)}; "
+            f"or say --devices N."
+        )
+    return processes
