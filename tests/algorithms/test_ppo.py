@@ -14,7 +14,8 @@ from torch import Tensor
 
 from trl_realloc.algorithms import ppo
 from trl_realloc.algorithms.ppo import PPOSettings
-from trl_realloc.algorithms.rollout import Ragged, Rollouts, micro_batches
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.plan.batching import micro_batches
 
 
 LIMIT = 6

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance, micro_batches
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.plan.batching import balance, micro_batches
 
 
 ROWS = st.lists(st.lists(st.integers(-100, 100), max_size=6), max_size=7)

@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms import ppo
-from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import GROUP
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead, cut
 from trl_realloc.engines.training.replicated import ReplicatedEngine, set_learning_rate
+from trl_realloc.plan.batching import balance
 
 
 RULES = ppo.PPOSettings(response_length=9)

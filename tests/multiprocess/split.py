@@ -22,12 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
-from trl_realloc.algorithms.rollout import Rollouts, balance
+from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
+from trl_realloc.plan.batching import balance
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.layout import megatron_layout
 from trl_realloc.trainer.checkpoint.models import write_model

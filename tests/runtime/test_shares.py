@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_realloc.algorithms.ppo import PPO, PPOSettings
-from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.batching import balance
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten

@@ -29,13 +29,14 @@ from replay import rollouts  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from trl_realloc.algorithms.ppo import PolicyLoss, PPOSettings, ValueLoss, prepare, sample_weights  # noqa: E402
-from trl_realloc.algorithms.rollout import Ragged, Rollouts, balance  # noqa: E402
+from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
 from trl_realloc.engines.device import group_device  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks  # noqa: E402
 from trl_realloc.engines.models import load_classifier, load_policy, seeded  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
+from trl_realloc.plan.batching import balance  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402
 from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.plan.model_spec import ModelSpec  # noqa: E402

@@ -1,13 +1,11 @@
-"""Samples as ragged columns (`Ragged`, `Rollouts`), and how they are divided: among data-parallel ranks by tokens, into
-micro-batches by a token budget.
+"""Samples as ragged columns (`Ragged`, `Rollouts`).
 
-An algorithm's arithmetic is in `advantages` and `ppo`. Padded tensors are made inside the engines, where a kernel needs
-them.
+How samples are divided is in `plan.batching`, an algorithm's arithmetic in `advantages` and `ppo`. Padded tensors are
+made inside the engines, where a kernel needs them.
 """
 
 from __future__ import annotations
 
-import heapq
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,51 +236,3 @@ class Rollouts(Mapping[str, Column]):
     def from_bytes(data: bytes) -> Rollouts:
         columns = torch.load(io.BytesIO(data), weights_only=True)
         return Rollouts(**{k: Ragged(*c) if isinstance(c, tuple) else c for k, c in columns.items()})
-
-
-def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide samples among `parts` ranks so that their token counts are as even as possible.
-
-    The longest sample comes first, and each goes to the rank with the fewest tokens (Graham's LPT rule: the fullest
-    rank has at most 4/3 of the optimum). Deterministic, so that every rank of a mesh computes the same division. Within
-    a part the samples keep their order.
-
-    Args:
-        lengths: tokens of each sample.
-
-    Returns:
-        `parts` lists of positions. Every position of `range(len(lengths))` is in one of them; some may be empty.
-    """
-    heap = [(0, 0, part) for part in range(parts)]
-    positions: list[list[int]] = [[] for _ in range(parts)]
-    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        tokens, count, part = heapq.heappop(heap)
-        positions[part].append(position)
-        heapq.heappush(heap, (tokens + lengths[position], count + 1, part))
-    return [sorted(part_positions) for part_positions in positions]
-
-
-def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack samples into micro-batches of at most `budget` tokens. A longer sample has a micro-batch to itself.
-
-    First fit with the longest sample first: samples of similar length are together, so an engine that pads adds little
-    padding.
-
-    Args:
-        lengths: tokens of each sample.
-
-    Returns:
-        Lists of positions; none is empty.
-    """
-    batches: list[list[int]] = []
-    room: list[int] = []
-    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for batch, free in enumerate(room):
-            if lengths[position] <= free:
-                batches[batch].append(position)
-                room[batch] -= lengths[position]
-                break
-        else:
-            batches.append([position])
-            room.append(budget - lengths[position])
-    return batches

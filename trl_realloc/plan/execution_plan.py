@@ -1,5 +1,5 @@
-"""`ExecutionPlan`: the device mesh, parallel strategy and engine of every model function call, as an object and as
-YAML.
+"""`ExecutionPlan`: the device mesh, parallel strategy and engine of every model function call, and how calls overlap,
+as an object and as YAML.
 
 Object and YAML file convert to each other without loss. The constructor refuses an invalid plan with all of its
 problems at once. How plans are chosen is in `planner`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from .algorithm_graphs import ppo_graph
 from .assignment import ENGINES, RELEASE_FLAGS, Assignment, ParallelStrategy, assignment_problems, engines_for, in_place
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge
+from .streams import Streams, stream_problems, streamed_calls
 
 
 __all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]
@@ -60,6 +62,9 @@ class ExecutionPlan:
     Args:
         assignments: by call name.
         name: for messages and reports.
+        streams: how scoring begins while samples are being generated; `None` if every call waits for whole batches.
+        barrier: an iteration begins when the one before has ended on every device. Otherwise generation begins when its
+            parameters have been trained.
 
     Raises:
         PlanError: with a sentence for each problem of the plan.
@@ -69,9 +74,15 @@ class ExecutionPlan:
     assignments: Mapping[str, Assignment]
     graph: DataflowGraph = field(default_factory=ppo_graph)
     name: str = ""
+    streams: Streams | None = None
+    barrier: bool = False
 
     def __post_init__(self) -> None:
-        Problems(_problems(self.cluster, self.assignments, self.graph)).refuse()
+        problems = Problems(_problems(self.cluster, self.assignments, self.graph))
+        problems += stream_problems(self.graph, self.assignments, self.streams)
+        if not isinstance(self.barrier, bool):
+            problems.append(f"barrier is true or false, not {shown(self.barrier)}.")
+        problems.refuse()
         ordered = Assignments({name: self.assignments[name] for name in self.graph.order})
         object.__setattr__(self, "assignments", ordered)
 
@@ -90,6 +101,11 @@ class ExecutionPlan:
     def reallocations(self) -> tuple[ParameterEdge, ...]:
         """The parameter edges whose two calls have different layouts, so that each new version must be moved."""
         return tuple(edge for edge in self.graph.parameter_edges if not in_place(self[edge.source], self[edge.target]))
+
+    @cached_property
+    def streamed(self) -> tuple[str, ...]:
+        """The calls that take part in the streams, in order; empty if the plan has none."""
+        return streamed_calls(self.graph, self.assignments, self.streams)
 
     def calls_on(self, device: int) -> tuple[str, ...]:
         """The calls whose mesh contains `device`, in order."""
@@ -110,14 +126,19 @@ class ExecutionPlan:
         cluster = {name: value for name, value in vars(self.cluster).items() if value is not None}
         calls = {name: assignment.to_dict() for name, assignment in self.assignments.items()}
         graph = {} if self.graph == ppo_graph() else {"graph": self.graph.to_dict()}
-        return {"name": self.name, "cluster": cluster, **graph, "calls": calls}
+        return {"name": self.name, "cluster": cluster, **graph, **self._overlap(), "calls": calls}
+
+    def _overlap(self) -> dict[str, Any]:
+        """The fields that say how calls overlap, without those that are the default."""
+        streams = {} if self.streams is None else {"streams": self.streams.to_dict() or True}
+        return {**streams, **({"barrier": True} if self.barrier else {})}
 
     @staticmethod
     def from_dict(value: object) -> ExecutionPlan:
         """The inverse of `to_dict`. Raises `PlanError` with all problems at once, including unknown keys."""
         if not isinstance(value, Mapping):
             raise PlanError(f"a plan has the keys cluster and calls; this is {shown(value)}.")
-        problems = Problems(unknown_keys(value, ("name", "cluster", "graph", "calls"), "a plan has no key"))
+        problems = Problems(unknown_keys(value, _KEYS, "a plan has no key"))
         name = value.get("name", "")
         if not isinstance(name, str):
             problems.append(f"a plan's name is text, not {shown(name)}; put it in quotes or leave it out.")
@@ -128,6 +149,9 @@ class ExecutionPlan:
             cluster = _read_cluster(value.get("cluster"))
         with problems.of():
             graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else ppo_graph()
+        streams, barrier = None, value.get("barrier", False)
+        with problems.of():
+            streams = Streams.from_dict(value.get("streams"))
         calls = value.get("calls")
         if not isinstance(calls, Mapping):
             problems.append(
@@ -147,7 +171,7 @@ class ExecutionPlan:
         problems.refuse()
         assert cluster is not None
         assert graph is not None
-        return ExecutionPlan(cluster, assignments, graph, name)
+        return ExecutionPlan(cluster, assignments, graph, name, streams, barrier)
 
     def to_yaml(self) -> str:
         """The plan as YAML: a line for each call, after a comment that explains the fields."""
@@ -156,6 +180,7 @@ class ExecutionPlan:
         if "graph" in plain:
             lines += [f"graph:\n  sources: {_flow(plain['graph']['sources'])}\n  calls:\n"]
             lines += [f"    {name}: {_flow(columns)}\n" for name, columns in plain["graph"]["calls"].items()]
+        lines += [f"{key}: {_flow(field)}\n" for key, field in self._overlap().items()]
         lines += ["calls:\n", *(f"  {name}: {_flow(assignment)}\n" for name, assignment in plain["calls"].items())]
         return "".join(lines)
 
@@ -229,11 +254,18 @@ _HEADER = f"""\
 #   offload: true keeps what a call scores with in host memory between its turns
 #   drop: true frees a copy of trained parameters between its turns, and makes it again for the next
 #   of a vLLM engine offload and drop free its cache too: it sleeps while others use its devices
+# Before calls:
+#   streams: true, or a table: scoring begins while other samples are being generated, on devices that do not generate
+#     migration: {{threshold: 0.2, engines: 1}}: when less than a fifth is unfinished, one engine takes it
+#     deterministic: true repeats a run bit for bit; calls: [reference.forward] streams these alone
+#   barrier: true begins no iteration before the one before has ended everywhere
 """
+_KEYS = ("name", "cluster", "graph", "streams", "barrier", "calls")
 
 
 def _flow(value: object) -> str:
-    return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))).strip()
+    text = str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf")))
+    return text.removesuffix("...\n").strip()
 
 
 def _named(name: str) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..algorithms.base import Algorithm
-from ..algorithms.rollout import Rollouts, balance
+from ..algorithms.rollout import Rollouts
+from ..plan.batching import balance
 from ..plan.dataflow import Call, CallKind
 from ..plan.execution_plan import ExecutionPlan
 

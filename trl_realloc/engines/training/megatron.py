@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.base import TokenLoss
-from ...algorithms.rollout import Ragged, Rollouts, micro_batches
+from ...algorithms.rollout import Ragged, Rollouts
+from ...plan.batching import micro_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate

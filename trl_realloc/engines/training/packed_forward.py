@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...algorithms.base import TokenLoss
-from ...algorithms.rollout import Ragged, Rollouts, micro_batches, places
+from ...algorithms.rollout import Ragged, Rollouts, places
+from ...plan.batching import micro_batches
 from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs
