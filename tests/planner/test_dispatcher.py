@@ -1,0 +1,209 @@
+"""Whatever the order of events, each sample is generated once, and scored once by every call on ranks that are free."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
+from trl_realloc.plan.presets import flatten, interleave, separate
+from trl_realloc.plan.streams import Migration, Streams
+from trl_realloc.planner.dispatcher import Continue, Dispatcher, Release, Score, Withdraw
+from trl_realloc.planner.stream import Stream, stream_of
+
+
+LIMIT = 40
+
+
+class Job:
+    """Plays engines and ranks: runs orders in the order of each rank, and reports events in a random order."""
+
+    def __init__(self, stream: Stream, dispatcher: Dispatcher, draw: random.Random) -> None:
+        self.stream, self.dispatcher, self.draw = stream, dispatcher, draw
+        self.lengths = [draw.randint(1, LIMIT) for _ in stream.prompts]
+        self.engines = {
+            (g.name, engine): set(samples) for g in stream.generations for engine, samples in enumerate(g.samples)
+        }
+        self.withdrawing: list[tuple[str, int]] = []
+        self.queues: dict[int, list[Score]] = {rank: [] for rank in stream.ranks}
+        self.waiting_to_join = sorted(stream.ranks)
+        self.generating = Counter(r for g in stream.generations for ranks in g.engines for r in ranks)
+        self.generated: Counter[tuple[str, int]] = Counter()
+        self.scored: Counter[tuple[str, int]] = Counter()
+        self.moved, self.forwards, self.parts = 0, 0, list[tuple[str, tuple[tuple[int, ...], ...]]]()
+
+    def take(self, orders: list) -> None:
+        for order in orders:
+            match order:
+                case Score():
+                    self.parts.append((order.call, order.parts))
+                    for rank in self.team(order):
+                        assert not self.generating[rank], "the rank generates"
+                        assert rank not in self.waiting_to_join
+                        self.queues[rank].append(order)
+                case Withdraw():
+                    assert self.engines[order.call, order.engine]
+                    self.withdrawing.append((order.call, order.engine))
+                case Continue():
+                    self.moved += len(order.samples)
+                    self.engines[order.call, order.engine] |= set(order.samples)
+                case Release():
+                    assert not self.engines[order.call, order.engine]
+                    generation = next(g for g in self.stream.generations if g.name == order.call)
+                    self.generating.subtract(generation.engines[order.engine])
+
+    def team(self, order: Score) -> list[int]:
+        scoring = next(s for s in self.stream.scorings if s.name == order.call)
+        return [rank for replica in scoring.teams[order.team] for rank in replica]
+
+    def runnable(self) -> list[Score]:
+        """The orders that are next on all ranks of their team."""
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        return [order for order in heads if all(self.queues[rank][:1] == [order] for rank in self.team(order))]
+
+    def join_all(self) -> None:
+        for rank in self.waiting_to_join[:]:
+            self.waiting_to_join.remove(rank)
+            self.take(self.dispatcher.join(rank))
+
+    def step(self) -> None:
+        active = [
+            key
+            for key, samples in self.engines.items()
+            if samples
+            and next(g for g in self.stream.generations if g.name == key[0]).engines[key[1]][0]
+            not in self.waiting_to_join
+        ]
+        events = ["join"] * bool(self.waiting_to_join) + ["finish"] * 3 * bool(active)
+        events += ["withdraw"] * bool(self.withdrawing) + ["scored"] * 2 * bool(self.runnable())
+        match self.draw.choice(events):  # an IndexError: every rank waits, and nothing will ever happen
+            case "join":
+                rank = self.waiting_to_join.pop(self.draw.randrange(len(self.waiting_to_join)))
+                self.take(self.dispatcher.join(rank))
+            case "finish":
+                call, engine = key = self.draw.choice(active)
+                chosen = self.draw.sample(sorted(self.engines[key]), self.draw.randint(1, len(self.engines[key])))
+                self.engines[key] -= set(chosen)
+                self.generated.update((call, index) for index in chosen)
+                self.take(self.dispatcher.finish(call, engine, [(index, self.lengths[index]) for index in chosen]))
+            case "withdraw":
+                call, engine = key = self.withdrawing.pop()
+                chosen = [index for index in sorted(self.engines[key]) if self.draw.random() < 0.8]
+                self.engines[key] -= set(chosen)
+                self.take(self.dispatcher.withdraw(call, engine, chosen))
+            case "scored":
+                order = self.draw.choice(self.runnable())
+                for rank in self.team(order):
+                    assert self.queues[rank].pop(0) == order
+                self.forwards += 1
+                self.scored.update((order.call, index) for part in order.parts for index in part)
+                self.take(self.dispatcher.scored(order.number))
+
+
+def split_plan(devices: int) -> ExecutionPlan:
+    """Scoring in teams of two ranks, one sharded over all, next to generation by single ranks."""
+    plan = flatten(Cluster(1, devices))
+    assignments = dict(plan.assignments)
+    mesh = plan.mesh("actor.generate")
+    assignments["reference.forward"] = Assignment(mesh, ParallelStrategy(dp=devices // 2, tp=2), "megatron")
+    assignments["critic.forward"] = Assignment(mesh, ParallelStrategy(dp=devices, zero_stage=3), "zero")
+    return replace(plan, assignments=assignments)
+
+
+PLANS = [maker(Cluster(1, size)) for maker in (flatten, interleave, separate) for size in (1, 2, 4, 8)]
+PLANS += [split_plan(size) for size in (2, 4, 8)]
+
+
+def job_of(plan: ExecutionPlan, prompts: int, seed: int, streams: Streams, budget: int) -> Job:
+    plan = replace(plan, streams=streams)
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 20) for _ in range(prompts)]
+    stream = stream_of(plan, lengths, LIMIT, dict.fromkeys(plan.order, budget))
+    dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
+    return Job(stream, dispatcher, draw)
+
+
+def run(job: Job) -> None:
+    while not job.dispatcher.is_finished:
+        job.step()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(PLANS),
+    st.integers(1, 40),
+    st.integers(0, 2**32),
+    st.integers(10, 500),
+    st.one_of(st.none(), st.tuples(st.floats(0.01, 0.99), st.integers(1, 3))),
+    st.booleans(),
+)
+def test_every_sample_is_generated_and_scored_once(plan, prompts, seed, budget, migration, deterministic) -> None:
+    engines = plan["actor.generate"].strategy.dp
+    moves = None
+    if migration is not None and migration[1] < engines and not deterministic:
+        moves = Migration(*migration)
+    job = job_of(plan, prompts, seed, Streams(migration=moves, deterministic=deterministic), budget)
+    run(job)
+    assert job.generated == {("actor.generate", index): 1 for index in range(prompts)}
+    calls = ("reference.forward", "reward.forward", "critic.forward")
+    assert job.scored == {(call, index): 1 for call in calls for index in range(prompts)}
+    assert not any(job.generating.values()), "every engine was released"
+    if deterministic:
+        again = job_of(plan, prompts, seed, Streams(deterministic=True), budget)
+        again.draw.seed(seed + 1)  # other lengths than planned do not matter, other orders of events do
+        again.lengths = job.lengths
+        run(again)
+        assert sorted(again.parts) == sorted(job.parts), "the same samples are scored together"
+
+
+def test_samples_move_once_and_to_the_fullest_engines() -> None:
+    plan = flatten(Cluster(1, 4))
+    job = job_of(plan, 40, 0, Streams(migration=Migration(0.3, engines=1)), 1000)
+    job.join_all()
+    for engine, left in enumerate((2, 5, 1, 4)):  # 12 of 40 are left at the end, which is not fewer than 0.3
+        key = ("actor.generate", engine)
+        ended = sorted(job.engines[key])[left:]
+        job.engines[key] -= set(ended)
+        job.take(job.dispatcher.finish(*key, [(index, 3) for index in ended]))
+    assert not job.withdrawing
+    last = job.engines["actor.generate", 1].pop()
+    job.take(job.dispatcher.finish("actor.generate", 1, [(last, 3)]))
+    assert sorted(engine for _, engine in job.withdrawing) == [0, 2, 3]
+    for _, engine in list(job.withdrawing):
+        moved, job.engines["actor.generate", engine] = sorted(job.engines["actor.generate", engine]), set()
+        job.take(job.dispatcher.withdraw("actor.generate", engine, moved))
+    assert job.moved == 7
+    assert len(job.engines["actor.generate", 1]) == 11
+
+
+def test_scoring_begins_while_another_engine_generates() -> None:
+    job = job_of(flatten(Cluster(1, 2)), 8, 0, Streams(), 30)
+    job.join_all()
+    first = sorted(job.engines["actor.generate", 0])
+    job.engines["actor.generate", 0] = set()
+    job.take(job.dispatcher.finish("actor.generate", 0, [(index, 20) for index in first]))
+    assert job.queues[0] and not job.queues[1]
+
+
+def test_the_last_samples_are_divided_among_the_free_ranks() -> None:
+    job = job_of(flatten(Cluster(1, 4)), 8, 0, Streams(calls=("reference.forward",)), 10_000)
+    job.join_all()
+    for engine in range(4):
+        key = ("actor.generate", engine)
+        ended, job.engines[key] = sorted(job.engines[key]), set()
+        job.take(job.dispatcher.finish(*key, [(index, 20) for index in ended]))
+    assert all(job.queues[rank] for rank in range(4))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_orders_are_the_same_for_the_same_events(size: int) -> None:
+    jobs = [job_of(split_plan(size), 20, 7, Streams(migration=Migration(0.3)), 60) for _ in range(2)]
+    for job in jobs:
+        run(job)
+    assert jobs[0].parts == jobs[1].parts

@@ -1,0 +1,103 @@
+"""`Stream`: the streamed calls of one iteration as `dispatcher` needs them: engines, teams, samples and token budgets.
+
+Pure: derived from a plan and the lengths of the prompts. The runtime and the simulation make the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..plan.dataflow import CallKind
+from ..plan.execution_plan import ExecutionPlan
+
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StreamedGeneration:
+    """A call that generates.
+
+    Args:
+        engines: the ranks of each generation engine.
+        samples: the indices of the samples that each engine begins.
+    """
+
+    name: str
+    engines: tuple[Ranks, ...]
+    samples: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class StreamedScoring:
+    """A scoring call that begins while samples are being generated.
+
+    Args:
+        teams: the ranks that run a forward together, by team and by data-parallel replica of the team. A team has one
+            replica, but for parameters that are sharded over the mesh, whose forward is a collective of all replicas.
+        producers: the streamed calls whose outputs it reads.
+        generation: the call that generated the responses that it reads.
+        budget: most tokens of one forward of one replica.
+    """
+
+    name: str
+    teams: tuple[tuple[Ranks, ...], ...]
+    producers: tuple[str, ...]
+    generation: str
+    budget: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The streamed calls of one iteration.
+
+    Args:
+        generations, scorings: in the plan's order.
+        prompts: tokens of each sample's prompt, by the sample's index.
+        limit: most tokens of a response.
+    """
+
+    generations: tuple[StreamedGeneration, ...]
+    scorings: tuple[StreamedScoring, ...]
+    prompts: tuple[int, ...]
+    limit: int
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that generate or score."""
+        engines = [engine for generation in self.generations for engine in generation.engines]
+        replicas = [replica for scoring in self.scorings for team in scoring.teams for replica in team]
+        return frozenset(rank for ranks in (*engines, *replicas) for rank in ranks)
+
+
+def stream_of(plan: ExecutionPlan, prompts: Sequence[int], limit: int, budgets: Mapping[str, int]) -> Stream:
+    """The streamed calls of an iteration of a plan that has streams.
+
+    Args:
+        prompts, limit: as of `Stream`.
+        budgets: most tokens of one forward of each scoring call.
+    """
+    generations, scorings = [], []
+    generated_by: dict[str, str] = {}  # column of responses -> the call that makes it
+    for name in plan.streamed:
+        call, replicas = plan.graph.call(name), replicas_of(plan, name)
+        if call.kind is CallKind.GENERATE:
+            dp = len(replicas)
+            shares = tuple(tuple(range(first, len(prompts), dp)) for first in range(dp))
+            generations.append(StreamedGeneration(name, replicas, shares))
+            generated_by[call.outputs[0]] = name
+            continue
+        producers = dict.fromkeys(filter(None, map(plan.graph.producer, call.inputs)))
+        generation = next(generated_by[column] for column in call.inputs if column in generated_by)
+        is_sharded = plan[name].strategy.zero_stage == 3
+        teams = (replicas,) if is_sharded else tuple((replica,) for replica in replicas)
+        scorings.append(StreamedScoring(name, teams, tuple(producers), generation, budgets[name]))
+    return Stream(tuple(generations), tuple(scorings), tuple(prompts), limit)
+
+
+def replicas_of(plan: ExecutionPlan, call: str) -> tuple[Ranks, ...]:
+    """The ranks of each data-parallel replica of a call."""
+    ranks, strategy = tuple(plan.mesh(call).devices), plan[call].strategy
+    size = strategy.tp * strategy.pp
+    return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
