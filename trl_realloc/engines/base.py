@@ -47,7 +47,7 @@ class Sampling:
     """How tokens are drawn. Always from the whole vocabulary, because PPO's ratio compares full distributions.
 
     Args:
-        max_tokens: most response tokens, the stop token included.
+        max_tokens: most response tokens, the stop token and those that a request has `begun` with included.
         temperature: logits are divided by this; greater than 0.
         stop_token_id: the token that ends a response and is its last; `None` for responses of `max_tokens` tokens.
     """
@@ -58,12 +58,34 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Unfinished:
+    """A response that was withdrawn before its end.
+
+    Args:
+        index: of its request.
+        token_ids: all tokens that have been drawn, also those that earlier engines had drawn.
+        logprobs: of each token, as in `Completion`.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. `index` is its index in the global batch; `seed` determines its random draws."""
+    """One prompt to continue.
+
+    Args:
+        index: in the global batch.
+        seed: determines the response's random draws.
+        begun: the tokens that another engine has already drawn; the generation goes on after them.
+    """
 
     index: int
     prompt_ids: tuple[int, ...]
     seed: int
+    begun: Unfinished | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +94,7 @@ class Completion:
 
     Args:
         index: of its request.
-        token_ids: with the stop token, if it `stopped`.
+        token_ids: with the stop token, if it `stopped`, and with those that the request had `begun` with.
         logprobs: of each token, natural logarithms, under the distribution after temperature that it was drawn from.
         stopped: whether it ended with the stop token.
     """
@@ -121,6 +143,71 @@ class GenerationEngine(Protocol):
 
     def close(self) -> None:
         """End the engine and all processes that it started. May be called twice."""
+
+
+class Generation(Protocol):
+    """A generation that runs in the background, in the engine's process. Only the thread that started it uses it."""
+
+    @property
+    def unfinished(self) -> int:
+        """The number of requests that have neither finished nor been withdrawn. A request has finished when `poll` has
+        returned its completion."""
+
+    @property
+    def ended_at(self) -> float:
+        """When the latest sample ended that `poll` or `withdraw` has heard of: seconds since the epoch, by the clock of
+        the engine's process, which is on this host. The generation's start before any."""
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """The responses that have finished since the last call. Waits at most `timeout_s` seconds for the first, and
+        not at all if no request is unfinished.
+
+        Raises:
+            EngineError: the generation has been closed, by `close` or by a later call of the engine.
+            EngineDied: the engine's process ended.
+        """
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Generate for more requests, also after all others have finished.
+
+        Raises:
+            EngineError: a request cannot be served, or its index is that of an unfinished request; or as for `poll`.
+            EngineDied: the engine's process ended.
+        """
+
+    def withdraw(self, indices: Collection[int], least_tokens: int = 1) -> list[Unfinished]:
+        """Stop these requests between two decode steps.
+
+        Args:
+            indices: of requests. Those that have finished meanwhile are left out, because they come out of `poll`, and
+                so are those that are not in this generation.
+            least_tokens: requests that have fewer tokens left until `max_tokens` go on.
+
+        Returns:
+            What each withdrawn request has drawn so far. It has no tokens if its decoding has not begun.
+
+        Raises:
+            EngineError, EngineDied: as for `poll`.
+        """
+
+    def close(self) -> None:
+        """End the generation. Requests that are unfinished are aborted. May be called twice. The engine can then load,
+        generate or sleep."""
+
+
+@runtime_checkable
+class BackgroundEngine(GenerationEngine, Protocol):
+    """An engine that can generate in the background."""
+
+    def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Generation:
+        """Begin to generate. The next `load`, `generate`, `start` or `sleep` closes the generation.
+
+        Args:
+            requests: may be empty, for an engine that takes the samples of others (`Generation.add`).
+
+        Raises:
+            EngineError, EngineDied: as for `generate`.
+        """
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from ..base import EngineDied, EngineError
 from ..child_process import end, how_it_ended, spawn, stopped, tail, without_launcher
 
 
+CHECK_S = 0.5  # time between two looks at the processes of an engine that sends nothing
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
@@ -77,6 +78,9 @@ class EngineProcess:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a stopped process may have sent half a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", most, 0))
         self.started = time.monotonic()
+        self._quiet_since = self.started  # the last message, or the beginning of what the engine is doing
+        self._stopped_since: float | None = None  # when a process of the engine was first seen stopped by a signal
+        self._looked_at = 0.0  # when that was looked for
         with theirs:
             arguments = json.dumps({**settings, "socket": theirs.fileno()})
             self._process = spawn(
@@ -144,27 +148,55 @@ class EngineProcess:
         Raises:
             EngineDied, EngineError: the process ended, was stopped, reported an error or sent nothing in time.
         """
+        self.expect_message()
+        while (message := self.receive_within(CHECK_S, doing, limit_s)) is None:
+            pass
+        return message
+
+    def expect_message(self) -> None:
+        """Count the time without a message from now on, because the engine has got something to do."""
+        self._quiet_since, self._stopped_since = time.monotonic(), None
+
+    def receive_within(self, timeout_s: float, doing: str, limit_s: float) -> tuple[Any, ...] | None:
+        """The next message from the process; `None` if there is none within `timeout_s` seconds.
+
+        Args:
+            limit_s: longest time without a message, since the last one or the last `expect_message`.
+
+        Raises:
+            EngineDied, EngineError: as for `receive`.
+        """
         self.check_alive()
-        deadline = time.monotonic() + limit_s
-        running_at = time.monotonic()  # the last time that no process of the engine was stopped
+        deadline = time.monotonic() + timeout_s
         try:
-            while not self._connection.poll(0.5):
-                if self._process.poll() is not None and not self._connection.poll():
-                    self._lose(doing, how_it_ended(self._process))
-                if not (stopped_pids := stopped(self._process.pid)):
-                    running_at = time.monotonic()
-                elif time.monotonic() - running_at > self.limits.stop:
-                    which = "its worker" if self._process.pid not in stopped_pids else "it"
-                    pids = ", ".join(map(str, stopped_pids))
-                    self._lose(doing, f"was stopped by a signal (SIGSTOP; {which}, pid {pids})")
-                if time.monotonic() > deadline:
-                    self._lose(doing, f"gave no sign of life for {limit_s:.0f} s")
+            while not self._connection.poll(max(0.0, min(CHECK_S, deadline - time.monotonic()))):
+                self._check_answers(doing, limit_s)
+                if time.monotonic() >= deadline:
+                    return None
             message: tuple[Any, ...] = self._connection.recv()
         except (EOFError, OSError):
             self._lose(doing, None)
+        self.expect_message()
         if message[0] == "failed":
             self._lose(doing, f"failed: {message[1]}")
         return message
+
+    def _check_answers(self, doing: str, limit_s: float) -> None:
+        """With no message waiting: end the process if it has ended, was stopped or was silent for too long."""
+        if self._process.poll() is not None and not self._connection.poll():
+            self._lose(doing, how_it_ended(self._process))
+        now = time.monotonic()
+        if now - self._quiet_since > limit_s:
+            self._lose(doing, f"gave no sign of life for {limit_s:.0f} s")
+        if now - self._looked_at < CHECK_S:  # looking takes about a millisecond
+            return
+        self._looked_at = now
+        stopped_pids = stopped(self._process.pid)
+        self._stopped_since = (self._stopped_since or now) if stopped_pids else None
+        if self._stopped_since is not None and now - self._stopped_since > self.limits.stop:
+            which = "its worker" if self._process.pid not in stopped_pids else "it"
+            pids = ", ".join(map(str, stopped_pids))
+            self._lose(doing, f"was stopped by a signal (SIGSTOP; {which}, pid {pids})")
 
     def _lose(self, doing: str, what: str | None) -> NoReturn:
         """End the process and raise the reason. `what` is `None` if the connection broke: then it is how the process

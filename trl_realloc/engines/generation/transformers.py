@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
-from ..base import Bucket, Completion, GenerationEngine, GenerationRequest, Sampling
+from ..base import Bucket, Completion, EngineError, GenerationEngine, GenerationRequest, Sampling
 
 
 class _SeededDraw(LogitsProcessor):
@@ -74,7 +74,13 @@ class TransformersEngine:
         """Does nothing: the model is the training engine's."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
-        """See `base.GenerationEngine`. Collective if `whole_model` is: then a rank without requests calls this too."""
+        """See `base.GenerationEngine`. Collective if `whole_model` is: then a rank without requests calls this too. It
+        generates in the trainer's process, so no samples move to it from other engines."""
+        if continued := [request.index for request in requests if request.begun is not None]:
+            raise EngineError(
+                f"request {continued[0]} was begun by another engine, and generation by Transformers cannot go on with "
+                "it; samples move between vLLM engines alone (generation_engine: vllm)."
+            )
         by_length = sorted(
             requests, key=lambda request: len(request.prompt_ids)
         )  # similar lengths in a batch need little padding

@@ -7,9 +7,9 @@ and torch settings. The process and its messages are in `engine_process`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,11 @@ import torch
 from transformers.utils import logging
 
 from ...common.notices import working
-from ..base import Bucket, Completion, EngineError, GenerationEngine, GenerationRequest, Sampling
+from ..base import BackgroundEngine, Bucket, Completion, EngineError, GenerationRequest, Sampling
+from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
-from .vllm_support import MIN_TEMPERATURE, is_vllm_available
+from .request_checks import RequestChecks
+from .vllm_support import is_vllm_available
 from .weight_buffers import WeightBuffers, by_cuda_ipc
 
 
@@ -27,7 +29,7 @@ logger = logging.get_logger(__name__)
 
 
 class VLLMEngine:
-    """One vLLM engine in a process of its own. Keeps `base.GenerationEngine`. The constructor returns at once; the
+    """One vLLM engine in a process of its own. Keeps `base.BackgroundEngine`. The constructor returns at once; the
     engine starts in the background.
 
     Args:
@@ -77,12 +79,12 @@ class VLLMEngine:
         stop_timeout_s: float = TimeLimits.stop,
         name: str = "actor.generate",
     ) -> None:
-        self.name, self.max_model_len = name, max_model_len
+        self.name = name
         self.limits = TimeLimits(start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s)
         self.version = -1
-        self._vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
-        self._generation = 0  # number of the latest call of `generate`
-        self._generating = False
+        vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
+        self._checks = RequestChecks(name, max_model_len, vocabulary)
+        self._generation: BackgroundGeneration | None = None  # the latest
         self.sleep_level, self._dtype = sleep_level, dtype
         self._devices = cuda_devices
         self._buffers = WeightBuffers(cuda_ipc=by_cuda_ipc(cuda_devices is not None, tensor_parallel_size))
@@ -211,62 +213,24 @@ class VLLMEngine:
             EngineError: a request cannot be served (which one, and why), or there are no weights to serve it with.
             EngineDied: the engine's process ended, or was silent for `step_timeout_s`.
         """
-        if not requests:
-            return iter(())
+        return _completions(self.start(requests, sampling)) if requests else iter(())
+
+    def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> BackgroundGeneration:
+        """See `base.BackgroundEngine`."""
         if self.version < 0:
             raise EngineError(f"{self.name}: no complete weights; load() has not been called, or has failed.")
-        self._refuse(requests, sampling)
+        self._checks.check(requests, sampling)
         self._settle()
-        asked = [(request.index, list(request.prompt_ids), request.seed & (2**63 - 1)) for request in requests]
-        self._process.send("generate", asked, asdict(sampling))
-        self._generating = True
-        self._generation += 1
-        return self._completions(self._generation)
-
-    def _refuse(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
-        if sampling.max_tokens < 1:
-            raise EngineError(f"{self.name}: max_tokens is {sampling.max_tokens}; it must be at least 1.")
-        if not sampling.temperature >= MIN_TEMPERATURE:
-            raise EngineError(f"{self.name}: temperature {sampling.temperature} is below vLLM's {MIN_TEMPERATURE}.")
-        for request in requests:
-            length = len(request.prompt_ids)
-            if length == 0:
-                raise EngineError(f"{self.name}: the prompt of request {request.index} is empty.")
-            if length + sampling.max_tokens > self.max_model_len:
-                raise EngineError(
-                    f"{self.name}: the prompt of request {request.index} has {length} tokens; with up to "
-                    f"{sampling.max_tokens} new ones that is more than max_model_len {self.max_model_len}. "
-                    "Shorten the prompt or the response, or raise max_model_len."
-                )
-            if self._vocabulary and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
-                raise EngineError(
-                    f"{self.name}: the prompt of request {request.index} holds a token outside the model's vocabulary "
-                    f"of {self._vocabulary}; is it from another tokenizer?"
-                )
-
-    def _completions(self, generation: int) -> Iterator[Completion]:
-        try:
-            while generation == self._generation and self._generating:
-                word, *arguments = self._process.receive("generating", self.limits.step)
-                if word == "generated":
-                    self._generating = False
-                elif word == "samples":
-                    for index, tokens, logprobs, stopped in arguments[0]:
-                        yield Completion(index, tuple(tokens), tuple(logprobs), stopped)
-            if generation != self._generation:
-                raise EngineError(f"{self.name}: this generation was ended by a later call of the engine.")
-        finally:
-            if generation == self._generation and self._process.is_running:
-                self._settle()
+        self._generation = BackgroundGeneration(self._process, self._checks, requests, sampling)
+        return self._generation
 
     def _settle(self) -> None:
-        """Wait until the engine has started, and abort a generation that is not finished."""
+        """Wait until the engine has started, and abort a generation that is not closed."""
         self.wait_ready()
-        if self._generating:
-            self._process.send("abort")
-            self._process.expect("generated", "ending a generation", self.limits.step, passing=("samples", "progress"))
-            self._generating = False
-            self._generation += 1  # its completions end with an error, not as if they were all
+        if self._generation is not None:
+            # its completions end with an error, not as if they were all
+            self._generation.end("was ended by a later call of the engine")
+            self._generation = None
 
     @property
     def is_dead(self) -> bool:
@@ -280,5 +244,13 @@ class VLLMEngine:
         self.version = -1
 
 
+def _completions(generation: BackgroundGeneration) -> Iterator[Completion]:
+    try:
+        while generation.unfinished:
+            yield from generation.poll(math.inf)
+    finally:
+        generation.close()
+
+
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
-    _GENERATES: type[GenerationEngine] = VLLMEngine
+    _GENERATES: type[BackgroundEngine] = VLLMEngine

@@ -7,7 +7,7 @@ Run with vLLM 0.27.1, 0.28.0 and 0.32.0 (docs/versions.md).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -64,6 +64,59 @@ def replace_draw(model_runner: Any, processor: type[Any], make: Callable[[Any], 
     sampler.topk_topp_sampler = make(found[0])
 
 
+def drawn_so_far(engine: Any, request_id: str) -> tuple[list[int], list[float]]:
+    """The tokens that vLLM has returned for a request and their log-probabilities. vLLM itself returns those of an
+    aborted request in its asynchronous engine alone.
+
+    With `RequestOutputKind.DELTA` they would need no private name, at the price of Python objects for each token.
+
+    Args:
+        engine: vLLM's `LLMEngine`.
+        request_id: of an unfinished request, as given to `add_request`.
+
+    Raises:
+        RuntimeError: this release of vLLM keeps them elsewhere.
+    """
+    try:
+        processor = engine.output_processor
+        (internal_id,) = processor.external_req_ids[request_id]
+        state = processor.request_states[internal_id]
+        tokens, logprobs = list(state.detokenizer.output_token_ids), list(state.logprobs_processor.logprobs.logprobs)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"{_NO_STATE}: {type(error).__name__}: {error}") from error
+    if len(tokens) != len(logprobs):
+        raise RuntimeError(f"{_NO_STATE}: {len(tokens)} tokens and {len(logprobs)} log-probabilities")
+    return tokens, logprobs
+
+
+_NO_STATE = (
+    "this vLLM release does not say where it keeps the tokens of an unfinished request, so trl_realloc cannot move "
+    "samples between engines; install vLLM 0.27.1 to 0.32.0, or choose a plan without migration"
+)
+
+
+def abort(engine: Any, request_ids: Sequence[str]) -> None:
+    """Abort requests between two steps. Of a step that is under way vLLM then drops these requests' tokens."""
+    if request_ids:
+        engine.abort_request(list(request_ids))
+
+
+def drain(engine: Any) -> None:
+    """Wait for the steps that are under way. There are some with asynchronous scheduling, vLLM's default on a GPU, also
+    when all requests have finished. They must not read weights that are being loaded, or memory that is given back."""
+    core = engine.engine_core.engine_core  # the engine core runs in this process
+    while core.batch_queue:
+        engine.step()
+
+
+def draws_by_position(engine: Any) -> bool:
+    """Whether vLLM's own sampler draws a token by the request's seed and the token's position in the text. Its newest
+    model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py, in 0.27.1 and after 0.32.0), so that a
+    response that another engine has begun gets the random numbers that it would have got there. The older runner has a
+    generator for each request, which begins anew."""
+    return bool(getattr(engine.vllm_config, "use_v2_model_runner", False))
+
+
 __all__ = [
     "BatchUpdate",
     "IPCWeightTransferEngine",
@@ -73,6 +126,10 @@ __all__ = [
     "WeightTransferEngine",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
+    "abort",
+    "drain",
+    "drawn_so_far",
+    "draws_by_position",
     "finalize_layerwise_reload",
     "incomplete_layers",
     "initialize_layerwise_reload",

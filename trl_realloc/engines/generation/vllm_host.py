@@ -2,8 +2,8 @@
 `python -m trl_realloc.engines.generation.vllm_host <settings>`: takes commands and sends samples over an inherited
 socket, and ends vLLM's workers.
 
-The parent (`vllm`) has checked all arguments, so every exception here ends the process. The code that runs in vLLM's
-workers is in `vllm_worker`.
+The parent (`vllm`) has checked all arguments, so every exception here ends the process. Generating is in
+`vllm_generation`, the code that runs in vLLM's workers in `vllm_worker`.
 
 Messages are tuples whose first element is a word:
 
@@ -12,8 +12,10 @@ Messages are tuples whose first element is a word:
 | | `ready` (dtype, wider parameters) once; `failed` (why) at any time, and the end |
 | `load`, then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
 | `done` after the last | `loaded` (problem or None) |
-| `generate` (requests, sampling) | `samples` (list) and `progress`..., then `generated` |
-| `abort` | `generated`, unless it was sent already |
+| `generate` (sampling) | |
+| then `add` (requests)... | `samples` (list, time) and `progress`... while there are unfinished requests |
+| and `withdraw` (indices, least tokens)... | `withdrawn` (list) |
+| `end` of the generation, at any time | `generated` |
 | `sleep` | `asleep` |
 | `probe` (handle) | `probed` (why a worker cannot open the handle, or None) |
 | `close` | |
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..child_process import die_with_parent, remove_shared_memory_names, started_at
+from .sample_seeds import seed_arguments
 
 
 if TYPE_CHECKING:
@@ -127,7 +130,7 @@ def build(settings: dict[str, Any]) -> LLM:
     llm = LLM(**{**arguments, **settings["engine_kwargs"]})
     if by_seed:
         llm.collective_rpc("draw_by_seed")
-    params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, **seed_arguments(0, by_seed))
+    params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, **seed_arguments(0, 0, by_seed, True))
     llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
     return llm
 
@@ -136,15 +139,6 @@ def draws_by_seed(settings: dict[str, Any], on_cpu: bool) -> bool:
     """Whether tokens are drawn by `vllm_sampler` and not by vLLM's own sampler. Always on a CPU, where vLLM's draws a
     random number for each token of the vocabulary, and fails on prompts that are prefilled in two steps."""
     return bool(settings["repeatable_sampling"]) or on_cpu
-
-
-def seed_arguments(seed: int, by_seed: bool) -> dict[str, Any]:
-    """The arguments of vLLM's `SamplingParams` that give a request its seed.
-
-    Args:
-        by_seed: see `draws_by_seed`.
-    """
-    return {"extra_args": {"trl_realloc_seed": seed}} if by_seed else {"seed": seed}
 
 
 class Memory:
@@ -229,61 +223,14 @@ def load(llm: LLM, channel: Channel, slots: list[int]) -> None:
         return
 
 
-def generate(
-    llm: LLM,
-    channel: Channel,
-    settings: dict[str, Any],
-    requests: list[tuple[int, list[int], int]],
-    sampling: dict[str, Any],
-) -> None:
-    """Generate responses for all requests. The samples that a step finishes are sent at once."""
-    from vllm import SamplingParams
-    from vllm.platforms import current_platform
-    from vllm.sampling_params import RequestOutputKind
-
-    by_seed = draws_by_seed(settings, current_platform.is_cpu())
-    stop = sampling["stop_token_id"]
-    engine = llm.llm_engine
-    # its keys and values are of the weights before; and a call must not depend on the calls before it
-    if not llm.reset_prefix_cache():
-        raise RuntimeError(
-            "vLLM did not reset its prefix cache, which has keys and values of earlier weights: blocks are in use"
-        )
-    for number, (_, prompt, seed) in enumerate(requests):
-        params = SamplingParams(
-            temperature=sampling["temperature"],
-            max_tokens=sampling["max_tokens"],
-            stop_token_ids=None if stop is None else [stop],
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **seed_arguments(seed, by_seed),
-        )
-        engine.add_request(str(number), {"type": "token", "prompt_token_ids": prompt}, params)
-    while engine.has_unfinished_requests():
-        samples = []
-        for output in engine.step():
-            (sample,) = output.outputs
-            tokens = list(sample.token_ids)
-            stopped = sample.finish_reason == "stop"
-            if not stopped and sample.finish_reason != "length":  # vLLM aborted the request
-                raise RuntimeError(f"vLLM ended request {output.request_id} early: {sample.finish_reason}")
-            samples.append((requests[int(output.request_id)][0], tokens, sample.logprobs.logprobs, stopped))
-        if samples:
-            channel.send("samples", samples)
-        channel.progress()
-        if channel.connection.poll():  # the only message during a generation is "abort"
-            channel.connection.recv()
-            engine.abort_request([str(number) for number in range(len(requests))])
-            break
-    channel.send("generated")
-
-
 def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
     """Run commands until `close`, or until the parent ends (EOFError)."""
+    from vllm.platforms import current_platform
+
+    from .vllm_generation import generate
+
     memory = Memory(llm, settings["sleep_level"])
+    by_seed = draws_by_seed(settings, current_platform.is_cpu())
     while True:
         word, *arguments = channel.connection.recv()
         if word == "load":
@@ -291,7 +238,9 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
             load(llm, channel, settings["slots"])
         elif word == "generate":
             memory.wake("weights", "kv_cache")
-            generate(llm, channel, settings, *arguments)
+            (sampling,) = arguments
+            if generate(llm, channel, sampling, by_seed):
+                return
         elif word == "sleep":
             memory.sleep()
             channel.send("asleep")

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from vllm.sampling_params import SamplingParams
 
+from .sample_seeds import uniforms
 from .vllm_compat import BatchUpdate, LogitsProcessor, process_dict_updates
-
-
-SEED = "trl_realloc_seed"  # key in SamplingParams.extra_args
 
 
 class SeededRows(LogitsProcessor):
@@ -37,8 +35,8 @@ class SeededRows(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         def new_row(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> Any:
-            uniforms = np.random.default_rng((params.extra_args or {})[SEED]).random(params.max_tokens)
-            return uniforms, output  # vLLM appends to `output`, also when it resumes a preempted request
+            numbers = uniforms(params.extra_args or {}, params.max_tokens or 0)
+            return numbers, output  # vLLM appends to `output`, also when it resumes a preempted request
 
         process_dict_updates(self.rows, batch_update, new_row)
 

@@ -1,0 +1,145 @@
+"""`BackgroundGeneration`: a generation in a vLLM engine's process, as the engine's owner sees it.
+
+The process's side of it is in `vllm_generation`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..base import Completion, EngineError, Generation, GenerationRequest, Sampling, Unfinished
+from .engine_process import EngineProcess
+from .request_checks import RequestChecks
+
+
+class BackgroundGeneration:
+    """Keeps `base.Generation`. The engine generates without waiting for this process. It sends every sample as soon as
+    it has finished, so this object counts by itself what is unfinished.
+
+    Args:
+        process: of an engine that has started and has no other generation.
+        requests: have been checked by `checks`.
+    """
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        checks: RequestChecks,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+    ) -> None:
+        self._process, self._checks, self._sampling = process, checks, sampling
+        self._begun: dict[int, Unfinished] = {}  # what each unfinished request has begun with, by its index
+        self._finished: list[Completion] = []  # not yet returned by `poll`
+        self._closed: str | None = None  # how the generation ended
+        self._ended_at = time.time()
+        process.send("generate", asdict(sampling))
+        self._send(requests)
+
+    @property
+    def unfinished(self) -> int:
+        """See `base.Generation`."""
+        return len(self._begun)
+
+    @property
+    def ended_at(self) -> float:
+        """See `base.Generation`."""
+        return self._ended_at
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """See `base.Generation`."""
+        self._refuse_closed()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # after the first sample only what has arrived
+            wait_s = 0.0 if self._finished or self._is_idle else deadline - time.monotonic()
+            limit_s = math.inf if self._is_idle else self._process.limits.step  # an idle engine sends nothing
+            message = self._process.receive_within(max(0.0, wait_s), "generating", limit_s)
+            if message is None:
+                break
+            self._take(message)
+        finished, self._finished = self._finished, []
+        for completion in finished:
+            del self._begun[completion.index]
+        return finished
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `base.Generation`."""
+        self._refuse_closed()
+        self._checks.check(requests, self._sampling, self._begun.keys())
+        self._send(requests)
+
+    def withdraw(self, indices: Collection[int], least_tokens: int = 1) -> list[Unfinished]:
+        """See `base.Generation`. Waits for the end of the decode step that is under way."""
+        self._refuse_closed()
+        asked = [index for index in dict.fromkeys(indices) if index in self._begun]
+        if not asked:
+            return []
+        self._process.send("withdraw", asked, least_tokens)
+        while (message := self._process.receive("withdrawing samples", self._process.limits.step))[0] != "withdrawn":
+            self._take(message)
+        return [
+            Unfinished(index, begun.token_ids + tuple(tokens), begun.logprobs + tuple(logprobs))
+            for index, tokens, logprobs in message[1]
+            for begun in [self._begun.pop(index)]
+        ]
+
+    def close(self) -> None:
+        """See `base.Generation`."""
+        self.end("was closed")
+
+    def end(self, how: str) -> None:
+        """Close the generation. `how`, as a predicate, is in the messages of later calls."""
+        if self._closed is not None:
+            return
+        self._closed = how
+        if self._process.is_running:
+            self._process.send("end")
+            passing = ("samples", "progress")
+            self._process.expect("generated", "ending a generation", self._process.limits.step, passing)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the engine has sent all that it was asked for."""
+        return len(self._begun) == len(self._finished)
+
+    def _refuse_closed(self) -> None:
+        self._process.check_alive()
+        if self._closed is not None:
+            raise EngineError(f"{self._process.name}: this generation {self._closed}.")
+
+    def _send(self, requests: Sequence[GenerationRequest]) -> None:
+        if not requests:
+            return
+        if self._is_idle:
+            self._process.expect_message()
+        begun = {request.index: request.begun or Unfinished(request.index, (), ()) for request in requests}
+        sent = [
+            (
+                request.index,
+                [*request.prompt_ids, *begun[request.index].token_ids],
+                request.seed & (2**63 - 1),
+                len(begun[request.index].token_ids),
+            )
+            for request in requests
+        ]
+        self._process.send("add", sent)
+        self._begun |= begun
+
+    def _take(self, message: tuple[Any, ...]) -> None:
+        """Take the samples of a message; a message of progress has none."""
+        if message[0] != "samples":
+            return
+        _, samples, self._ended_at = message
+        for index, tokens, logprobs, stopped in samples:
+            begun = self._begun[index]
+            token_ids, all_logprobs = begun.token_ids + tuple(tokens), begun.logprobs + tuple(logprobs)
+            self._finished.append(Completion(index, token_ids, all_logprobs, stopped))
+
+
+if TYPE_CHECKING:  # the type checker proves that the protocol is kept
+    _GENERATION: type[Generation] = BackgroundGeneration

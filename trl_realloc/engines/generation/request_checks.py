@@ -1,0 +1,93 @@
+"""What a vLLM engine refuses before it generates: requests and sampling parameters that it cannot serve.
+
+The arguments of the engine itself are checked in `vllm` and `vllm_support`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ..base import EngineError, GenerationRequest, Sampling
+from .vllm_support import MIN_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class RequestChecks:
+    """The limits of one engine.
+
+    Args:
+        name: of the engine in messages.
+        max_model_len: most tokens of a prompt and its response together.
+        vocabulary: number of the model's tokens; `None` if it is not known.
+    """
+
+    name: str
+    max_model_len: int
+    vocabulary: int | None
+
+    def check(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, unfinished: Collection[int] = ()
+    ) -> None:
+        """Check requests that are to be added to a generation.
+
+        Args:
+            unfinished: the indices of the requests that it has.
+
+        Raises:
+            EngineError: which request cannot be served, and why.
+        """
+        if sampling.max_tokens < 1:
+            raise EngineError(f"{self.name}: max_tokens is {sampling.max_tokens}; it must be at least 1.")
+        if not sampling.temperature >= MIN_TEMPERATURE:
+            raise EngineError(f"{self.name}: temperature {sampling.temperature} is below vLLM's {MIN_TEMPERATURE}.")
+        indices = set(unfinished)
+        for request in requests:
+            if request.index in indices:
+                raise EngineError(f"{self.name}: request {request.index} is in this generation already.")
+            indices.add(request.index)
+            self._check_prompt(request, sampling)
+            self._check_begun(request, sampling)
+
+    def _check_prompt(self, request: GenerationRequest, sampling: Sampling) -> None:
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise EngineError(f"{self.name}: the prompt of request {request.index} is empty.")
+        if length + sampling.max_tokens > self.max_model_len:
+            raise EngineError(
+                f"{self.name}: the prompt of request {request.index} has {length} tokens; with up to "
+                f"{sampling.max_tokens} new ones that is more than max_model_len {self.max_model_len}. "
+                "Shorten the prompt or the response, or raise max_model_len."
+            )
+        if not self._in_vocabulary(request.prompt_ids):
+            raise EngineError(
+                f"{self.name}: the prompt of request {request.index} holds a token outside the model's vocabulary "
+                f"of {self.vocabulary}; is it from another tokenizer?"
+            )
+
+    def _check_begun(self, request: GenerationRequest, sampling: Sampling) -> None:
+        begun = request.begun
+        if begun is None:
+            return
+        if begun.index != request.index:
+            raise EngineError(f"{self.name}: request {request.index} has begun with the tokens of {begun.index}.")
+        if len(begun.token_ids) != len(begun.logprobs):
+            raise EngineError(
+                f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens and "
+                f"{len(begun.logprobs)} log-probabilities; each token needs one."
+            )
+        if len(begun.token_ids) >= sampling.max_tokens:
+            raise EngineError(
+                f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens, and max_tokens is "
+                f"{sampling.max_tokens}: it has finished."
+            )
+        if begun.token_ids and begun.token_ids[-1] == sampling.stop_token_id:
+            raise EngineError(f"{self.name}: request {request.index} has begun with the stop token: it has finished.")
+        if begun.token_ids and not self._in_vocabulary(begun.token_ids):
+            raise EngineError(
+                f"{self.name}: request {request.index} has begun with a token outside the model's vocabulary of "
+                f"{self.vocabulary}; is it from another model?"
+            )
+
+    def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
+        return not self.vocabulary or 0 <= min(token_ids) <= max(token_ids) < self.vocabulary

@@ -1,0 +1,41 @@
+"""The random numbers of a sample's draws in a vLLM engine, and the arguments that bring them there.
+
+They are drawn with in `vllm_sampler`. This file does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+SEED, OFFSET = "trl_realloc_seed", "trl_realloc_offset"  # keys in vLLM's SamplingParams.extra_args
+
+
+def seed_arguments(seed: int, offset: int, by_seed: bool, by_position: bool) -> dict[str, Any]:
+    """The arguments of vLLM's `SamplingParams` that give a request its seed.
+
+    Args:
+        offset: number of the response's tokens that were drawn before, perhaps by another engine.
+        by_seed: see `vllm_host.draws_by_seed`.
+        by_position: see `vllm_compat.draws_by_position`. If it is false, a continued response gets a seed of its own:
+            the same seed would give its next tokens the random numbers of the response's first tokens again.
+    """
+    if by_seed:
+        return {"extra_args": {SEED: seed, OFFSET: offset}}
+    if by_position or not offset:
+        return {"seed": seed}
+    return {"seed": int(np.random.SeedSequence((seed, offset)).generate_state(1, np.uint64)[0] >> 1)}
+
+
+def uniforms(arguments: Mapping[str, Any], count: int) -> np.ndarray[Any, Any]:
+    """Numbers in [0, 1) for the next `count` tokens of a response: (count,) float64. The numbers before them have been
+    used by the engines that began it.
+
+    Args:
+        arguments: the `extra_args` of `seed_arguments`.
+    """
+    offset = arguments[OFFSET]
+    return np.random.default_rng(arguments[SEED]).random(offset + count)[offset:]
