@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from llamas import llama, pricing, specs, work
 
 from trl_realloc.plan.algorithm_graphs import ppo_graph
-from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.assignment import MOST_LOGITS, Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost import PARTS, CallCost
 from trl_realloc.planner.hardware import DEVICES, Link, Sharing
@@ -191,3 +192,33 @@ def test_calls_of_devices_that_share_processors_take_turns() -> None:
     assert crowd.seconds == pytest.approx(4 * alone.seconds)
     two = [each.price(call, [llama(7)], on(2, "zero")).seconds for each in (prices, shared)]
     assert two[0] == two[1]
+
+
+def test_logits_that_cannot_be_computed_in_slices_are_priced_whole() -> None:
+    """Of models that cap or scale their logits, and of heads that an adapter changes."""
+    rows = pricing(workload=work(episodes=1024, response_tokens=(1024,), forward_tokens=1 << 15, train_tokens=1 << 15))
+    answered = (1 << 15) * 1024 / (1024 + 128)
+    assert answered * 32000 > MOST_LOGITS
+    for call, each in (("actor.train", 8), ("reference.forward", 4)):
+        spec, assignment, graph_call = llama(7), on(8, "zero", dp=8), ppo_graph().call(call)
+        sliced = rows.price(graph_call, [spec], assignment).transient
+        whole = rows.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient
+        tokens = rows.workload.tokens / 8 / (rows.workload.mini_batches if call == "actor.train" else 1)
+        micro = tokens / -(-tokens // (1 << 15))
+        logits = each * micro * 1024 / (1024 + 128) * 32000
+        assert whole > sliced and whole > logits
+        few = replace(rows, default_cap=1 << 10)
+        assert few.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient < whole
+
+
+def test_a_model_known_by_its_shapes_has_logits_and_a_critic_has_none() -> None:
+    shapes = [("wte.weight", (256_000, 64))]
+    policy, critic = (ModelSpec.of_shapes(shapes, bytes_per_element=2, vocabulary=size) for size in (256_000, 0))
+    assert (policy.outputs, critic.outputs) == (256_000, 1)
+    assert (llama(7).outputs, llama(7, "score").outputs) == (32_000, 1)
+    call, assignment = ppo_graph().call("actor.train"), on(8, "zero", dp=8)
+    transients = [pricing().price(call, [spec], assignment).transient for spec in (policy, critic)]
+    tokens = work().episodes * 256 / 8
+    assert transients[0] - transients[1] == pytest.approx(8 * tokens / 2 * 255_999)
+    ours, judged = (pricing().price(call, [llama(7, head)], assignment).transient for head in ("lm", "score"))
+    assert ours - judged == pytest.approx(8 * tokens / 2 * 31_999)

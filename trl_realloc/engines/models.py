@@ -11,7 +11,8 @@ import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -242,6 +243,33 @@ def adapts_unread(peft_config: Any) -> bool:
     default, settings = make_default(), [setting.name for setting in dataclasses.fields(peft_config)]
     changed = {name for name in settings if getattr(peft_config, name) != getattr(default, name)}
     return changed <= _WITHOUT_WEIGHTS and getattr(peft_config, "init_lora_weights", None) in (True, False, "gaussian")
+
+
+def adapts_head(model: Any, config: Any, peft_config: Any) -> bool:
+    """Whether an adapter changes the language head of a policy. The head is then no plain linear layer.
+
+    Args:
+        model: the policy as the user gave it, with adapters or without, or its name.
+        config: its Transformers config.
+        peft_config: of the adapter that is added to it; `None` for none.
+    """
+    if has_adapters(model):
+        return type(model.get_base_model().get_output_embeddings()) is not nn.Linear
+    if peft_config is None:
+        return False
+    policy = shell(config)
+    head = policy.get_output_embeddings()
+    name = next((name for name, module in policy.named_modules() if module is head), "")
+    targets = getattr(peft_config, "target_modules", None) or ()
+    trained = getattr(peft_config, "modules_to_save", None) or ()
+    if isinstance(targets, str):  # PEFT leaves the head out of "all-linear", and matches other texts with whole names
+        return re.fullmatch(targets, name) is not None or _is_named(name, trained)
+    return _is_named(name, [*targets, *trained])
+
+
+def _is_named(name: str, endings: Sequence[str]) -> bool:
+    """Whether a module's name is one of these, or ends with a dot and one of these."""
+    return any(f".{name}".endswith(f".{ending}") for ending in endings)
 
 
 def check_trains(model: nn.Module, argument: str) -> None:

@@ -61,6 +61,8 @@ class ModelSpec:
         tied: the embedding is also the language model head.
         activation_bytes: per element of activations, keys and values, whose dtype is the one that is computed in; 0 for
             `bytes_per_element`.
+        whole_logits: all logits of a forward are in memory together, because the model changes them after its head or
+            an adapter changes the head. Other models compute many logits in slices.
     """
 
     family: str
@@ -74,6 +76,7 @@ class ModelSpec:
     vocabulary: int = 0
     tied: bool = False
     activation_bytes: int = 0
+    whole_logits: bool = False
 
     def __post_init__(self) -> None:
         if not self.activation_bytes:
@@ -115,10 +118,16 @@ class ModelSpec:
         return ModelSpec(**{**spec.__dict__, "parameters": tuple(make(spec, values, head))})
 
     @staticmethod
-    def of_shapes(shapes: Sequence[tuple[str, tuple[int, ...]]], *, bytes_per_element: int) -> ModelSpec:
-        """The spec of any model, from its parameters' names and shapes. It cannot be split by tensor or pipeline."""
+    def of_shapes(
+        shapes: Sequence[tuple[str, tuple[int, ...]]], *, bytes_per_element: int, vocabulary: int = 0
+    ) -> ModelSpec:
+        """The spec of any model, from its parameters' names and shapes. It cannot be split by tensor or pipeline.
+
+        Args:
+            vocabulary: of a causal language model; 0 for a sequence classifier.
+        """
         parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
-        return ModelSpec("", parameters, bytes_per_element)
+        return ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary)
 
     @cached_property
     def by_name(self) -> Mapping[str, ParameterSpec]:
@@ -142,6 +151,11 @@ class ModelSpec:
             return 0
         last = [p for p in self.parameters if len(p.shape) == 2 and p.layer >= self.layers]
         return sum(p.elements for p in (last or self.parameters[:1] if self.tied else last))
+
+    @cached_property
+    def outputs(self) -> int:
+        """How many numbers the head computes for a token: the vocabulary of a language model, 1 of a classifier."""
+        return max(1, self.head_elements // self.hidden if self.layers else self.vocabulary)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -292,7 +292,8 @@ class Pricing:
 
         The bytes of a layer are as measured. If they were not measured, they are 34 bytes per token and channel at 16
         bits (Korthikanti et al. 2022, equation 1, without the attention matrix). If activations are recomputed, only
-        the input of a layer is kept. Logits take two float32 copies; many are computed in slices.
+        the input of a layer is kept. Logits take two float32 copies; many are computed in slices where the model
+        can (`ModelSpec.whole_logits`).
 
         Args:
             held: number of micro-batches whose activations a stage holds at the same time.
@@ -305,9 +306,10 @@ class Pricing:
             one_layer = measured / strategy.tp
         kept = 2 * tokens * width * layers if self.workload.recompute else one_layer * (layers - 1)
         answered = tokens * self.workload.mean_response / self.workload.mean_length
-        elements = answered * (spec.vocabulary if spec.head_elements else 1) / strategy.tp
+        elements = answered * spec.outputs / strategy.tp
         logits = 8 * elements
-        if elements > MOST_LOGITS:  # a slice's in 16 bits and three float32 copies; the sum of the head's gradients
+        if elements > MOST_LOGITS and not spec.whole_logits:
+            # a slice's in 16 bits and three float32 copies; the sum of the head's gradients
             logits = (14 if backward else 28) * LOGITS_SLICE + backward * 6 * spec.head_elements / strategy.tp
         return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..engines.models import shell
+from ..engines.training.sliced_head import logits_are_of_head
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.dataflow import DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, ModelSpec
@@ -28,6 +29,7 @@ class JobModels:
         peft_config: PEFT config of the adapters that the actor trains, if any.
         processing_class: the tokenizer, for engines that need one.
         mixed: dtype of mixed precision, if any.
+        adapts_head: the actor trains an adapter that changes the language head.
     """
 
     configs: Mapping[Role, Sequence[Any]]
@@ -35,6 +37,7 @@ class JobModels:
     peft_config: Any = None
     processing_class: Any = None
     mixed: torch.dtype | None = None
+    adapts_head: bool = False
 
     def shallow(self, most: int) -> JobModels:
         """The same models with fewer layers, at least two, so that each has at most `most` elements where it can."""
@@ -42,17 +45,22 @@ class JobModels:
             role: [_shallow(config, spec_of(config, role in POLICIES), most) for config in role_configs]
             for role, role_configs in self.configs.items()
         }
-        return replace(self, configs=configs, specs=specs_of(configs, mixed=self.mixed))
+        return replace(self, configs=configs, specs=specs_of(configs, mixed=self.mixed, adapts_head=self.adapts_head))
 
 
 def specs_of(
-    configs: Mapping[Role, Sequence[Any]], graph: DataflowGraph | None = None, mixed: torch.dtype | None = None
+    configs: Mapping[Role, Sequence[Any]],
+    graph: DataflowGraph | None = None,
+    mixed: torch.dtype | None = None,
+    *,
+    adapts_head: bool = False,
 ) -> dict[str, list[ModelSpec]]:
     """The parameter specs of the models that each call runs, by the call's name.
 
     Args:
         graph: PPO's by default.
         mixed: dtype of mixed precision, if any.
+        adapts_head: an adapter changes the language head of the actor, and of a reference that is computed by it.
     """
     graph = graph or ppo_graph()
     of_role = {role: [spec_of(config, role in POLICIES) for config in configs.get(role, ())] for role in graph.roles}
@@ -60,6 +68,9 @@ def specs_of(
         of_role = {
             role: [replace(s, activation_bytes=mixed.itemsize) for s in specs] for role, specs in of_role.items()
         }
+    if adapts_head:
+        for role in of_role.keys() & set(POLICIES):
+            of_role[role] = [replace(spec, whole_logits=True) for spec in of_role[role]]
     return {call.name: of_role[call.role] for call in graph.calls}
 
 
@@ -74,8 +85,11 @@ def spec_of(config: Any, is_policy: bool) -> ModelSpec:
     size = element_bytes(config)
     if config.model_type in FAMILIES:
         return ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=size)
-    shapes = [(name, tuple(p.shape)) for name, p in shell(config, is_policy).named_parameters()]
-    return ModelSpec.of_shapes(shapes, bytes_per_element=size)
+    model = shell(config, is_policy)
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    vocabulary = config.get_text_config().vocab_size if is_policy else 0
+    spec = ModelSpec.of_shapes(shapes, bytes_per_element=size, vocabulary=vocabulary)
+    return replace(spec, whole_logits=is_policy and not logits_are_of_head(model))
 
 
 def _shallow(config: Any, spec: ModelSpec, most: int) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 from ..algorithms.ppo import PPO
 from ..algorithms.rewards import Rewards
 from ..engines.base import Sampling
-from ..engines.models import check_trains, has_adapters, read_config, shell
+from ..engines.models import adapts_head, check_trains, has_adapters, read_config, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
@@ -214,14 +214,16 @@ def _describe_job(
     pad_token_id: int,
 ) -> Job:
     """What the planner needs to know of this run."""
-    mixed = compute_dtype(args)
+    mixed, peft_config = compute_dtype(args), inputs.peft_config
+    adapted_head = adapts_head(inputs.model, configs[Role.ACTOR][0], peft_config)
+    specs = specs_of(configs, mixed=mixed, adapts_head=adapted_head)
     return make_job(
         args,
         plugin,
         request.cluster,
         rank,
         request.engine,
-        JobModels(configs, specs_of(configs, mixed=mixed), inputs.peft_config, inputs.processing_class, mixed),
+        JobModels(configs, specs, peft_config, inputs.processing_class, mixed, adapted_head),
         prompt_tokens=prompts.mean_tokens,
         context_length=context_length,
         pad_token_id=pad_token_id,

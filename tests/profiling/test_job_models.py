@@ -1,0 +1,62 @@
+"""What the planner is told of a model's head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from torch import nn
+from transformers import AutoConfig
+
+from trl_realloc.engines.models import adapts_head, with_adapters
+from trl_realloc.plan.dataflow import Role
+from trl_realloc.profiling.job_models import spec_of, specs_of
+
+
+def config(family: str, **changes: Any) -> Any:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 60, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 1, "intermediate_size": 48}
+    return AutoConfig.for_model(family, **{**sizes, **changes})
+
+
+@pytest.mark.parametrize(("family", "whole"), [("llama", False), ("olmo2", False), ("gemma2", True), ("cohere", True)])
+def test_the_spec_says_whether_the_logits_are_in_memory_whole(family: str, whole: bool) -> None:
+    policy, critic = spec_of(config(family), is_policy=True), spec_of(config("qwen2"), is_policy=False)
+    assert (policy.outputs, policy.whole_logits) == (60, whole)
+    assert (critic.outputs, critic.whole_logits) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapted"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"]}, False),
+        ({"target_modules": "all-linear"}, False),
+        ({"target_modules": ["q_proj", "lm_head"]}, True),
+        ({"target_modules": r"model\..*q_proj"}, False),
+        ({"target_modules": r".*(q_proj|lm_head)"}, True),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, True),
+    ],
+)
+def test_whether_an_adapter_changes_the_head_is_known_before_it_is_created(
+    settings: dict[str, Any], adapted: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    assert adapts_head("a name", tiny.config(), lora) is adapted
+    model = with_adapters(tiny.policy(), lora, None)
+    assert adapts_head(model, tiny.config(), None) is adapted
+    assert (type(model.get_base_model().get_output_embeddings()) is not nn.Linear) is adapted
+    specs = specs_of({role: [tiny.config()] for role in Role}, adapts_head=adapted)
+    assert specs["actor.train"][0].whole_logits is specs["reference.forward"][0].whole_logits is adapted
+    assert not specs["critic.train"][0].whole_logits
+
+
+def test_a_run_with_an_adapted_head_is_priced_with_whole_logits(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
+    made = tiny.trainer(tmp_path, given={"peft_config": lora})
+    models = made.setup.job.models
+    assert models.specs["actor.train"][0].whole_logits
+    assert models.shallow(1).specs["actor.train"][0].whole_logits
