@@ -34,6 +34,7 @@ from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import DEVICES, Device, Link
 from trl_realloc.planner.problem import PricedPlan, Problem
 from trl_realloc.planner.search import search
+from trl_realloc.planner.simulate import Overlap
 from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
 
@@ -103,7 +104,7 @@ def rows_of(path: Path) -> Iterator[tuple[dict[str, Any], Row]]:
         space = Space(cluster, GRAPH, models, pricing, engines, **limits)
         label = f"{actor}+{critic}@{gpus} gen {line['gen']}"
         published = {key: float(line[f"{key}_s"]) for key in ("heuristic", "real") if line[f"{key}_s"]}
-        yield settings, Row(label, Problem(space, space.candidates(), barrier=False), published, cluster.nodes)
+        yield settings, Row(label, Problem(space, space.candidates(), Overlap.ALL), published, cluster.nodes)
 
 
 def uniform(row: Row, mesh_of: Mapping[str, DeviceMesh], strategy_of: Mapping[str, ParallelStrategy]) -> dict[str, Any]:

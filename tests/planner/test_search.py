@@ -22,6 +22,7 @@ from trl_realloc.planner.choose import choose, why_slower
 from trl_realloc.planner.cost import CallCost
 from trl_realloc.planner.problem import PricedPlan, Problem
 from trl_realloc.planner.search import partitions, search
+from trl_realloc.planner.simulate import Overlap
 from trl_realloc.planner.space import Candidate, Space, meshes_of, undominated
 
 
@@ -39,7 +40,7 @@ def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem
             cost = CallCost({"compute": draw.uniform(0.5, 4) * 8 / mesh.size ** draw.uniform(0.3, 1)}, size, size / 4)
             own.append(Candidate(Assignment(mesh, ParallelStrategy(mesh.size), engine), cost))
         choices[call.name] = own
-    return Problem(space, choices, barrier=draw.random() < 0.5)
+    return Problem(space, choices, draw.choice(list(Overlap)))
 
 
 @pytest.mark.parametrize("seed", range(36))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -70,8 +71,27 @@ def test_a_move_keeps_both_of_its_meshes_busy_and_is_charged_once() -> None:
     assert [(span.device, span.start, span.end) for span in busy] == [(0, 6, 8), (1, 6, 8)], "once, in the second step"
     assert iteration_seconds(plan, ONE, {}) == 5
     assert iteration_seconds(plan, ONE, moves) == 8.5
-    assert iteration_seconds(plan, ONE, moves, barrier=True) == 8.5
-    assert iteration_seconds(plan, ONE, {}, barrier=True) == 6, "the critic's training is waited for"
+    waiting = replace(plan, barrier=True)
+    assert iteration_seconds(waiting, ONE, moves) == 8.5
+    assert iteration_seconds(waiting, ONE, {}) == 6, "the critic's training is waited for"
+
+
+def test_only_a_vllm_engine_begins_before_the_end_of_the_previous_iteration() -> None:
+    """Device 0 trains: the actor till 5, the critic till 6. Device 1 is free from 4 on, and needs the actor."""
+    plan, inside = (separate(Cluster(1, 2), generation_engine=engine) for engine in ("vllm", "transformers"))
+    assert iteration_seconds(plan, ONE, {}) == 5
+    assert iteration_seconds(inside, ONE, {}) == 6
+
+
+def test_scoring_waits_for_the_end_of_the_previous_iteration() -> None:
+    """The critic trains for 9 s on devices of its own, the next generation takes 1 s beside it."""
+    apart = on(actor__train="0-3", critic__train="4-7", actor__generate="0-3", reference__forward="0-3")
+    seconds = {**ONE, "critic.train": 9.0}
+    spans = {(span.call, span.step): span for span in simulate(apart, seconds, iterations=2).spans}
+    assert spans["actor.generate", 1].end == 6
+    assert spans["reference.forward", 1].start == spans["critic.train", 0].end == 13
+    assert iteration_seconds(apart, seconds, {}) == 12
+    assert iteration_seconds(replace(apart, barrier=True), seconds, {}) == 13
 
 
 def test_a_move_between_equal_layouts_costs_nothing_whatever_is_said() -> None:
@@ -82,6 +102,17 @@ def test_a_move_between_equal_layouts_costs_nothing_whatever_is_said() -> None:
 def test_a_call_without_seconds_is_missed() -> None:
     with pytest.raises(KeyError, match="critic.train"):
         simulate(flatten(Cluster(1, 1)), {name: 1.0 for name in CALLS if name != "critic.train"})
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.integers(1, 8), st.data())
+def test_a_few_iterations_show_the_seconds_of_all_later_ones(preset: str, devices: int, data: st.DataObject) -> None:
+    plan, seconds = PRESETS[preset](Cluster(1, devices)), data.draw(times)
+    moves = data.draw(st.fixed_dictionaries(dict.fromkeys(("actor.generate", "critic.forward"), st.floats(0, 3))))
+    ends = [
+        max(span.end for span in simulate(plan, seconds, moves, iterations=each).spans if span.step == each - 1)
+        for each in (11, 12)
+    ]
+    assert iteration_seconds(plan, seconds, moves) == pytest.approx(ends[1] - ends[0])
 
 
 times = st.fixed_dictionaries(dict.fromkeys(CALLS, st.floats(0.01, 10)))

@@ -16,6 +16,7 @@ from ..plan.presets import PRESETS, with_sleeping_engines
 from .cost import PARTS, CallCost, Pricing
 from .problem import PricedPlan, Problem
 from .search import SearchResult, search
+from .simulate import Overlap
 from .space import Space
 
 
@@ -63,7 +64,7 @@ def choose(
     generation_engine: str = "vllm",
     engines: Sequence[str] = ("zero", "megatron"),
     zero_stages: Sequence[int] | None = None,
-    barrier: bool = True,
+    barrier: bool = False,
     seed: int = 0,
     time_limit_s: float = 5.0,
 ) -> Decision:
@@ -74,7 +75,7 @@ def choose(
         engines: that may score and train.
         zero_stages: stages that the engine zero may use. By default all of them where a device's memory is known, else
             0 alone, because the other stages save memory and cost time.
-        barrier: iterations do not overlap.
+        barrier: the plan's iterations do not overlap.
 
     Raises:
         PlanError: the models fit on no plan; names the smallest cluster on which they fit.
@@ -116,7 +117,7 @@ def _choose(
     stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
     able = (generation_engine, *engines)
     space = Space(pricing.cluster, graph, specs, pricing, able, offload=pricing.memory is not None, zero_stages=stages)
-    problem = Problem(space, space.candidates(), barrier=barrier)
+    problem = Problem(space, space.candidates(), Overlap.NONE if barrier else Overlap.GENERATION)
     is_small = pricing.cluster.size <= MANY
     presets, alternatives = _price_presets(problem, stages, generation_engine, is_small=is_small)
     starts = [tuple(preset.calls.values()) for preset in presets]

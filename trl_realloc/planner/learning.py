@@ -18,7 +18,7 @@ from .choose import MANY
 from .corrections import Corrections, bounded
 from .cost import Pricing
 from .problem import estimate_plan
-from .simulate import task_times, tasks_of
+from .simulate import Overlap, steady_times, tasks_of
 
 
 WARM_UP = 1  # updates after a start that are left out: kernels are compiled and caches filled in them
@@ -124,7 +124,7 @@ class PlanEvidence:
         moves = {target: own * factors.get(names[target], 1.0) for target, own in self._moves.items()}
         tasks = tasks_of(self.plan, seconds, moves)
         sharing, per_node = self.pricing.rates.sharing, self.plan.cluster.devices_per_node
-        times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=per_node)[0]
+        _, times = steady_times(tasks, overlap=Overlap.of(self.plan), sharing=sharing, devices_per_node=per_node)
         return {task.name: of_task for task, of_task in zip(tasks, times, strict=True)}
 
     def _handover(
@@ -134,7 +134,8 @@ class PlanEvidence:
         start of its first call, when that has its samples."""
 
         def iteration(handover: float) -> float:
-            return max(end for _, end in self._times(work, factors, known, handover).values()) - handover
+            times = self._times(work, factors, known, handover).values()
+            return max(end for _, end in times) - min(start for start, _ in times) - handover
 
         without = iteration(0.0)
         rest = seconds - without

@@ -13,7 +13,7 @@ from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
 from .cost import CallCost, Pricing
 from .reallocation_cost import move_seconds, quick_move_seconds
-from .simulate import Task, simulate, steady_seconds
+from .simulate import Overlap, Task, early_call, spans_of, steady_seconds, steady_times, tasks_of
 from .space import Candidate, Space
 
 
@@ -46,18 +46,20 @@ class PricedPlan:
 
     Args:
         calls: the candidate of each call, by the call's name.
+        barrier: of the plan.
     """
 
     name: str
     space: Space
     calls: Mapping[str, Candidate]
     estimate: Estimate
+    barrier: bool = False
 
     @property
     def plan(self) -> ExecutionPlan:
         """Raises `PlanError` where no engine of this package can do an assignment (`Space.deep_generation`)."""
         assignments = {name: candidate.assignment for name, candidate in self.calls.items()}
-        return ExecutionPlan(self.space.cluster, assignments, self.space.graph, self.name)
+        return ExecutionPlan(self.space.cluster, assignments, self.space.graph, self.name, barrier=self.barrier)
 
     @property
     def costs(self) -> dict[str, CallCost]:
@@ -83,14 +85,16 @@ class PricedPlan:
 
     @property
     def timeline(self) -> Timeline:
-        """The expected timeline of one iteration. As in a measured one, a span begins when its samples are there."""
+        """The expected timeline of one iteration after the first ones. As in a measured one, a span begins when its
+        samples are there."""
         seconds = {name: cost.seconds for name, cost in self.costs.items()}
         waiting = {
             name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in self.costs.items() if cost.seconds
         }
-        sharing = self.space.pricing.rates.sharing
-        timeline = simulate(self.plan, seconds, self.estimate.moves, iterations=2, barrier=True, sharing=sharing)
-        spans = timeline.of_step(1).spans
+        plan, sharing = self.plan, self.space.pricing.rates.sharing
+        tasks, per_node = tasks_of(plan, seconds, self.estimate.moves), plan.cluster.devices_per_node
+        _, times = steady_times(tasks, overlap=Overlap.of(plan), sharing=sharing, devices_per_node=per_node)
+        spans = [span for task, of_task in zip(tasks, times, strict=True) for span in spans_of(task, of_task)]
         return Timeline(replace(span, start=span.start + waiting.get(span.call, 0.0) * span.seconds) for span in spans)
 
 
@@ -100,12 +104,12 @@ class Problem:
 
     Args:
         candidates: the assignments that each call may have, by the call's name.
-        barrier: iterations do not overlap. The trainer's do not.
+        overlap: of iterations.
     """
 
     space: Space
     candidates: Mapping[str, Sequence[Candidate]]
-    barrier: bool = True
+    overlap: Overlap = Overlap.GENERATION
     evaluations: int = 0
     _moves: dict[tuple[int, int, bool], float] = field(default_factory=dict)
 
@@ -133,7 +137,7 @@ class Problem:
         tasks = self._tasks(state, moves)
         sharing = self.space.pricing.rates.sharing
         per_node = self.space.cluster.devices_per_node
-        seconds = steady_seconds(tasks, barrier=self.barrier, sharing=sharing, devices_per_node=per_node, iterations=4)
+        seconds = steady_seconds(tasks, overlap=self.overlap, sharing=sharing, devices_per_node=per_node)
         memory, fullest = self.memory(state, stays)
         named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
         return Estimate(float(seconds), named, memory, fullest)
@@ -177,6 +181,7 @@ class Problem:
         return seconds
 
     def _tasks(self, state: State, moves: Mapping[int, float]) -> list[Task]:
+        early = early_call(self.space.graph, {n: c.assignment.engine for n, c in zip(self.names, state, strict=True)})
         tasks: list[Task] = []
         where: list[int] = []
         homes: list[tuple[int, int]] = []
@@ -187,15 +192,15 @@ class Problem:
             if move > 0 and home is not None:
                 homes.append((len(tasks), home))
                 meshes = (state[home].assignment.mesh, candidate.assignment.mesh)
-                tasks.append(Task("", meshes, move, after, moves=True))
+                tasks.append(Task("", meshes, move, after, moves=True, early=self.names[at] == early))
                 after = (*after, len(tasks) - 1)
             if home is not None:
                 homes.append((len(tasks), home))
             where.append(len(tasks))
-            tasks.append(Task("", (candidate.assignment.mesh,), candidate.seconds, after))
+            is_early = self.names[at] == early
+            tasks.append(Task("", (candidate.assignment.mesh,), candidate.seconds, after, early=is_early))
         for place, home in homes:
-            task = tasks[place]
-            tasks[place] = Task("", task.meshes, task.seconds, task.after, where[home], task.moves)
+            tasks[place] = replace(tasks[place], previous=where[home])
         return tasks
 
     def memory(self, state: State, stays: set[int]) -> tuple[float, int]:
@@ -276,7 +281,8 @@ class Problem:
             target for source, target in self._edges if in_place(state[source].assignment, state[target].assignment)
         }
         estimate = replace(estimate, holds=self.holds(state, stays, estimate.fullest))
-        return PricedPlan(name, self.space, dict(zip(self.names, state, strict=True)), estimate)
+        barrier = self.overlap is Overlap.NONE
+        return PricedPlan(name, self.space, dict(zip(self.names, state, strict=True)), estimate, barrier)
 
     def state_of(self, assignments: Mapping[str, Assignment]) -> State:
         """The state that a written plan's assignments make."""
@@ -298,5 +304,5 @@ def estimate_plan(
     Raises:
         PlanError: the profile has no measurements of a model, or of a split.
     """
-    problem = Problem(Space(plan.cluster, plan.graph, specs, pricing), {}, barrier=True)
+    problem = Problem(Space(plan.cluster, plan.graph, specs, pricing), {}, Overlap.of(plan))
     return problem.priced_plan(problem.state_of(plan.assignments), plan.name, exact=exact)

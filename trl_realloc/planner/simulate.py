@@ -8,13 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 
 from ..plan.cluster import DeviceMesh
+from ..plan.dataflow import CallKind, DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span, Timeline
 from .hardware import Sharing
+
+
+class Overlap(StrEnum):
+    """Which tasks may begin before the previous iteration has ended on all devices."""
+
+    NONE = "none"
+    GENERATION = "generation"  # those that are `early`, as the executor does
+    ALL = "all"  # as ReaL's executor does
+
+    @staticmethod
+    def of(plan: ExecutionPlan) -> Overlap:
+        return Overlap.NONE if plan.barrier else Overlap.GENERATION
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,8 @@ class Task:
         after: indices of earlier tasks of the same iteration whose results it needs.
         previous: index of the task of the previous iteration whose result it needs.
         moves: it is a reallocation; the first iteration needs none.
+        early: it is the first generation, in a vLLM engine, or the reallocation to it. It begins as soon as its devices
+            have ended their tasks of the previous iteration.
     """
 
     name: str
@@ -34,6 +50,7 @@ class Task:
     after: tuple[int, ...] = ()
     previous: int | None = None
     moves: bool = False
+    early: bool = False
 
     @property
     def devices(self) -> list[int]:
@@ -47,6 +64,7 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
         KeyError: a call of the plan has no seconds.
     """
     edges = {edge.target: edge.source for edge in plan.reallocations}
+    early = early_call(plan.graph, {name: plan[name].engine for name in plan.order})
     where: dict[str, int] = {}
     tasks: list[Task] = []
     waiting: list[tuple[int, str]] = []  # (index of a task, the call that is its `previous`)
@@ -59,20 +77,34 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
             after.append(len(tasks))
             # The executor moves parameters when it reaches the call, after the call's data have arrived.
             data = tuple(after[:-1])
-            tasks.append(Task(f"{edges[name]} -> {name}", meshes, moves[name], data, moves=True))
+            task = Task(f"{edges[name]} -> {name}", meshes, moves[name], data, moves=True, early=name == early)
+            tasks.append(task)
         where[name] = len(tasks)
         if trained is not None:
             waiting.append((len(tasks), trained))
-        tasks.append(Task(name, (plan.mesh(name),), seconds[name], tuple(after)))
+        tasks.append(Task(name, (plan.mesh(name),), seconds[name], tuple(after), early=name == early))
     previous = {place: where[name] for place, name in waiting}
-    return [Task(t.name, t.meshes, t.seconds, t.after, previous.get(place), t.moves) for place, t in enumerate(tasks)]
+    return [replace(task, previous=previous.get(place)) for place, task in enumerate(tasks)]
+
+
+def early_call(graph: DataflowGraph, engines: Mapping[str, str]) -> str | None:
+    """The call that may begin before the previous iteration has ended: the first that generates, if a vLLM engine does
+    it from the data set alone.
+
+    Args:
+        engines: by call.
+    """
+    first = next((name for name in graph.order if graph.call(name).kind is CallKind.GENERATE), None)
+    if first is None or engines[first] != "vllm" or any(map(graph.producer, graph.call(first).inputs)):
+        return None
+    return first
 
 
 def task_times(
     tasks: Sequence[Task],
     *,
     iterations: int = 1,
-    barrier: bool = False,
+    overlap: Overlap = Overlap.GENERATION,
     warm: bool = False,
     sharing: Sharing | None = None,
     devices_per_node: int | None = None,
@@ -81,7 +113,7 @@ def task_times(
     that share a device with it have ended.
 
     Args:
-        barrier: an iteration starts when the previous one has ended, as the trainer's do.
+        overlap: which tasks do not wait for the end of the previous iteration.
         warm: the first iteration moves parameters too.
         sharing: how devices that share processors slow each other down; a task's seconds are those that it takes while
             no other task runs.
@@ -101,7 +133,7 @@ def task_times(
             waits_for = [step * n + other for other in range(at) if shares[at][other] or other in task.after]
             if step:
                 before = (step - 1) * n
-                if barrier:
+                if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not task.early):
                     waits_for += range(before, before + n)
                 else:
                     waits_for += [before + other for other in range(at, n) if shares[at][other]]
@@ -171,7 +203,6 @@ def simulate(
     reallocations: Mapping[str, float] | None = None,
     *,
     iterations: int = 1,
-    barrier: bool = False,
     sharing: Sharing | None = None,
 ) -> Timeline:
     """The timeline of the first iterations of a run.
@@ -183,21 +214,26 @@ def simulate(
         seconds: of each call on its mesh.
         reallocations: seconds of each reallocation of `plan.reallocations`, by the call that receives the parameters.
         iterations: how many.
-        barrier, sharing: as `task_times`'.
+        sharing: as `task_times`'.
 
     Raises:
         KeyError: a call of the plan has no seconds.
     """
     tasks = tasks_of(plan, seconds, reallocations or {})
-    per_node = plan.cluster.devices_per_node
-    times = task_times(tasks, iterations=iterations, barrier=barrier, sharing=sharing, devices_per_node=per_node)
+    per_node, overlap = plan.cluster.devices_per_node, Overlap.of(plan)
+    times = task_times(tasks, iterations=iterations, overlap=overlap, sharing=sharing, devices_per_node=per_node)
     return Timeline(
-        Span(task.name, device, start, end, step)
+        span
         for step, row in enumerate(times)
-        for task, (start, end) in zip(tasks, row, strict=True)
+        for task, of_task in zip(tasks, row, strict=True)
         if step or not task.moves
-        for device in task.devices
+        for span in spans_of(task, of_task, step)
     )
+
+
+def spans_of(task: Task, times: tuple[float, float], step: int = 0) -> list[Span]:
+    """A task's span on each of its devices."""
+    return [Span(task.name, device, *times, step) for device in task.devices]
 
 
 def iteration_seconds(
@@ -205,26 +241,51 @@ def iteration_seconds(
     seconds: Mapping[str, float],
     reallocations: Mapping[str, float],
     *,
-    barrier: bool = False,
     sharing: Sharing | None = None,
 ) -> float:
-    """Seconds of an iteration after the first ones: of the last of eight."""
+    """Seconds of an iteration after the first ones."""
     tasks, per_node = tasks_of(plan, seconds, reallocations), plan.cluster.devices_per_node
-    return steady_seconds(tasks, barrier=barrier, sharing=sharing, devices_per_node=per_node)
+    return steady_seconds(tasks, overlap=Overlap.of(plan), sharing=sharing, devices_per_node=per_node)
 
 
 def steady_seconds(
     tasks: Sequence[Task],
     *,
-    barrier: bool = False,
+    overlap: Overlap = Overlap.GENERATION,
     sharing: Sharing | None = None,
     devices_per_node: int | None = None,
-    iterations: int = 8,
 ) -> float:
-    """Seconds of the last of `iterations` iterations; under a barrier, of one."""
-    if barrier:
-        times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=devices_per_node)
-        return max(end for _, end in times[0])
-    times = task_times(tasks, iterations=iterations, sharing=sharing, devices_per_node=devices_per_node)
-    ends = [max(end for _, end in row) for row in times[-2:]]
-    return ends[1] - ends[0]
+    """Seconds from the end of an iteration to that of the next, after the first iterations."""
+    return steady_times(tasks, overlap=overlap, sharing=sharing, devices_per_node=devices_per_node)[0]
+
+
+def steady_times(
+    tasks: Sequence[Task],
+    *,
+    overlap: Overlap = Overlap.GENERATION,
+    sharing: Sharing | None = None,
+    devices_per_node: int | None = None,
+) -> tuple[float, list[tuple[float, float]]]:
+    """An iteration after the first ones: seconds since the end of the one before, and (start, end) of every task."""
+    times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=devices_per_node)
+    if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not _gains(tasks, times[0])):
+        return max(end for _, end in times[0]), times[0]
+    iterations = 4 if overlap is Overlap.ALL else 3  # what one iteration leaves to the next is then the same each time
+    times = task_times(
+        tasks, iterations=iterations, overlap=overlap, warm=True, sharing=sharing, devices_per_node=devices_per_node
+    )
+    before, end = (max(end for _, end in row) for row in times[-2:])
+    return end - before, times[-1]
+
+
+def _gains(tasks: Sequence[Task], times: Sequence[tuple[float, float]]) -> bool:
+    """Whether the first early task has its devices and parameters before the iteration's end."""
+    first = next((task for task in tasks if task.early), None)
+    if first is None:
+        return False
+    needs = [
+        end
+        for at, (task, (_, end)) in enumerate(zip(tasks, times, strict=True))
+        if at == first.previous or any(a.overlaps(b) for a in first.meshes for b in task.meshes)
+    ]
+    return max(needs) < max(end for _, end in times)

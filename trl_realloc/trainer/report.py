@@ -331,7 +331,7 @@ def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
     try:
         parsed, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
         moves = {call.partition(" -> ")[2]: seconds for call, seconds in busy.items() if " -> " in call}
-        return iteration_seconds(parsed, busy, moves, barrier=True)
+        return iteration_seconds(parsed, busy, moves)
     except (PlanError, KeyError):
         return None
 
