@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_run_observer
 import tiny
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
+from trl_realloc.planner.profile import Profile
 from trl_realloc.profiling import auto_plan
-from trl_realloc.profiling.auto_plan import JobPlan, measured_plan
+from trl_realloc.profiling.auto_plan import JobPlan, measured_plan, plan_job
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels
+from trl_realloc.profiling.late_measuring import LateMeasuring
+from trl_realloc.profiling.profile_cache import cache_path
+from trl_realloc.profiling.run_observer import RunObserver
 from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer, setup
 from trl_realloc.trainer.job_builder import make_job
@@ -81,6 +87,43 @@ def test_a_run_that_was_measured_continues_under_its_plan_where_it_can_have_no_o
     job.check = refusing("interleave")
     if refused == "by the run":
         assert measured_plan(job, 1.0, current).plan.name == "auto (flatten)"
+
+
+@pytest.mark.parametrize("reason", ["memory", "check"])
+def test_a_profile_that_refuses_every_plan_does_not_refuse_the_next_start(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "cache"))
+    job = test_run_observer.make(tmp_path, Cluster(1, 2, 8.0))
+    measured = test_run_observer.measured(job)
+    measured.save(cache_path(job))
+    choose_by_formula = Job.choose
+
+    def choose(self: Job, profile: Profile, *args: Any, **options: Any) -> Any:
+        if profile.observations and reason == "memory":
+            raise PlanError("the models fit on no plan.")
+        return choose_by_formula(self, replace(profile, observations=()), *args, **options)
+
+    checked: list[str] = []
+
+    def check(plan: ExecutionPlan) -> None:
+        checked.append(plan.name)
+        if reason == "check" and len(checked) == 1:
+            raise ValueError("the models fit on no plan.")
+
+    monkeypatch.setattr(Job, "choose", choose)
+    monkeypatch.setattr(auto_plan, "print_decision", lambda *_, **__: None)
+    monkeypatch.setattr(JobPlan, "allowed", lambda self, check: check(self.plan) or self)
+    found = plan_job(replace(job, check=check), time_limit_s=0.1)
+    assert found.refused == measured and found.profile is not None and not found.profile.observations
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "the models fit on no plan. The run begins under auto" in warning and str(cache_path(job)) in warning
+    observer = RunObserver(job, found)
+    assert LateMeasuring(job, observer).is_over, "it was measured completely"
+    observer.end([4])
+    assert Profile.load(cache_path(job)).observations, "the measurements stay"
+    with pytest.raises(PlanError, match="fit"):
+        plan_job(replace(job, cluster=Cluster(1, 2, 1e-6)), time_limit_s=0.1)
 
 
 def test_under_fp16_no_plan_has_the_engine_that_cannot_scale_losses(tmp_path: Path) -> None:

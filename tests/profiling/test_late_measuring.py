@@ -17,10 +17,12 @@ from trl_realloc.trainer.plan_change import PlanChangeMixin
 COST_S, UPDATE_S, START_S = 50.0, 2.0, 1.0
 
 
-def measuring(monkeypatch: pytest.MonkeyPatch, rank: int = 0, cost_s: float = COST_S, **profile: Any) -> LateMeasuring:
+def measuring(
+    monkeypatch: pytest.MonkeyPatch, rank: int = 0, cost_s: float = COST_S, refused: Any = None, **profile: Any
+) -> LateMeasuring:
     known = SimpleNamespace(**{"observations": (), "complete": True, **profile})
     job = SimpleNamespace(rank=rank, options=SimpleNamespace(collective_timeout_s=1.0))
-    observer = SimpleNamespace(job_plan=SimpleNamespace(profile=known))
+    observer = SimpleNamespace(job_plan=SimpleNamespace(profile=known, refused=refused))
     monkeypatch.setattr(LateMeasuring, "cost", lambda *_: cost_s)
     monkeypatch.setattr(late_measuring, "from_first_rank", lambda value, timeout_s: value)
     return LateMeasuring(job, observer)  # type: ignore[arg-type]
@@ -80,6 +82,14 @@ def test_a_machine_that_was_measured_is_not_measured_again_unless_measuring_was_
 ) -> None:
     assert measuring(monkeypatch, observations=(1,)).is_over
     assert not measuring(monkeypatch, observations=(1,), complete=False).is_over
+
+
+def test_a_run_under_a_plan_by_specification_does_not_measure_again_what_refused_all_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for complete in (True, False):
+        refused = SimpleNamespace(observations=(1,), complete=complete)
+        assert measuring(monkeypatch, refused=refused).is_over is complete
 
 
 def test_the_other_ranks_do_what_rank_0_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ def test_a_split_under_which_the_job_itself_does_not_fit_is_not_measured(
 def test_measuring_is_expected_to_take_as_long_as_its_short_runs_and_the_starts_of_engines(tmp_path: Path) -> None:
     def cost(memory_gb: float | None, start_s: float) -> float:
         job = make(tmp_path, memory_gb)
-        observer: Any = SimpleNamespace(job_plan=SimpleNamespace(profile=unmeasured_profile(job)))
+        job_plan = SimpleNamespace(profile=unmeasured_profile(job), refused=None)
+        observer: Any = SimpleNamespace(job_plan=job_plan)
         return LateMeasuring(job, observer).cost(start_s)
 
     assert cost(None, 0.0) > OVERHEAD_S

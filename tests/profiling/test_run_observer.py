@@ -131,7 +131,7 @@ def test_slow_reward_functions_do_not_make_measuring_dearer(
     expected = []
     for corrections in (Corrections({"actor.train": 2.0}), SLOW):
         profile = replace(measured(job), corrections=corrections)
-        observer: Any = SimpleNamespace(job_plan=SimpleNamespace(profile=profile))
+        observer: Any = SimpleNamespace(job_plan=SimpleNamespace(profile=profile, refused=None))
         expected.append(LateMeasuring(judged, observer).cost(1.0))
     assert expected[0] == expected[1]
 

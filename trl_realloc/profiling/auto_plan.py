@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
+from transformers.utils import logging
 
 from ..common.errors import PlanError
 from ..common.notices import notice, working
@@ -21,7 +22,17 @@ from ..planner.profile import Profile
 from ..planner.show import alternatives_table, plan_cost_table
 from ..runtime.process_groups import from_first_rank
 from .job import Job
-from .profile_cache import cached_profile, known_profile, measure_between_updates, starting_profile
+from .profile_cache import (
+    cache_path,
+    cached_profile,
+    known_profile,
+    measure_between_updates,
+    starting_profile,
+    unmeasured_profile,
+)
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,14 @@ class JobPlan:
         priced: the plan with its estimate; `None` where nothing was measured.
         decision: the planner's decision; `None` where the user named the plan.
         profile: the measurements that the estimate comes from.
+        refused: measurements by which no plan fits. The plan was then chosen by specification.
     """
 
     plan: ExecutionPlan
     priced: PricedPlan | None = None
     decision: Decision | None = None
     profile: Profile | None = None
+    refused: Profile | None = None
 
     def allowed(self, check: Callable[[ExecutionPlan], None]) -> JobPlan:
         """This plan, or the fastest of the alternatives that `check` does not refuse.
@@ -71,7 +84,8 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
 
     Args:
         measure_first: measure the machine and the models now, where they have no profile. Otherwise the plan is chosen
-            by specification, and measuring waits until it pays (`late_measuring`).
+            by specification, and measuring waits until it pays (`late_measuring`). So it is where no plan fits by the
+            profile, because a run that measures between updates goes on where it finds none.
 
     Raises:
         PlanError, ValueError: the models fit on no plan, or on none that the run can have.
@@ -85,7 +99,32 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
             "this machine was not measured for these models, so the run begins under a plan by specification; "
             "TRL_REALLOC_MEASURE=first measures before the first update"
         )
-    return chosen_plan(job, profile, is_new=is_new, time_limit_s=time_limit_s)
+    try:
+        return chosen_plan(job, profile, is_new=is_new, time_limit_s=time_limit_s)
+    except (PlanError, ValueError) as error:  # on all ranks
+        if not profile.observations:
+            raise
+        return _plan_by_specification(job, profile, error, time_limit_s)
+
+
+def _plan_by_specification(job: Job, refused: Profile, error: Exception, time_limit_s: float) -> JobPlan:
+    """The plan by specification, where measurements leave none. All ranks call this together.
+
+    Raises:
+        `error`: there is no plan by specification either.
+    """
+    links = refused.links or tuple(row for row in refused.observations if row.far)
+    profile = replace(unmeasured_profile(job), links=links)
+    try:
+        chosen = chosen_plan(job, profile, is_new=False, time_limit_s=time_limit_s)
+    except (PlanError, ValueError):
+        raise error from None
+    if job.rank == 0:
+        logger.warning(
+            f"No plan fits by what was measured on this machine: {error} The run begins under {chosen.plan.name}, "
+            f"chosen by specification, and may run out of memory. To measure again, delete {cache_path(job)}."
+        )
+    return replace(chosen, refused=refused)
 
 
 def chosen_plan(job: Job, profile: Profile, *, is_new: bool, time_limit_s: float = 5.0) -> JobPlan:

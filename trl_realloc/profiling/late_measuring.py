@@ -45,7 +45,8 @@ class LateMeasuring:
     def __init__(self, job: Job, observer: RunObserver) -> None:
         self.job, self.observer = job, observer
         profile = observer.job_plan.profile
-        self.is_over = profile is None or bool(profile.observations and profile.complete)
+        measured = observer.job_plan.refused or profile
+        self.is_over = measured is None or bool(measured.observations and measured.complete)
         self._seconds: list[float] = []
 
     def note(self, seconds: float) -> None:
