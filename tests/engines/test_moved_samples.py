@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from trl_realloc.engines.base import (
     Sampling,
     Unfinished,
 )
+from trl_realloc.engines.generation.engine_process import engine_environment
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
@@ -291,6 +294,57 @@ def test_another_releases_vllm_fails_loudly_and_steps_under_way_are_waited_for()
         drain(Double(engine_core=Double(engine_core=Double(batch_queue=None))))
         """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+COUNT = """
+import json, random, sys
+from trl_realloc.engines.generation.vllm_generation import RunningRequests
+from trl_realloc.engines.generation.vllm_host import build
+
+settings = dict(model=sys.argv[1], max_model_len=256, max_num_seqs=16, tensor_parallel_size=1, dtype="float32",
+                kv_cache_gib=0.25, gpu_memory_utilization=0.3, repeatable_sampling=False, sleep_level=0,
+                engine_kwargs={})
+if __name__ == "__main__":
+    llm, chance, decoded = build(settings), random.Random(3), 0
+    core, get_output = llm.llm_engine.engine_core, llm.llm_engine.engine_core.get_output
+
+    def counted():
+        global decoded
+        outputs = get_output()
+        decoded += sum(len(output.new_token_ids) for output in outputs.outputs)
+        return outputs
+
+    core.get_output = counted
+    running = RunningRequests(llm, dict(max_tokens=64, temperature=0.7, stop_token_id=3), by_seed=True)
+    prompts = {index: [index + 1, 2, 3] for index in range(24)}
+    begun, complete, moves = {index: [] for index in prompts}, {}, 0
+    running.add([(index, prompt, index, 0) for index, prompt in prompts.items()])
+    while running:
+        for index, tokens, logprobs, stopped in running.step():
+            assert len(logprobs) == len(tokens)
+            complete[index] = begun[index] + tokens
+        for index, tokens, logprobs in running.withdraw(chance.sample(sorted(prompts), chance.randrange(4)), 1):
+            assert len(logprobs) == len(tokens)
+            begun[index] += tokens
+            running.add([(index, prompts[index] + begun[index], index, len(begun[index]))])
+            moves += 1
+    print(json.dumps([moves, decoded, sum(map(len, complete.values())), sorted(complete) == sorted(prompts)]))
+"""
+
+
+def test_no_token_is_decoded_twice_as_vllm_itself_counts(tmp_path: Path) -> None:
+    """Samples leave and come back in a process in which the tokens are counted that vLLM's engine core gives out."""
+    llama(0).config.save_pretrained(tmp_path)
+    environment = engine_environment(1, sorted(os.sched_getaffinity(0))[:1], None)
+    (tmp_path / "count.py").write_text(COUNT)
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "count.py", tmp_path], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    moves, decoded, tokens, complete = json.loads(ran.stdout.splitlines()[-1])
+    assert complete
+    assert moves > 50
+    assert decoded == tokens
 
 
 @pytest.fixture

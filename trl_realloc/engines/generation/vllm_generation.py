@@ -68,7 +68,8 @@ class RunningRequests:
                 detokenize=False,
                 logprobs=0,
                 flat_logprobs=True,
-                # Python objects for each token of each step (DELTA) cost more than reading vLLM's state at a withdrawal
+                # DELTA makes Python objects for each token: with a tiny model on the CPU a step of 64 requests takes
+                # 0.5 ms (10 %) longer, one of 256 requests 3.0 ms (21 %)
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 **seed_arguments(seed, begun, self._by_seed, self._by_position),
             )
