@@ -391,3 +391,15 @@ def test_a_killed_engine_is_reported_by_its_generation_at_once(
         generation.withdraw([100])
     generation.close()
     generation.close()
+
+
+def test_an_engine_that_is_closed_while_it_generates_ends_at_once(engines: list[VLLMEngine]) -> None:
+    """The last test of this file: it ends an engine of the others."""
+    generation = engines[1].start(requests(500), LONG)
+    generation.poll(0)
+    began = time.monotonic()
+    engines[1].close()
+    assert time.monotonic() - began < 4  # it would be killed after 5 s
+    with pytest.raises(EngineError, match="the engine is closed"):
+        generation.poll(1)
+    generation.close()

@@ -93,8 +93,9 @@ class RunningRequests:
         """Abort these requests, except those that have finished and those with fewer than `least_tokens` tokens left.
 
         With asynchronous scheduling (vLLM's default on a GPU) the next decode step has been launched already. vLLM
-        drops its tokens of requests that have been aborted, and they are not in what is returned here, so the engine
-        that goes on draws them again: at most one token of each sample is computed twice and none is counted twice.
+        drops its tokens of requests that have been aborted (`Scheduler.update_from_output`). They are not in what is
+        returned here, so the engine that goes on draws them again, with the same random numbers: the last token of a
+        sample may be computed twice, and none is lost or counted twice.
 
         Returns:
             The index, the tokens that were drawn here and their log-probabilities.
