@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
+import pytest
+import tiny
 import torch
+from replay import rollouts
+from test_engine_protocol import adamw, build, mean_logprob, process_group  # noqa: F401
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trl_realloc.engines.training.zero_setup import cast_parameters, deepspeed_config
@@ -37,3 +44,38 @@ def test_a_copy_is_cast_as_deepspeed_casts_what_it_trains_not_the_frequencies_of
     ids = torch.arange(1200)[None] % 100
     with torch.no_grad():
         assert torch.equal(model.eval()(ids).logits, loaded.eval()(ids).logits)
+
+
+@pytest.mark.deepspeed
+def test_an_engine_starts_without_gathering_a_parameter_or_writing_to_the_memory_of_its_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    gathered: list[int] = []
+    zeros: list[int] = []
+    gather = Init._all_gather
+
+    class Zeros(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.zeros and len(args) == 1 and isinstance(args[0], int):
+                zeros.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    def counted(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        gathered.extend(parameter.ds_numel for parameter in parameters)
+        return gather(self, parameters, *args, **kwargs)
+
+    monkeypatch.setattr(Init, "_all_gather", counted)
+    with Zeros():
+        made = build("zero 3", optimizer=adamw)
+    size = sum(parameter.numel() for parameter in tiny.policy().parameters())
+    assert not gathered
+    assert zeros and max(zeros) < size, "DeepSpeed's other zeros are of single numbers"
+    before = {name: part.clone() for name, parts in made.parts().items() for _, part in parts}
+    statistics = made.train(rollouts(4), mean_logprob, 64, 1e-3)
+    assert gathered and math.isfinite(float(statistics["tokens"].sum()))
+    after = {name: part for name, parts in made.parts().items() for _, part in parts}
+    assert all(not torch.equal(before[name], after[name]) for name in before), "every parameter has its gradient"
+    assert all(parameter.numel() == 0 for parameter in made.head.model.parameters())
+    made.close()

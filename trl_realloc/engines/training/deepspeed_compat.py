@@ -12,11 +12,13 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import is_deepspeed_available
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..mesh_group import MeshGroup
 
@@ -237,7 +239,7 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
         os.environ["LOCAL_RANK"] = str(device.index or 0)
     comm.barrier = barrier
     try:
-        with _without_second_copy():
+        with _without_second_copy(), _without_gradient_memory(), _without_first_gather():
             yield
     finally:
         comm.barrier = job_barrier
@@ -266,6 +268,77 @@ def _without_second_copy() -> Iterator[None]:
         yield
     finally:
         Stage3._create_fp32_partitions = create
+
+
+@contextlib.contextmanager
+def _without_gradient_memory() -> Iterator[None]:
+    """Inside, a stage 3 optimizer is created without writing to the memory of its gradients (stage3.py:791), which
+    `GradientMemory` frees afterwards and sets to zero when it is used. On a CPU that memory is then never taken."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    set_up = Stage3._setup_for_real_optimizer
+
+    def set_up_without_zeros(optimizer: Any) -> None:
+        size = sum(p.partition_numel() for group in optimizer.fp16_groups for p in group)
+        keeps_zeros = optimizer.offload_optimizer or optimizer.use_muon
+        with contextlib.nullcontext() if keeps_zeros else _Unwritten(size):
+            set_up(optimizer)
+
+    Stage3._setup_for_real_optimizer = set_up_without_zeros
+    try:
+        yield
+    finally:
+        Stage3._setup_for_real_optimizer = set_up
+
+
+class _Unwritten(TorchFunctionMode):
+    """Inside, `torch.zeros` of this number of elements is `torch.empty`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = torch.empty if func is torch.zeros and args == (self.size,) else func
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_first_gather() -> Iterator[None]:
+    """Inside, a stage 3 optimizer is created without gathering every parameter once. DeepSpeed does so to hook the
+    gradients of full parameters (stage3.py:1504). Their shapes are enough: autograd checks a gradient against the shape
+    that the parameter had when it was hooked."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    create = Stage3.create_reduce_and_remove_grad_hooks
+
+    def create_at_shapes(optimizer: Any) -> None:
+        parameters = [p for group in optimizer.fp16_groups for p in group if p.numel() < p.ds_numel]
+        if optimizer.zero_hpz_partition_size > 1:  # a secondary partition is made of the gathered parameter
+            parameters = []
+        methods = [(p.all_gather, p.partition) for p in parameters]
+        for p in parameters:
+            p.all_gather, p.partition = partial(_show_shape, p), partial(_hide_shape, p, p.data)
+        try:
+            create(optimizer)
+        finally:
+            for p, (all_gather, partition_again) in zip(parameters, methods, strict=True):
+                p.all_gather, p.partition = all_gather, partition_again
+
+    Stage3.create_reduce_and_remove_grad_hooks = create_at_shapes
+    try:
+        yield
+    finally:
+        Stage3.create_reduce_and_remove_grad_hooks = create
+
+
+def _show_shape(parameter: Any) -> None:
+    """Give a partitioned parameter its full shape, with the memory of one element."""
+    parameter.data = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.ds_shape)
+
+
+def _hide_shape(parameter: Any, placeholder: Tensor) -> None:
+    parameter.data = placeholder
 
 
 @contextlib.contextmanager
