@@ -113,6 +113,7 @@ class Moves:
             self.moves[unfinished.index] = self.moves.get(unfinished.index, 0) + 1
 
 
+@pytest.mark.newest  # what is used of vLLM to withdraw samples is private
 def test_samples_that_move_at_random_moments_are_those_that_do_not_move(engines: list[VLLMEngine]) -> None:
     chance, moved, again = random.Random(5), 0, 0
     for number in range(200):
@@ -332,6 +333,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.newest  # what is used of vLLM to withdraw samples is private
 def test_no_token_is_decoded_twice_as_vllm_itself_counts(tmp_path: Path) -> None:
     """Samples leave and come back in a process in which the tokens are counted that vLLM's engine core gives out."""
     llama(0).config.save_pretrained(tmp_path)

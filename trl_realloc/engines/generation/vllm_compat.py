@@ -111,7 +111,7 @@ def drain(engine: Any) -> None:
 
 def draws_by_position(engine: Any) -> bool:
     """Whether vLLM's own sampler draws a token by the request's seed and the token's position in the text. Its newest
-    model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py, in 0.27.1 and after 0.32.0), so that a
+    model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py of 0.27.1; read, not run), so that a
     response that another engine has begun gets the random numbers that it would have got there. The older runner has a
     generator for each request, which begins anew."""
     return bool(getattr(engine.vllm_config, "use_v2_model_runner", False))
