@@ -18,7 +18,7 @@ from trl_realloc.planner.workload import Workload
 )
 def test_every_token_is_decoded_whatever_the_slots(lengths: list[int], episodes: int, slots: int) -> None:
     workload = work(response_tokens=tuple(lengths), episodes=episodes)
-    phases = workload.decoding(episodes, slots)
+    phases = workload.decoding(1, slots)
     decoded = sum(steps * batch for steps, batch, _ in phases)
     ordered = sorted(lengths)
     if episodes % len(lengths) == 0:  # neighbouring phases are joined where there are many, and batches are whole
@@ -29,12 +29,39 @@ def test_every_token_is_decoded_whatever_the_slots(lengths: list[int], episodes:
 
 
 def test_equal_lengths_decode_in_one_batch() -> None:
-    assert work(episodes=8, response_tokens=(100,)).decoding(8, 64) == ((100, 8, 128 + 50),)
+    assert work(episodes=8, response_tokens=(100,)).decoding(1, 64) == ((100, 8, 128 + 50),)
 
 
 def test_waiting_samples_take_the_place_of_finished_ones() -> None:
-    phases = work(episodes=8, response_tokens=(100,)).decoding(8, 4)
+    phases = work(episodes=8, response_tokens=(100,)).decoding(1, 4)
     assert [(steps, batch) for steps, batch, _ in phases] == [(100, 4), (100, 4)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    episodes=st.integers(1, 300),
+    engines=st.integers(1, 16),
+)
+def test_engines_get_all_lengths_alike_and_the_slowest_is_priced(
+    lengths: list[int], episodes: int, engines: int
+) -> None:
+    engines = min(engines, episodes)
+    workload = work(response_tokens=tuple(lengths), episodes=episodes)
+    drawn = workload.engine_lengths(engines)
+    assert sum(map(len, drawn)) == episodes
+    assert max(map(len, drawn)) - min(map(len, drawn)) <= 1
+    ordered = sorted(lengths)
+    expected = sorted(ordered[(2 * at + 1) * len(lengths) // (2 * episodes)] for at in range(episodes))
+    assert sorted(length for engine in drawn for length in engine) == expected
+    assert sum(steps for steps, _, _ in workload.decoding(engines, episodes)) == expected[-1]
+
+
+def test_a_long_tail_is_kept() -> None:
+    """One sample in 500 is ten times as long as the others."""
+    lengths = [100] * 1996 + [1000] * 4
+    workload = work(episodes=512).of_lengths(lengths)
+    assert workload.response_tokens[-1] == 1000
+    assert sum(steps for steps, _, _ in workload.decoding(32, 64)) == 1000
 
 
 def test_a_measured_distribution_keeps_its_mean() -> None:

@@ -99,7 +99,7 @@ class Pricing:
         cost = self.work(call, specs, assignment).times(self.corrections.factor(call, assignment))
         handover = self.corrections.handover
         if handover is None:
-            cost += self._shared(CallCost({"handover": self.rates.call}), assignment)
+            cost += self.shared(CallCost({"handover": self.rates.call}), assignment.mesh.size)
         else:
             cost += CallCost({"handover": handover})
         functions = self.corrections.functions.get(call.name) if not specs else None
@@ -119,7 +119,7 @@ class Pricing:
                     total += self._forward(spec, assignment)
                 case CallKind.TRAIN:
                     total += self._train(spec, assignment)
-        return self._shared(total, assignment)
+        return self.shared(total, assignment.mesh.size)
 
     def budget(self, kind: CallKind, strategy: ParallelStrategy) -> int:
         """The largest number of tokens of one forward."""
@@ -148,10 +148,7 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         tokens, squared = work.tokens / strategy.dp, work.episodes * work.mean_square / strategy.dp
         micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, strategy), strategy.pp)
-        parts, stage = self._pass(spec, assignment, tokens / micro, squared / micro, micro)
-        if strategy.zero_stage == 3:
-            gather = self._replicas(spec, assignment).gather_parameters(spec.bytes, stage)
-            parts["data"] = micro * gather * rates.zero(3, trains=False)
+        parts = self.forward_of(spec, assignment, tokens, squared)
         size = spec.bytes / (strategy.tp * strategy.pp * (strategy.dp if strategy.zero_stage == 3 else 1))
         working = self._working(spec, tokens / micro, strategy, backward=False)
         if assignment.offload or assignment.drop:
@@ -176,7 +173,7 @@ class Pricing:
         """
         strategy, rates, work = assignment.strategy, self.rates, self.workload
         tensor_link, pipeline_link, _ = self._links(assignment)
-        layers = math.ceil(_layers(spec) / strategy.pp)
+        layers = self._stage_layers(spec, assignment)
         answered = tokens * work.mean_response / work.mean_length  # the head runs only at response positions
         compute = layers * rates.layer(spec, tokens, squared, strategy.tp) + rates.head(spec, answered, strategy.tp)
         sweeps = 1
@@ -221,48 +218,74 @@ class Pricing:
     # --- generation --------------------------------------------------------------------------------------------------
 
     def _generate(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
-        strategy, work, rates = assignment.strategy, self.workload, self.rates
-        tensor_link, pipeline_link, _ = self._links(assignment)
-        tp, pp, layers = strategy.tp, strategy.pp, math.ceil(_layers(spec) / strategy.pp)
+        strategy, work = assignment.strategy, self.workload
         share = math.ceil(work.episodes / strategy.dp)
-        slots, static, cache = self._slots(spec, assignment, share)
+        slots, static, cache = self._engine_memory(spec, assignment, share)
         if assignment.engine == "transformers":  # no slot is refilled before the whole batch ends
             steps = work.response_tokens[-1]
             mean = work.prompt_tokens + steps / 2
             phases: Sequence[tuple[int, int, float]] = [(steps * math.ceil(share / slots), min(share, slots), mean)]
         else:
-            phases = work.decoding(share, slots)
-        compute = memory = launch = tensor = pipeline = 0.0
+            phases = work.decoding(strategy.dp, slots)
+        parts: dict[str, float] = {}
         for steps, batch, cached in phases:
-            part = batch / pp  # pp micro-batches keep all stages busy
-            busy, reading = rates.decode(spec, part, cached, tp)
-            once = steps * pp
-            if reading > busy:
-                memory += once * layers * reading
-            else:
-                compute += once * layers * busy
-            compute += once * rates.decode_head(spec, part, tp) / (1 if pp == 1 else pp)
-            size = part * spec.hidden * spec.activation_bytes
-            if not rates.decodes_whole:
-                tensor += once * layers * 2 * tensor_link.all_reduce(size, tp)
-            if pp > 1:
-                pipeline += once * pipeline_link.send(size)
-            launch += steps * rates.step
-        prompts = share * work.prompt_tokens
-        micro = _micro_batches(prompts, PREFILL_TOKENS, pp)
-        first, _ = self._pass(spec, assignment, prompts / micro, prompts * work.prompt_tokens / micro, micro)
-        decoding = {"compute": compute, "memory": memory, "launch": launch, "tensor": tensor, "pipeline": pipeline}
-        load = {"load": spec.bytes / tp / pp / rates.host_bandwidth} if assignment.engine == "vllm" else {}
+            _add(parts, self.decode_step(spec, assignment, batch, cached), steps)
+        _add(parts, self.prefill(spec, assignment, share * work.prompt_tokens, work.prompt_tokens))
+        load = {"load": spec.bytes / strategy.tp / strategy.pp / self.rates.host_bandwidth}
         if sleeps(assignment):
             again = load["load"] if assignment.offload else 0.0  # weights to host memory and back
             load, static, cache = {"load": load["load"] + again + SLEEP}, 0.0, cache + static
         elif assignment.drop:
             load, static, cache = {"load": ALLOCATE}, 0.0, cache + static
-        names = dict.fromkeys([*decoding, *first, *load])
-        parts = {n: decoding.get(n, 0.0) + first.get(n, 0.0) + load.get(n, 0.0) for n in names}
+        elif assignment.engine != "vllm":
+            load = {}
+        _add(parts, load)
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
 
-    def _slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float]:
+    def decode_step(self, spec: ModelSpec, assignment: Assignment, batch: float, cached: float) -> dict[str, float]:
+        """Seconds by cause of one decode step of an engine.
+
+        Args:
+            batch: number of samples that it decodes.
+            cached: mean number of their cached tokens.
+        """
+        rates = self.rates
+        tensor_link, pipeline_link, _ = self._links(assignment)
+        tp, pp, layers = assignment.strategy.tp, assignment.strategy.pp, self._stage_layers(spec, assignment)
+        part = batch / pp  # pp micro-batches keep all stages busy
+        busy, reading = rates.decode(spec, part, cached, tp)
+        head = pp * rates.decode_head(spec, part, tp) / (1 if pp == 1 else pp)
+        parts = {"compute": head, "launch": rates.step}
+        _add(parts, {"memory" if reading > busy else "compute": pp * layers * max(reading, busy)})
+        size = part * spec.hidden * spec.activation_bytes
+        if not rates.decodes_whole:
+            parts["tensor"] = pp * layers * 2 * tensor_link.all_reduce(size, tp)
+        if pp > 1:
+            parts["pipeline"] = pp * pipeline_link.send(size)
+        return parts
+
+    def prefill(self, spec: ModelSpec, assignment: Assignment, tokens: float, length: float) -> dict[str, float]:
+        """Seconds by cause in which an engine reads `tokens` tokens of samples with `length` tokens each."""
+        micro = _micro_batches(tokens, PREFILL_TOKENS, assignment.strategy.pp)
+        return self._pass(spec, assignment, tokens / micro, tokens * length / micro, micro)[0]
+
+    def forward_of(self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float) -> dict[str, float]:
+        """Seconds by cause of one replica's forward of `tokens` tokens; `squared` is the sum of the squared lengths."""
+        micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, assignment.strategy), assignment.strategy.pp)
+        parts, stage = self._pass(spec, assignment, tokens / micro, squared / micro, micro)
+        if assignment.strategy.zero_stage == 3:
+            gather = self._replicas(spec, assignment).gather_parameters(spec.bytes, stage)
+            parts["data"] = micro * gather * self.rates.zero(3, trains=False)
+        return parts
+
+    def _stage_layers(self, spec: ModelSpec, assignment: Assignment) -> int:
+        return math.ceil(_layers(spec) / assignment.strategy.pp)
+
+    def slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> int:
+        """The number of samples that an engine decodes at once, of `share` samples that it has."""
+        return self._engine_memory(spec, assignment, share)[0]
+
+    def _engine_memory(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float]:
         """The batch and the memory of an engine that generates `share` samples.
 
         Returns:
@@ -313,10 +336,10 @@ class Pricing:
             logits = (14 if backward else 28) * LOGITS_SLICE + backward * 6 * spec.head_elements / strategy.tp
         return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
 
-    def _shared(self, cost: CallCost, assignment: Assignment) -> CallCost:
-        """The cost of a call, with the slowdown of devices that share processors."""
+    def shared(self, cost: CallCost, devices: int) -> CallCost:
+        """The cost of work on so many neighbouring devices, with their slowdown where they share processors."""
         sharing = self.rates.sharing
-        slowdown = sharing.slowdown(min(assignment.mesh.size, self.cluster.devices_per_node)) if sharing else 1.0
+        slowdown = sharing.slowdown(min(devices, self.cluster.devices_per_node)) if sharing else 1.0
         if slowdown == 1.0:
             return cost
         parts = dict(cost.parts)
@@ -324,6 +347,11 @@ class Pricing:
         parts = {name: seconds * slowdown for name, seconds in parts.items()}
         parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
         return CallCost(parts, cost.static, cost.transient)
+
+
+def _add(parts: dict[str, float], more: Mapping[str, float], times: float = 1.0) -> None:
+    for name, seconds in more.items():
+        parts[name] = parts.get(name, 0.0) + times * seconds
 
 
 def _layers(spec: ModelSpec) -> int:

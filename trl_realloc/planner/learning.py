@@ -84,8 +84,9 @@ class PlanEvidence:
             self._updates.append((update, work))
 
     def corrections(self) -> Corrections:
-        """The corrections after these updates; those before them where there are fewer than `LEAST`."""
-        if len(self._updates) < LEAST:
+        """The corrections after these updates; those before them where there are fewer than `LEAST`, or where samples
+        stream, because a call's seconds then depend on when its samples were there."""
+        if len(self._updates) < LEAST or self.plan.streams is not None:
             return self.before
         functions = {
             name: median(update.spans.get(name, 0.0) for update, _ in self._updates)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from ..plan.assignment import Assignment, in_place
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
+from ..plan.streams import Streams
 from ..plan.timeline import Timeline
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
@@ -15,6 +16,8 @@ from .cost import CallCost, Pricing
 from .reallocation_cost import move_seconds, quick_move_seconds
 from .simulate import Overlap, Task, early_call, spans_of, steady_seconds, steady_times, tasks_of
 from .space import Candidate, Space
+from .stream_cost import StreamPrices
+from .stream_simulation import StreamedIteration, simulate_streams
 
 
 State = tuple[Candidate, ...]
@@ -46,7 +49,7 @@ class PricedPlan:
 
     Args:
         calls: the candidate of each call, by the call's name.
-        barrier: of the plan.
+        barrier, streams: of the plan.
     """
 
     name: str
@@ -54,12 +57,15 @@ class PricedPlan:
     calls: Mapping[str, Candidate]
     estimate: Estimate
     barrier: bool = False
+    streams: Streams | None = None
 
     @property
     def plan(self) -> ExecutionPlan:
         """Raises `PlanError` where no engine of this package can do an assignment (`Space.deep_generation`)."""
         assignments = {name: candidate.assignment for name, candidate in self.calls.items()}
-        return ExecutionPlan(self.space.cluster, assignments, self.space.graph, self.name, barrier=self.barrier)
+        return ExecutionPlan(
+            self.space.cluster, assignments, self.space.graph, self.name, self.streams, barrier=self.barrier
+        )
 
     @property
     def costs(self) -> dict[str, CallCost]:
@@ -83,10 +89,28 @@ class PricedPlan:
         memory = self.space.pricing.memory
         return memory is None or self.estimate.memory <= memory.usable
 
+    def streamed(self) -> StreamedIteration:
+        """An iteration sample by sample, of a plan that has streams."""
+        seconds = {name: cost.seconds for name, cost in self.costs.items()}
+        prices = StreamPrices(self.plan, self.space.specs, self.space.pricing)
+        return simulate_streams(prices, seconds, self.estimate.moves)
+
+    def with_streams(self, streams: Streams | None) -> PricedPlan:
+        """The same assignments with these streams, and the seconds that an iteration takes then. Each device holds as
+        much as without streams: an engine that sleeps between its calls gives its memory back before its devices
+        score. Raises `PlanError` where the plan cannot have the streams."""
+        assert self.streams is None, "the estimate of a plan without streams"
+        changed = replace(self, streams=streams)
+        if streams is None or not changed.plan.streamed:
+            return changed
+        return replace(changed, estimate=replace(self.estimate, seconds=changed.streamed().seconds))
+
     @property
     def timeline(self) -> Timeline:
         """The expected timeline of one iteration after the first ones. As in a measured one, a span begins when its
         samples are there."""
+        if self.streams is not None:
+            return Timeline(self.streamed().spans)
         seconds = {name: cost.seconds for name, cost in self.costs.items()}
         waiting = {
             name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in self.costs.items() if cost.seconds
@@ -305,4 +329,5 @@ def estimate_plan(
         PlanError: the profile has no measurements of a model, or of a split.
     """
     problem = Problem(Space(plan.cluster, plan.graph, specs, pricing), {}, Overlap.of(plan))
-    return problem.priced_plan(problem.state_of(plan.assignments), plan.name, exact=exact)
+    priced = problem.priced_plan(problem.state_of(plan.assignments), plan.name, exact=exact)
+    return priced.with_streams(plan.streams)

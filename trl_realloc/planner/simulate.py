@@ -6,16 +6,15 @@ are the caller's, measured or estimated.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
 
 from ..plan.cluster import DeviceMesh
 from ..plan.dataflow import CallKind, DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span, Timeline
+from .activities import Activities, devices_by_node
 from .hardware import Sharing
 
 
@@ -143,7 +142,7 @@ def task_times(
     if sharing is None:
         ends = _undisturbed_times(needs, lasting)
     else:
-        ends = _shared_times(needs, lasting, [_devices_by_node(task, devices_per_node) for task in tasks], sharing)
+        ends = _shared_times(needs, lasting, [devices_by_node(t.devices, devices_per_node) for t in tasks], sharing)
     return [ends[step * n : (step + 1) * n] for step in range(iterations)]
 
 
@@ -155,45 +154,28 @@ def _undisturbed_times(needs: Sequence[Sequence[int]], lasting: Sequence[float])
     return times
 
 
-def _devices_by_node(task: Task, devices_per_node: int | None) -> Counter[int]:
-    return Counter(device // devices_per_node if devices_per_node else 0 for device in task.devices)
-
-
 def _shared_times(
-    needs: Sequence[Sequence[int]], lasting: Sequence[float], devices: Sequence[Counter[int]], sharing: Sharing
+    needs: Sequence[Sequence[int]], lasting: Sequence[float], devices: Sequence[Mapping[int, int]], sharing: Sharing
 ) -> list[tuple[float, float]]:
-    """The times where tasks that run at the same time slow each other down, on each node as the devices there do
-    together. A task on several nodes is as slow as on the slowest of them.
+    """The times where tasks that run at the same time slow each other down.
 
     Args:
         devices: for each task of an iteration, how many devices of each node it keeps busy.
     """
     n = len(devices)
-    left, open_needs = list(lasting), [set(waits_for) for waits_for in needs]
-    running: dict[int, float] = {}  # index of a task -> its start
-    times: list[tuple[float, float]] = [(0.0, 0.0)] * len(needs)
-    waiting, now = list(range(len(needs))), 0.0
-    slowdown = cache(sharing.slowdown)
-    while waiting or running:
+    open_needs = [set(waits_for) for waits_for in needs]
+    activities, starts = Activities[int](sharing), [0.0] * len(needs)
+    times = [(0.0, 0.0)] * len(needs)
+    waiting = list(range(len(needs)))
+    while waiting or activities:
         for at in [at for at in waiting if not open_needs[at]]:
             waiting.remove(at)
-            running[at] = now
-        busy = sum((devices[at % n] for at in running), Counter[int]())
-        rates = {}
-        for at in running:
-            alone = devices[at % n]
-            rates[at] = min(1.0, slowdown(max(alone.values())) / slowdown(max(busy[node] for node in alone)))
-        step = min(left[at] / rate for at, rate in rates.items())
-        now += step
-        done = []
-        for at in running:
-            left[at] -= step * rates[at]
-            if left[at] <= 1e-12:
-                done.append(at)
-        for at in done:
-            times[at] = (running.pop(at), now)
+            starts[at] = activities.now
+            activities.start(lasting[at], devices[at % n], at)
+        done = activities.next()
+        times[done] = (starts[done], activities.now)
         for at in waiting:
-            open_needs[at].difference_update(done)
+            open_needs[at].discard(done)
     return times
 
 

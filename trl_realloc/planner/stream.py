@@ -5,6 +5,7 @@ Pure: derived from a plan and the lengths of the prompts. The runtime and the si
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -94,6 +95,14 @@ def stream_of(plan: ExecutionPlan, prompts: Sequence[int], limit: int, budgets: 
         teams = (replicas,) if is_sharded else tuple((replica,) for replica in replicas)
         scorings.append(StreamedScoring(name, teams, tuple(producers), generation, budgets[name]))
     return Stream(tuple(generations), tuple(scorings), tuple(prompts), limit)
+
+
+def engine_samples(plan: ExecutionPlan, call: str, samples: int) -> int:
+    """The most samples that an engine of a generate call has at once: its share of `samples`, or with migration as many
+    as may be unfinished when they move."""
+    share = -(-samples // plan[call].strategy.dp)
+    migration = plan.streams.migration if plan.streams is not None else None
+    return share if migration is None else max(share, math.ceil(migration.threshold * samples))
 
 
 def replicas_of(plan: ExecutionPlan, call: str) -> tuple[Ranks, ...]:

@@ -15,7 +15,10 @@ from statistics import fmean
 from ..common.errors import PlanError, Problems
 
 
-QUANTILES = 32  # number of quantiles that represent a measured length distribution
+# Number of quantiles that represent a measured length distribution. The last samples of a batch decide how long its
+# generation takes, so a batch of this size keeps about its longest one.
+QUANTILES = 256
+MOST_SAMPLES = 4096  # of an engine; more only repeat the pattern
 
 
 @dataclass(frozen=True)
@@ -98,29 +101,52 @@ class Workload:
         """Number of optimizer steps in an iteration."""
         return self.epochs * self.mini_batches
 
-    def decoding(self, episodes: int, slots: int) -> tuple[tuple[int, int, float], ...]:
-        """The phases of an engine's decoding, as (steps, samples in the batch, mean cached tokens of a sample).
+    def decoding(self, engines: int, slots: int) -> tuple[tuple[int, int, float], ...]:
+        """The phases of decoding in the engine with the longest sample, as (steps, samples in the batch, mean cached
+        tokens of a sample).
 
         When a sample ends, a waiting sample takes its slot.
 
         Args:
-            episodes: number of samples that the engine generates. All lengths are equally frequent among them.
+            engines: among which the samples are divided (`engine_lengths`).
             slots: largest number of samples in the batch.
         """
-        return _decoding(self.prompt_tokens, self.response_tokens, episodes, max(1, slots))
+        return _decoding(self.prompt_tokens, self.response_tokens, self.episodes, engines, max(1, slots))
+
+    def engine_lengths(self, engines: int) -> tuple[tuple[int, ...], ...]:
+        """The lengths of the responses that each engine generates, in its order. All lengths are equally frequent in
+        each engine, and mixed, as in a real batch."""
+        return tuple(_engine_lengths(self.response_tokens, self.episodes, engines, each) for each in range(engines))
+
+
+def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine: int) -> tuple[int, ...]:
+    """The response lengths of an engine's samples. The batch's lengths in ascending order are divided into groups of
+    one for each engine."""
+    whole, rest = divmod(episodes, engines)
+    stride = next((s for s in range(max(1, int(whole * 0.618)), whole) if math.gcd(s, whole) == 1), 1)
+    groups = [at * stride % whole for at in range(whole)]
+    ranks = [group * engines + (engine + group) % engines for group in groups]
+    if engine < rest:
+        ranks.append(whole * engines + engine)
+    return tuple(lengths[(2 * rank + 1) * len(lengths) // (2 * episodes)] for rank in ranks)
+
+
+def _longest_engine(episodes: int, engines: int) -> int:
+    """The engine with the longest sample."""
+    whole, rest = divmod(episodes, engines)
+    return rest - 1 if rest else (engines - whole) % engines
 
 
 @lru_cache(1024)
-def _decoding(prompt: float, lengths: tuple[int, ...], episodes: int, slots: int) -> tuple[tuple[int, int, float], ...]:
-    # Mixes long and short responses, as a real batch. A stride coprime to the number of lengths visits each one.
-    stride = next(
-        s for s in range(max(1, int(len(lengths) * 0.618)), 2 * len(lengths) + 2) if math.gcd(s, len(lengths)) == 1
-    )
-    count = min(episodes, 4096)  # more samples only repeat the pattern
-    draw = [lengths[at * len(lengths) // count] for at in range(count)] if count < len(lengths) else None
-    waiting = draw or [lengths[at * stride % len(lengths)] for at in range(count)]
-    slots = max(1, slots * count // episodes)
-    weight = episodes / count
+def _decoding(
+    prompt: float, lengths: tuple[int, ...], episodes: int, engines: int, slots: int
+) -> tuple[tuple[int, int, float], ...]:
+    share = math.ceil(episodes / engines)
+    count = min(share, MOST_SAMPLES)
+    drawn = episodes if count == share else count * engines
+    waiting = _engine_lengths(lengths, drawn, engines, _longest_engine(drawn, engines))
+    slots = max(1, slots * count // share)
+    weight = share / count
     running = [(length, 0) for length in waiting[:slots]]  # (step at which it ends, step at which it began)
     heapq.heapify(running)
     following = slots

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
+from ..planner.stream import engine_samples
 from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S, TransferOptions
 from .failures.watchdog_client import HEARTBEAT_TIMEOUT_S
 
@@ -62,9 +62,9 @@ class EngineOptions:
     log_folder: Path | None = None
 
     def for_plan(self, plan: ExecutionPlan, episodes: int) -> EngineOptions:
-        """These options with room in every vLLM engine for its share of `episodes` samples at once."""
-        replicas = [plan[call.name].strategy.dp for call in plan.graph.calls if call.kind is CallKind.GENERATE]
-        slots = max(1, math.ceil(episodes / min(replicas, default=1)))
+        """These options with room in every vLLM engine for all samples that it has at once, of `episodes` samples."""
+        generations = plan.graph.calls_of(CallKind.GENERATE)
+        slots = max([1, *(engine_samples(plan, name, episodes) for name in generations)])
         return replace(self, vllm={**self.vllm, "max_num_seqs": slots})
 
     @property

@@ -1,0 +1,164 @@
+"""`SimulatedEngine`: one generation engine that decodes samples until they end or are withdrawn.
+
+When it is told what, and what follows from its reports, is in `stream_simulation`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .activities import Activities
+from .stream_cost import StreamPrices
+
+
+Event = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """What an engine works on.
+
+    Args:
+        name: of the call.
+        devices: how many devices of each node the engine has.
+        prompts, lengths: tokens of each sample's prompt and response, by the sample's index.
+        whole_batches: no sample takes the place of another before the whole batch has ended, as in Transformers.
+    """
+
+    name: str
+    devices: Mapping[int, int]
+    prompts: Sequence[int]
+    lengths: Sequence[int]
+    whole_batches: bool = False
+
+
+class SimulatedEngine:
+    """An engine of a call.
+
+    Args:
+        finished: called with the samples that have ended.
+        withdrawn: called with the samples that were stopped, and for each the number of tokens that it has.
+    """
+
+    def __init__(
+        self,
+        work: EngineWork,
+        samples: Sequence[int],
+        prices: StreamPrices,
+        activities: Activities[Event],
+        *,
+        finished: Callable[[list[int]], None],
+        withdrawn: Callable[[dict[int, int]], None],
+    ) -> None:
+        self.work, self.prices, self.activities = work, prices, activities
+        self._finished, self._withdrawn = finished, withdrawn
+        self.decoded = 0  # tokens
+        self._waiting = deque((index, 0) for index in samples)  # (sample, tokens that it has)
+        self._running: list[tuple[int, int]] = []  # heap of (step at which it ends, sample)
+        self._step = 0
+        self._offset = 0  # sum over the running samples of their cached tokens at step 0
+        self._slots = prices.slots(work.name)
+        self._segment: tuple[int, int, float] | None = None  # activity, its steps and seconds, of decoding
+        self._least: int | None = None  # tokens left of a sample that is withdrawn
+        self._is_busy = True  # until it has started
+        self._is_closed = False  # to samples, until the batch has ended
+
+    def start(self) -> None:
+        """Begin to generate: its parameters are there."""
+        self.activities.start(self.prices.start(self.work.name), self.work.devices, self._go_on)
+
+    def give(self, samples: Mapping[int, int]) -> None:
+        """Samples go on here.
+
+        Args:
+            samples: the number of tokens that each has.
+        """
+        self._waiting.extend(sorted(samples.items()))
+        self._interrupt()
+
+    def withdraw(self, limit: int, least_tokens: int) -> None:
+        """Stop the samples that have `least_tokens` or more left until `limit`."""
+        self._least = limit - least_tokens
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """End the current decoding after the step that runs."""
+        if not self._is_busy:
+            self._go_on()
+        elif self._segment is not None:
+            number, steps, seconds = self._segment
+            done = self.activities.stop(number)
+            kept = min(steps, max(0, math.ceil(done * steps - 1e-9)))
+            rest = max(0.0, kept / steps - done) * seconds
+            self._segment = None
+            self.activities.start(rest, self.work.devices, lambda: self._decoded(kept))
+
+    def _go_on(self) -> None:
+        """Between two steps: answer a withdrawal, read the prompts of samples that get a place, decode."""
+        self._is_busy = True
+        if self._least is not None:
+            self._answer(self._least)
+            self._least = None
+        admitted = self._admitted()
+        if admitted:
+            seconds = self.prices.prefill(self.work.name, [self.work.prompts[index] + has for index, has in admitted])
+            self.activities.start(seconds, self.work.devices, self._go_on)
+        elif self._running:
+            self._decode()
+        else:
+            self._is_busy = False
+
+    def _admitted(self) -> list[tuple[int, int]]:
+        """The waiting samples that get a place now, and the number of tokens that each has."""
+        admitted: list[tuple[int, int]] = []
+        while self._waiting and len(self._running) < self._slots and not self._is_closed:
+            index, has = self._waiting.popleft()
+            heapq.heappush(self._running, (self._step + self.work.lengths[index] - has, index))
+            self._offset += self.work.prompts[index] + has - self._step
+            admitted.append((index, has))
+        self._is_closed = self.work.whole_batches and bool(self._running)
+        return admitted
+
+    def _decode(self) -> None:
+        """Decode until the next sample ends; of whole batches, until the last does."""
+        last = max(self._running) if self.work.whole_batches else self._running[0]
+        steps, batch = last[0] - self._step, len(self._running)
+        cached = self._offset / batch + self._step + steps / 2
+        seconds = steps * self.prices.step(self.work.name, batch, cached)
+        number = self.activities.start(seconds, self.work.devices, lambda: self._decoded(steps))
+        self._segment = None if self.work.whole_batches else (number, steps, seconds)
+
+    def _decoded(self, steps: int) -> None:
+        self._segment = None
+        self.decoded += steps * len(self._running)
+        self._step += steps
+        ended: list[int] = []
+        while self._running and self._running[0][0] <= self._step:
+            ended.append(self._remove(*heapq.heappop(self._running)))
+        self._is_closed = self.work.whole_batches and bool(self._running)
+        if ended:
+            self._finished(ended)
+        self._go_on()
+
+    def _answer(self, most: int) -> None:
+        """Stop the samples that have at most so many tokens."""
+        stopped = {index: has for index, has in self._waiting if has <= most}
+        self._waiting = deque((index, has) for index, has in self._waiting if has > most)
+        going_on = []
+        for end, index in self._running:
+            has = self.work.lengths[index] - (end - self._step)
+            if has <= most:
+                stopped[self._remove(end, index)] = has
+            else:
+                going_on.append((end, index))
+        heapq.heapify(going_on)
+        self._running = going_on
+        self._withdrawn(stopped)
+
+    def _remove(self, end: int, index: int) -> int:
+        self._offset -= self.work.prompts[index] + self.work.lengths[index] - end
+        return index

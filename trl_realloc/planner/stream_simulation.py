@@ -1,0 +1,324 @@
+"""Simulates an iteration whose scoring begins while samples are being generated, sample by sample.
+
+The `Dispatcher` that the runtime has is told the events that are expected and decides what is scored where. The calls
+that do not stream run as in `simulate`. The engines' work is in `stream_engine`, its prices in `stream_cost`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..plan.timeline import Span
+from .activities import Activities, devices_by_node
+from .dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
+from .simulate import Overlap, Task, early_call, tasks_of
+from .stream import StreamedGeneration
+from .stream_cost import StreamPrices
+from .stream_engine import EngineWork, Event, SimulatedEngine
+
+
+MESSAGE = 1e-3  # seconds of a report to the dispatcher, or of an order to a rank; assumed, not measured
+
+
+@dataclass(frozen=True)
+class StreamedIteration:
+    """An iteration after the first ones.
+
+    Args:
+        seconds: from the end of an iteration's streams to that of the next.
+        streaming: seconds of these in which samples were generated or scored, from the first engine's start.
+        moved: number of samples that another engine continued.
+        decoded: tokens that all engines decoded.
+        forwards: the forwards of all teams, in the order in which they were given.
+        spans: of the calls and reallocations; the scoring calls and generation have several on a device.
+    """
+
+    seconds: float
+    streaming: float
+    moved: int
+    decoded: int
+    forwards: tuple[Score, ...]
+    spans: tuple[Span, ...]
+
+
+def simulate_streams(
+    prices: StreamPrices, seconds: Mapping[str, float], moves: Mapping[str, float]
+) -> StreamedIteration:
+    """An iteration of a plan that has streams.
+
+    Args:
+        seconds: of each call that does not stream, on its mesh.
+        moves: seconds of each reallocation, by the call that receives the parameters.
+
+    Raises:
+        KeyError: a call that does not stream has no seconds.
+    """
+    simulation = _Simulation(prices, seconds, moves)
+    simulation.run()
+    return simulation.result()
+
+
+class _Simulation:
+    """The time from the end of one iteration's streams to that of the next: first the calls that do not stream, then
+    the streams, which begin as soon as the plan lets them.
+
+    In a steady run all such times are alike.
+    """
+
+    def __init__(self, prices: StreamPrices, seconds: Mapping[str, float], moves: Mapping[str, float]) -> None:
+        plan, stream = prices.plan, prices.stream
+        self.plan, self.prices, self.stream = plan, prices, stream
+        self.activities = Activities[Event](prices.pricing.rates.sharing)
+        streams = plan.streams
+        assert streams is not None, "a plan with streams"
+        self.dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
+        tasks = tasks_of(plan, {**seconds, **dict.fromkeys(plan.streamed, 0.0)}, moves)
+        self.rest = [task for task in tasks if _call(task) not in plan.streamed]
+        self.refreshes = [task for task in tasks if task.moves and _call(task) in plan.streamed]
+        self.spans: list[Span] = []
+        self.rest_spans: list[Span] = []
+        self.forwards: list[Score] = []
+        self.moved = 0
+        self.joined: set[int] = set()  # ranks that have joined
+        self.heard: set[int] = set()  # and the dispatcher knows
+        self.held: dict[int, list[Event]] = {}  # rank -> reports of its engine from before it joined
+        self.queues: dict[int, deque[Score]] = {rank: deque() for rank in stream.ranks}
+        self.occupied: set[int] = set()  # ranks that run a forward, or whose engine gives its memory back
+        self.latest: dict[int, str] = {}  # rank -> call of its latest forward
+        self.has: dict[tuple[str, int], int] = {}  # (call, sample) -> tokens, of samples that are moved
+        self.began: dict[tuple[str, int], float] = {}
+        self.lengths = {generation.name: prices.lengths(generation.name) for generation in stream.generations}
+        self.engines = {
+            (generation.name, number): self._engine(generation, number)
+            for generation in stream.generations
+            for number in range(len(generation.engines))
+        }
+        self.refreshed: set[int] = set()
+        self.refreshing: set[int] = set()
+        self.started: set[str] = set()  # calls whose engines have started
+        self.ended: set[int] = set()  # tasks of `rest`
+        self.begun: set[int] = set()
+
+    # --- the calls that do not stream, reallocations, and joining ----------------------------------------------------
+
+    def run(self) -> None:
+        self._advance()
+        while not self.dispatcher.is_finished:
+            self.activities.next()()
+
+    def _advance(self) -> None:
+        """Begin every task, reallocation and engine that waits for nothing more, and let ranks join."""
+        for at, task in enumerate(self.rest):
+            earlier = (other for other in range(at) if other not in self.ended)
+            waits = any(_share(task, self.rest[other]) or self._feeds(other, task) for other in earlier)
+            if at not in self.begun and not waits:
+                self.begun.add(at)
+                self._occupy(task, partial(self._end_task, at), self.rest_spans)
+        for at, task in enumerate(self.refreshes):
+            before = (other for other in range(at) if other not in self.refreshed)
+            blocked = any(_share(task, self.refreshes[other]) for other in before)
+            if at not in self.refreshing and not blocked and self._may_begin(task):
+                self.refreshing.add(at)
+                self._occupy(task, partial(self._end_refresh, at), self.spans)
+        for generation in self.stream.generations:
+            name = generation.name
+            fresh = all(at in self.refreshed for at, task in enumerate(self.refreshes) if _call(task) == name)
+            task = Task(name, (self.plan.mesh(name),), 0.0, early=name == self._early)
+            if name not in self.started and fresh and self._may_begin(task):
+                self.started.add(name)
+                for number in range(len(generation.engines)):
+                    self.began[name, number] = self.activities.now
+                    self.engines[name, number].start()
+        self._join()
+
+    def _occupy(self, task: Task, event: Event, spans: list[Span]) -> None:
+        start = self.activities.now
+
+        def end() -> None:
+            spans.extend(Span(task.name, device, start, self.activities.now, 0) for device in task.devices)
+            event()
+            self._advance()
+
+        self.activities.start(task.seconds, self._nodes(task.devices), end)
+
+    def _end_task(self, at: int) -> None:
+        self.ended.add(at)
+
+    def _end_refresh(self, at: int) -> None:
+        self.refreshed.add(at)
+
+    def _feeds(self, at: int, task: Task) -> bool:
+        producer, call = _call(self.rest[at]), _call(task)
+        return any(edge.producer == producer and edge.consumer == call for edge in self.plan.graph.data_edges)
+
+    @property
+    def _early(self) -> str | None:
+        if Overlap.of(self.plan) is Overlap.NONE:
+            return None
+        return early_call(self.plan.graph, {name: self.plan[name].engine for name in self.plan.order})
+
+    def _may_begin(self, task: Task) -> bool:
+        """Whether the previous iteration lets a streamed call or the reallocation to it begin."""
+        if _call(task) != self._early:
+            return len(self.ended) == len(self.rest)
+        trained = self.plan.graph.train_call(self.plan.graph.call(_call(task)).role)
+        return all(
+            at in self.ended or not (_share(task, other) or other.name == trained) for at, other in enumerate(self.rest)
+        )
+
+    def _join(self) -> None:
+        if len(self.ended) < len(self.rest):
+            return
+        refreshing = {r for at, t in enumerate(self.refreshes) if at not in self.refreshed for r in t.devices}
+        starting = {
+            rank for g in self.stream.generations if g.name not in self.started for e in g.engines for rank in e
+        }
+        for rank in sorted(self.stream.ranks - self.joined - refreshing - starting):
+            self.joined.add(rank)
+            self._report(partial(self._joined, rank))
+
+    def _joined(self, rank: int) -> None:
+        self.heard.add(rank)
+        self._take(self.dispatcher.join(rank))
+        for event in self.held.pop(rank, []):
+            event()
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    def _engine(self, generation: StreamedGeneration, number: int) -> SimulatedEngine:
+        name = generation.name
+        work = EngineWork(
+            name,
+            self._nodes(generation.engines[number]),
+            self.stream.prompts,
+            self.lengths[name],
+            whole_batches=self.plan[name].engine == "transformers",
+        )
+        return SimulatedEngine(
+            work,
+            generation.samples[number],
+            self.prices,
+            self.activities,
+            finished=partial(self._finished, name, number),
+            withdrawn=partial(self._withdrawn, name, number),
+        )
+
+    def _finished(self, name: str, number: int, samples: Sequence[int]) -> None:
+        ended = [(index, self.lengths[name][index]) for index in samples]
+        self._report_of(name, number, lambda: self.dispatcher.finish(name, number, ended))
+
+    def _withdrawn(self, name: str, number: int, samples: Mapping[int, int]) -> None:
+        self.moved += len(samples)
+        self.has |= {(name, index): has for index, has in samples.items()}
+        self._report_of(name, number, lambda: self.dispatcher.withdraw(name, number, list(samples)))
+
+    def _report_of(self, name: str, number: int, report: Callable[[], list[Order]]) -> None:
+        """Report an engine's event, if its rank has joined; otherwise once it has."""
+        rank = self._ranks(name, number)[0]
+
+        def tell() -> None:
+            self._take(report())
+
+        def arrive() -> None:
+            self.held.setdefault(rank, []).append(tell) if rank not in self.heard else tell()
+
+        self._report(arrive)
+
+    def _report(self, event: Event) -> None:
+        self.activities.start(MESSAGE, {}, event)
+
+    def _ranks(self, name: str, number: int) -> tuple[int, ...]:
+        return next(g for g in self.stream.generations if g.name == name).engines[number]
+
+    def _nodes(self, devices: Iterable[int]) -> Mapping[int, int]:
+        return devices_by_node(devices, self.plan.cluster.devices_per_node)
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def _take(self, orders: Sequence[Order]) -> None:
+        if orders:
+            self._report(partial(self._arrive, orders))
+
+    def _arrive(self, orders: Sequence[Order]) -> None:
+        streams = self.plan.streams
+        for order in orders:
+            match order:
+                case Score():
+                    self.forwards.append(order)
+                    team = self._team(order)
+                    for rank in team:
+                        self.queues[rank].append(order)
+                    self._score(order)
+                case Withdraw():
+                    assert streams is not None and streams.migration is not None
+                    engine = self.engines[order.call, order.engine]
+                    engine.withdraw(self.stream.limit, streams.migration.least_tokens)
+                case Continue():
+                    self.engines[order.call, order.engine].give({s: self.has[order.call, s] for s in order.samples})
+                case Release():
+                    self._release(order)
+
+    def _release(self, order: Release) -> None:
+        ranks, now = self._ranks(order.call, order.engine), self.activities.now
+        began = self.began[order.call, order.engine]
+        self.spans += [Span(order.call, rank, began, now, 0) for rank in ranks]
+        if seconds := self.prices.end(order.call):
+            self.occupied.update(ranks)
+            self.activities.start(seconds, {}, partial(self._free, ranks))
+
+    def _free(self, ranks: Sequence[int]) -> None:
+        """Ranks can run what is next in their queues."""
+        self.occupied.difference_update(ranks)
+        for rank in ranks:
+            if self.queues[rank]:
+                self._score(self.queues[rank][0])
+
+    def _team(self, order: Score) -> list[int]:
+        scoring = next(s for s in self.stream.scorings if s.name == order.call)
+        return [rank for replica in scoring.teams[order.team] for rank in replica]
+
+    def _score(self, order: Score) -> None:
+        """Run a forward, if it is the next of each of its ranks."""
+        team = self._team(order)
+        if any(rank in self.occupied or self.queues[rank][0] is not order for rank in team):
+            return
+        self.occupied.update(team)
+        generation = next(s for s in self.stream.scorings if s.name == order.call).generation
+        lengths = [
+            [self.stream.prompts[index] + self.lengths[generation][index] for index in part] for part in order.parts
+        ]
+        loads = self.latest.get(team[0]) != order.call
+        self.latest |= dict.fromkeys(team, order.call)
+        seconds, start = self.prices.score(order.call, lengths, loads=loads), self.activities.now
+        self.activities.start(seconds, self._nodes(team), partial(self._scored, order, team, start))
+
+    def _scored(self, order: Score, team: Sequence[int], start: float) -> None:
+        self.spans += [Span(order.call, rank, start, self.activities.now, 0) for rank in team]
+        for rank in team:
+            self.queues[rank].popleft()
+        self._report(lambda: self._take(self.dispatcher.scored(order.number)))
+        self._free(team)
+
+    def result(self) -> StreamedIteration:
+        seconds = self.activities.now + MESSAGE  # the last message says that the streams have ended
+        shifted = [replace(span, start=span.start + seconds, end=span.end + seconds) for span in self.rest_spans]
+        return StreamedIteration(
+            seconds,
+            seconds - min(self.began.values()),
+            self.moved,
+            sum(engine.decoded for engine in self.engines.values()),
+            tuple(self.forwards),
+            (*self.spans, *shifted),
+        )
+
+
+def _call(task: Task) -> str:
+    """The call that a task runs, or brings parameters to."""
+    return task.name.rpartition(" -> ")[2]
+
+
+def _share(one: Task, other: Task) -> bool:
+    return any(a.overlaps(b) for a in one.meshes for b in other.meshes)
