@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import tiny
 
+from trl_realloc.engines.base import EngineError
+from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.profiling import late_measuring
 from trl_realloc.profiling import profile_cache as cache
+
+
+def fail_while_measuring() -> None:
+    """The first short run's generation fails on rank 1."""
+    measure, generate = cache.measure, TransformersEngine.generate
+
+    def failing(*given: Any, **named: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise EngineError("the engine of the short run has failed.")
+
+        if os.environ["RANK"] == "1":
+            TransformersEngine.generate = refuse
+        try:
+            return measure(*given, **named)
+        finally:
+            TransformersEngine.generate = generate
+
+    cache.measure = failing
 
 
 def main() -> None:
@@ -19,6 +41,8 @@ def main() -> None:
     measured = []
     measure = cache.measure
     cache.measure = lambda *given, **named: measured.append(1) or measure(*given, **named)
+    if options.pop("fails", False):
+        fail_while_measuring()
     made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
     made.train()
     if made.accelerator.is_main_process:

@@ -84,3 +84,24 @@ def test_a_run_begins_unmeasured_teaches_the_next_one_and_measures_between_updat
 def _text(folder: Path) -> str:
     """What a job has printed, without the line ends of tables."""
     return " ".join((folder / "log.txt").read_text(errors="replace").split())
+
+
+def test_a_short_run_that_fails_between_updates_ends_the_measuring_and_not_the_run(
+    run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "cache"))
+    options = {"plan": "auto", "max_steps": 8, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    failed = json.loads(
+        (run("auto.py", 2, {**options, "measures": True, "fails": True}, "fails") / "log.json").read_text()
+    )
+    monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "other"))
+    plain = json.loads((run("auto.py", 2, options, "plain") / "log.json").read_text())
+    text = _text(tmp_path / "fails")
+    assert "A short run under flatten failed, so the measuring ends" in text
+    assert "the engine of the short run has failed" in text
+    assert (failed["measured"], plain["measured"]) == (1, 0)
+    assert failed["plan"] == plain["plan"]
+    assert len(failed["updates"]) == len(plain["updates"]) == 8
+    for mine, other in zip(failed["updates"], plain["updates"], strict=True):
+        assert mine["objective/kl"] == pytest.approx(other["objective/kl"], abs=1e-4)
+    assert not any(Profile.load(kept).observations for kept in (tmp_path / "cache").glob("profile-*.json"))

@@ -15,13 +15,15 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
+from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.rollout import Rollouts
 from ..common.errors import PlanError
 from ..common.notices import notice, working
-from ..engines.device import is_accelerator
+from ..engines.device import is_accelerator, release_cached_memory
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.corrections import Corrections
 from ..planner.profile import Observation, Profile, model_key
+from ..runtime.failures.alarm import JobFailed, is_known_everywhere
 from ..runtime.launch.hosts import meet, ranks_by_host
 from ..runtime.process_groups import from_first_rank
 from .job import Job
@@ -187,11 +189,15 @@ def _keep(profile: Profile, path: Path, rank: int) -> None:
         logger.warning(f"the measurements cannot be kept in {path} ({error.strerror}); set TRL_REALLOC_CACHE.")
 
 
-def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf) -> Profile:
+def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf, ends_at_failure: bool = False) -> Profile:
     """Measures the job's models and machine. All ranks call this together and receive the same profile.
 
     Args:
         budget_s: seconds after which no other plan's short runs begin.
+        ends_at_failure: log a failure of a short run that every rank knows of, and end with what was measured before.
+
+    Raises:
+        JobFailed, NonFiniteError: a short run failed.
     """
     start = time.monotonic()
     cluster, device, timeout_s = job.cluster, job.options.device, job.options.collective_timeout_s
@@ -218,10 +224,20 @@ def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf) -> 
             ):
                 break
             plan_start = time.monotonic()
-            of_plan, samples = runs.observe(plan, samples)
+            try:
+                of_plan, samples = runs.observe(plan, samples)
+            except (JobFailed, NonFiniteError) as error:
+                if not (ends_at_failure and is_known_everywhere(error)):
+                    raise
+                if job.rank == 0:
+                    logger.warning(f"A short run under {plan.name} failed, so the measuring ends: {error}")
+                break
             observations += of_plan
             done, longest = done + 1, max(longest, time.monotonic() - plan_start)
             progress.advance(bar)
+    release_cached_memory(device)  # of a run that failed
+    if not done:
+        return unmeasured_profile(job)
     agreed = from_first_rank(tuple(observations), timeout_s)
     recompute = job.options.gradient_checkpointing
     settings = {**about(job), **({"network": network()} if cluster.nodes > 1 else {})}
@@ -232,10 +248,15 @@ def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf) -> 
 
 def measure_between_updates(job: Job, budget_s: float) -> Profile:
     """Measures the job's models and machine within some seconds, and keeps the profile. All ranks call this together,
-    when no engine of the run holds memory."""
+    when no engine of the run holds memory. If a short run fails and every rank knows it, the profile is what was
+    measured before.
+
+    Raises:
+        Exception: a short run failed inside a collective. Other ranks wait in it until the job ends.
+    """
     device = job.options.device
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-        profile = measure(job, budget_s=budget_s)
+        profile = measure(job, budget_s=budget_s, ends_at_failure=True)
     if profile.observations:
         _keep(profile, cache_path(job), job.rank)
     return profile

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ..algorithms.base import Algorithm
+from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.ppo import PPO, PPOSettings
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
@@ -34,6 +35,7 @@ from ..planner.workload import Workload
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
 from ..runtime.executor import make_executor
+from ..runtime.failures.alarm import JobFailed, is_known_everywhere
 from ..runtime.placement import Placement
 from ..runtime.process_groups import from_first_rank
 from ..runtime.results import Iteration
@@ -82,6 +84,10 @@ class Runs:
         Args:
             samples: of an earlier plan. Scoring and training run on them; generation runs only where the plan splits
             it.
+
+        Raises:
+            JobFailed, NonFiniteError: a call failed. If every rank knows it (`is_known_everywhere`), nothing of the
+                short runs is left on any rank.
         """
         observations: list[Observation] = []
         splits_generation = plan["actor.generate"].strategy.tp > 1
@@ -107,8 +113,14 @@ class Runs:
                     observations += self._observations(plan, iteration, time.perf_counter() - start)
             generated = from_first_rank(iteration.samples, options.collective_timeout_s) if samples is None else samples
             executor.exchange.flush()
-            if dist.is_initialized():  # a rank that destroys its groups closes them for ranks that still read
-                dist.barrier()
+            _meet()
+        except (JobFailed, NonFiniteError) as error:
+            placement.close()
+            if is_known_everywhere(error):
+                executor.exchange.flush()
+                _meet()
+                placement.discard()
+            raise
         finally:
             placement.close()
         placement.discard()
@@ -244,6 +256,12 @@ class Runs:
         draw = torch.Generator().manual_seed(0)
         rows = [torch.randint(0, vocabulary, (self.prompt,), generator=draw) for _ in range(episodes)]
         return PromptBatch(Rollouts(index=torch.arange(episodes), prompts=Ragged.of(rows, torch.long)), [{}] * episodes)
+
+
+def _meet() -> None:
+    """Wait for all ranks. One that destroys its groups closes them for ranks that still read."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _nothing(completions: Sequence[Any]) -> list[float]:

@@ -89,7 +89,7 @@ class PlanChangeMixin:
             self.measuring.note(seconds)
             budget_s = self.measuring.budget(updates_left, self._start_seconds)
             if budget_s is not None:
-                self._save_unsaved()  # an engine of the short runs that fails on one rank ends the job
+                self._save_unsaved()  # a short run that fails in a collective ends the job
                 self._rebuild(partial(measured_plan, self.setup.job, budget_s, self.observer.job_plan))
                 return
         job_plan = self.replanner.better(updates_left, self._start_seconds)

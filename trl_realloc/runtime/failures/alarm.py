@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from ...algorithms.nonfinite import NonFiniteError
 from .watchdog_client import GRACE_S, HOST, WatchdogClient
 
 
@@ -43,6 +44,11 @@ class JobFailed(RuntimeError):
     def __init__(self, message: str, is_unharmed: bool = False, is_shared: bool = False) -> None:
         super().__init__(message)
         self.is_unharmed, self.is_shared = is_unharmed, is_shared
+
+
+def is_known_everywhere(error: BaseException) -> bool:
+    """Whether every rank has raised this error of an iteration, at the same place, so that collectives are possible."""
+    return isinstance(error, NonFiniteError) or (isinstance(error, JobFailed) and error.is_shared)
 
 
 _generations = itertools.count(1)

@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...algorithms.nonfinite import NonFiniteError
-from ...runtime.failures.alarm import Alarm, JobFailed
+from ...runtime.failures.alarm import Alarm, JobFailed, is_known_everywhere
 from ...runtime.placement import Placement
 from ...runtime.process_groups import from_every_rank
 from .identity import Identity, data_checksum, trained_shapes
@@ -177,7 +177,7 @@ class CheckpointMixin:
             is_unchanged = isinstance(error, NonFiniteError) or error.is_unharmed
             if is_unchanged:
                 self._save_unsaved()
-            if isinstance(error, NonFiniteError) or error.is_shared:  # an older checkpoint may still be written
+            if is_known_everywhere(error):  # an older checkpoint may still be written
                 self._finish_save()
             raise
 
