@@ -19,6 +19,7 @@ class Mailboxes:
         self.timeout_s = timeout_s
         self.sent, self.bytes = Counter[int](), Counter[int]()  # a rank's are counted by its own thread alone
         self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
+        self._sources: dict[tuple[int, int], queue.SimpleQueue[int]] = defaultdict(queue.SimpleQueue)
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> Mailbox:
@@ -27,6 +28,12 @@ class Mailboxes:
     def box(self, source: int, target: int, tag: int) -> queue.SimpleQueue[bytes]:
         with self._lock:
             return self._boxes[source, target, tag]
+
+    def sources(self, target: int, tag: int) -> queue.SimpleQueue[int]:
+        """The sender of each message to a rank under a tag, in the order in which they were sent. Read for tags alone
+        whose messages are received from any rank."""
+        with self._lock:
+            return self._sources[target, tag]
 
 
 class Mailbox:
@@ -39,9 +46,14 @@ class Mailbox:
         self.boxes.sent[self.rank] += 1
         self.boxes.bytes[self.rank] += len(content)
         self.boxes.box(self.rank, rank, tag).put(content)
+        self.boxes.sources(rank, tag).put(self.rank)
 
     def receive(self, rank: int, tag: int) -> bytes:
         return self.boxes.box(rank, self.rank, tag).get(timeout=self.boxes.timeout_s)
+
+    def receive_any(self, tag: int) -> tuple[int, bytes]:
+        source = self.boxes.sources(self.rank, tag).get(timeout=self.boxes.timeout_s)
+        return source, self.receive(source, tag)
 
     def flush(self) -> None:
         pass

@@ -20,7 +20,7 @@ from ..algorithms.base import TokenLoss
 from ..algorithms.nonfinite import NonFiniteError, all_finite, check_rates, with_text
 from ..algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ..algorithms.rollout import Ragged, Rollouts
-from ..engines.base import Completion, GenerationRequest, Rate, Sampling
+from ..engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, Unfinished
 from ..plan.dataflow import Call, Role
 from .placement import Placement
 from .process_groups import from_every_rank
@@ -30,6 +30,8 @@ from .shares import as_responses
 
 
 logger = logging.get_logger(__name__)
+POLL_S = 1.0  # most time without a look for another rank's failure
+EVALUATION_STEP = 1 << 40  # steps from here on are evaluations, which draw from seeds of their own
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Step:
     learning_rates: Mapping[Role, Rate] = field(default_factory=dict)
     sampling: Sampling | None = None
 
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return f"update {self.number + 1}" if self.number < EVALUATION_STEP else "an evaluation"
+
 
 def sample_seed(seed: int, step: int, index: int, label: str = "") -> int:
     """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
@@ -80,28 +87,76 @@ def sample_seed(seed: int, step: int, index: int, label: str = "") -> int:
     return int(np.random.SeedSequence((seed, step, index, *label.encode())).generate_state(1)[0])
 
 
+def requests_of(
+    settings: CallSettings,
+    call: Call,
+    samples: Rollouts,
+    step: Step,
+    begun: Mapping[int, Unfinished] | None = None,
+) -> list[GenerationRequest]:
+    """The requests of a call that generates.
+
+    Args:
+        samples: with the columns `index` and the call's first input.
+        begun: by sample, what another engine has generated of it.
+    """
+    begun = begun or {}
+    return [
+        GenerationRequest(
+            index, tuple(row.tolist()), sample_seed(settings.seed, step.number, index, call.label), begun.get(index)
+        )
+        for index, row in zip(samples.tensor("index").tolist(), samples.ragged(call.inputs[0]).rows(), strict=True)
+    ]
+
+
+def sampling_of(settings: CallSettings, call: Call, step: Step) -> Sampling:
+    """How a call draws tokens in an iteration."""
+    return step.sampling or settings.sampling_of.get(call.name, settings.sampling)
+
+
+def completions(
+    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step
+) -> Iterator[Completion]:
+    """Generate responses to this rank's prompts. None on a rank without a generation engine.
+
+    To be called without prompts too: where the parameters are sharded, generating in place is a collective of the mesh.
+    """
+    generator = placement.generators.get(call.name)
+    if generator is None:
+        return iter(())
+    return generator.generate(requests_of(settings, call, samples, step), sampling_of(settings, call, step))
+
+
 def generate(
-    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step, poll: Callable[[], None]
+    placement: Placement,
+    settings: CallSettings,
+    call: Call,
+    samples: Rollouts,
+    step: Step,
+    poll: Callable[[], None],
+    begun: Generation | None = None,
 ) -> Rollouts:
     """Generate responses to this rank's prompts.
 
     Args:
         poll: called after each finished sample.
+        begun: a generation of these prompts that runs already.
 
     Returns:
         The call's two output columns (token ids int64 and log-probabilities float32, ragged) and `has_eos`.
     """
-    generator = placement.generators.get(call.name)
-    if generator is None:
+    if placement.generators.get(call.name) is None:
         return Rollouts()
-    requests = [
-        GenerationRequest(index, tuple(row.tolist()), sample_seed(settings.seed, step.number, index, call.label))
-        for index, row in zip(samples.tensor("index").tolist(), samples.ragged(call.inputs[0]).rows(), strict=True)
-    ]
-    # also without requests: where the parameters are sharded, generating in place is a collective of the mesh
-    sampling = step.sampling or settings.sampling_of.get(call.name, settings.sampling)
-    completions = list(_polled(generator.generate(requests, sampling), poll))
-    return completed(completions, settings.eos_token_id, call.outputs)
+    made = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun)
+    return completed(list(_polled(made, poll)), settings.eos_token_id, call.outputs)
+
+
+def _rest_of(generation: Generation) -> Iterator[Completion]:
+    try:
+        while generation.unfinished:
+            yield from generation.poll(POLL_S)
+    finally:
+        generation.close()
 
 
 def _polled(completions: Iterator[Completion], poll: Callable[[], None]) -> Iterator[Completion]:

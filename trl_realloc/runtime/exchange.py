@@ -13,6 +13,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..algorithms.nonfinite import NonFiniteError
+from ..algorithms.rewards import RewardError
 from ..algorithms.rollout import Rollouts
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span
@@ -45,6 +47,23 @@ class CallFailure:
 
 
 Failures = tuple[CallFailure, ...]
+
+
+def failure_of(error: Exception, rank: int, call: str, *, is_collective: bool) -> CallFailure:
+    """What is sent in place of a call's samples for an exception of it.
+
+    Args:
+        is_collective: the code that raised it contains collectives.
+
+    Raises:
+        Exception: `error` itself, if other ranks wait for this one in a collective. A `RewardError` and a
+            `NonFiniteError` come after a call's last collective, the latter on every rank of its mesh.
+    """
+    if is_collective and not isinstance(error, RewardError | NonFiniteError):
+        raise error
+    is_unharmed = isinstance(error, RewardError)  # no role has been trained yet
+    sample = error.sample if isinstance(error, NonFiniteError) else -1
+    return CallFailure(rank, call, str(error) or type(error).__name__, is_unharmed, sample)
 
 
 class CallsFailed(RuntimeError):
@@ -193,6 +212,11 @@ class Exchange:
 
     def _share_tag(self, call: str) -> int:
         return len(self._tags) + self._tags[call]
+
+    @property
+    def stream_tag(self) -> int:
+        """The first of three tags of the messages of streamed calls."""
+        return 2 * len(self._tags) + 2  # `spread` has the one before, and uses the next one too
 
     # --- results ----------------------------------------------------------------------------------------------------
 

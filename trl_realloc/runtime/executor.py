@@ -1,8 +1,9 @@
-"""`Executor`: the loop over the plan's calls. For each call it waits for the inputs, runs the call and publishes its
-outputs.
+"""`Executor`: runs an iteration on one rank. First the streamed calls, if the plan has streams; then the other calls,
+one after the other. For each of them it waits for the inputs, runs the call and publishes its outputs.
 
 Every rank runs the loop. A rank runs the calls whose mesh contains it, in plan order, so calls on disjoint meshes
-overlap. What a call does on one rank is in `calls`.
+overlap. What a call does on one rank is in `calls`, what it reads in `call_inputs`, the streamed calls in
+`stream_worker`.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from transformers.utils import logging
-
 from ..algorithms.base import Algorithm, training_inputs
-from ..algorithms.nonfinite import NonFiniteError, problem_of, with_text
+from ..algorithms.nonfinite import NonFiniteError, with_text
 from ..algorithms.prompt_batches import PromptBatch
-from ..algorithms.rewards import RewardError
 from ..algorithms.rollout import Rollouts
 from ..engines.base import EngineError, Rate, Sampling
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.timeline import Span
+from ..planner.dispatcher import Dispatcher, Order
+from ..planner.stream import Stream, stream_of
 from . import calls
+from .call_inputs import CallInputs
 from .calls import CallSettings, Step
-from .exchange import CallFailure, CallOutput, CallsFailed, Exchange, Failures
+from .early_generation import EarlyGeneration, early_call
+from .exchange import CallFailure, CallOutput, CallsFailed, Exchange, Failures, failure_of
 from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
 from .placement import Placement
+from .reallocation import Moved
 from .results import Iteration, Statistics, add_statistics, observed, sample_metrics, update_metrics
-from .routes import RESULTS, columns_read, is_divided_by_each, replica
-from .shares import Share, shares_of_samples, shares_of_training
-
-
-logger = logging.get_logger(__name__)
-EVALUATION_STEP = 1 << 40  # steps from here on are evaluations, which draw from seeds of their own
+from .routes import RESULTS, replica
+from .shares import Share
+from .stream_leader import StreamLeader, StreamLink
+from .stream_worker import StreamWorker
 
 
 class Executor:
@@ -46,6 +47,9 @@ class Executor:
         algorithm: what is computed between the calls, losses and metrics.
         settings: sampling and rewards.
         alarm: reports a failure here to the other ranks, and raises theirs here.
+
+    Attributes:
+        orders: of the latest iteration's streams; on rank 0.
     """
 
     def __init__(
@@ -54,11 +58,9 @@ class Executor:
         self.placement, self.exchange, self.algorithm = placement, exchange, algorithm
         self.settings, self.alarm = settings, alarm
         self.plan, self.rank = placement.plan, placement.rank
-        self._step, self._step_name = Step(0), ""
-        self._failure: Exception | None = None
-        self._prepared: Rollouts | None = None
-        # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
-        self._skips_training = False
+        self.orders: Sequence[Order] = ()
+        self._failure: BaseException | None = None
+        self._early: EarlyGeneration | None = None
 
     def run(
         self,
@@ -69,6 +71,7 @@ class Executor:
         known: Mapping[str, Rollouts] | None = None,
         only: Collection[str] | None = None,
         sampling: Sampling | None = None,
+        following: PromptBatch | None = None,
     ) -> Iteration:
         """Run one iteration.
 
@@ -79,6 +82,8 @@ class Executor:
             known: by call name, outputs of calls that are not run (replayed rollouts).
             only: the calls to run; by default all. An evaluation leaves out the training.
             sampling: replaces the run's sampling.
+            following: the next iteration's batch, if its generation may begin before this iteration has ended. If
+                another iteration is run next, what has been generated is dropped.
 
         Raises:
             JobFailed: a call failed here or on another rank. If it was a call before the training, nothing was trained
@@ -86,17 +91,77 @@ class Executor:
         """
         known = known or {}
         names = [n for n in self.plan.order if n not in known and (only is None or n in only)]
-        self.begin(Step(step, batch.rows, learning_rates, sampling), names)
+        streamed = self.plan.streamed if set(self.plan.streamed) <= set(names) else ()
+        whole = [name for name in names if name not in streamed]
+        this_step = Step(step, batch.rows, learning_rates, sampling)
+        if self._early is not None and not (self._early.is_of(this_step, batch) and self._early.call in names):
+            self.cancel_early()
+        self.begin(this_step, whole)
         for name, samples in known.items():
             self.exchange.know(name, samples)
-        of_rank = [name for name in names if self.placement.takes_part(name)]
-        for name, following in zip_longest(of_rank, of_rank[1:]):
+        leader = self._run_streamed(batch) if streamed else None
+        of_rank = [name for name in whole if self.placement.takes_part(name)]
+        for name, next_name in zip_longest(of_rank, of_rank[1:]):
             call = self.plan.graph.call(name)
-            share = self._share(call, batch.prompts) if self.placement.has(name) else None
-            if following is not None:
-                self.placement.prefetch(following)  # while this call runs
+            share = self.inputs.share(call, batch.prompts) if self.placement.has(name) else None
+            if next_name is not None:
+                self.placement.prefetch(next_name)  # while this call runs
             self._execute(call, share)
+        self._early = None
+        if following is not None:
+            self._begin_early(following)
+        if leader is not None:
+            leader.wait()
         return self._finish(batch, names, known)
+
+    def _run_streamed(self, batch: PromptBatch) -> StreamLeader | None:
+        """Run the streamed calls of this rank, and publish their outputs. Returns the leader, on rank 0."""
+        stream, tag, messages = self._stream(batch), self.exchange.stream_tag, self.exchange.messages
+        leader, streams = None, self.plan.streams
+        assert streams is not None, "the plan has streamed calls"
+        if self.rank == RESULTS:
+            dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
+            leader = StreamLeader(messages, tag, stream, dispatcher)
+            self.orders = leader.orders
+        if any(self.placement.takes_part(name) for name in self.plan.streamed):
+            link = StreamLink(messages, tag, leader) if self.rank in stream.ranks else None
+            worker = StreamWorker(
+                self.placement,
+                self.settings,
+                self.alarm,
+                messages,
+                self.exchange.stream_tag + 2,
+                link,
+                stream,
+                self._step,
+                batch,
+                self._early,
+            )
+            for name, output in worker.run().items():
+                self.exchange.publish(name, output)
+            self._failure = worker.error
+        return leader
+
+    def _stream(self, batch: PromptBatch) -> Stream:
+        forwards = [n for n in self.plan.streamed if self.plan.graph.call(n).kind is CallKind.FORWARD]
+        generate = self.plan.graph.call(self.plan.streamed[0])
+        lengths = batch.prompts.ragged(generate.inputs[0]).lengths.tolist()
+        limit = calls.sampling_of(self.settings, generate, self._step).max_tokens
+        return stream_of(self.plan, lengths, limit, {name: self.placement.budget(name) for name in forwards})
+
+    def _begin_early(self, batch: PromptBatch) -> None:
+        """Begin the next iteration's generation on this rank, if the plan allows it."""
+        name = early_call(self.plan)
+        if name is not None and self.placement.takes_part(name):
+            step = Step(self._step.number + 1, batch.rows, {})
+            self.alarm.at(f"{name} of {step.name} (its parameters)")
+            self._early = EarlyGeneration(self.placement, self.settings, name, step, batch)
+
+    def cancel_early(self) -> None:
+        """End a generation that has been begun for an iteration that is not run next."""
+        if self._early is not None:
+            self._early.close()
+            self._early = None
 
     # --- one call at a time -----------------------------------------------------------------------------------------
 
@@ -107,10 +172,12 @@ class Executor:
             running: the calls that read each other's outputs; none where each is run by `perform`.
         """
         self._step = step
-        self._step_name = f"update {step.number + 1}" if step.number < EVALUATION_STEP else "an evaluation"
         self.exchange.begin(running)
-        self._failure = self._prepared = None
-        self._skips_training = False
+        self.inputs = self._new_inputs()
+        self._failure = None
+
+    def _new_inputs(self) -> CallInputs:
+        return CallInputs(self.exchange, self.algorithm, self.settings, self.alarm, self._step.number, self._step.name)
 
     def perform(self, name: str, samples: Rollouts) -> Rollouts:
         """Run one call of the iteration that has begun, on any samples, and wait for its outputs. All ranks call this
@@ -127,110 +194,21 @@ class Executor:
             JobFailed: the call failed here or on another rank.
             NonFiniteError: the call trains, and a number of the samples is not finite.
         """
+        self.cancel_early()
         call = self.plan.graph.call(name)
         self.exchange.forget(name)
-        self._prepared = None
+        self.inputs = self._new_inputs()
         of_rank = [replica(self.plan, name, self.rank)] if self.placement.has(name) else []
-        shares = self._divide(call, samples, of_rank)
+        shares = self.inputs.divide(call, samples, of_rank)
         if self.placement.takes_part(name):
             self._execute(call, shares[0] if shares else None)
         outcome: Rollouts | JobFailed | None = None
         if self.rank == RESULTS:
             try:
-                outcome = self._collect(name).samples
+                outcome = self.inputs.collect(name).samples
             except CallsFailed as failed:
                 outcome = JobFailed(str(failed), is_unharmed=all(f.is_unharmed for f in failed.failures))
         return self._from_results(outcome)
-
-    # --- the inputs of a call ---------------------------------------------------------------------------------------
-
-    def _share(self, call: Call, batch: Rollouts) -> Share | CallsFailed:
-        """This rank's share of a call's inputs; why there is none, if a call that it needs has failed.
-
-        Args:
-            batch: the data set's columns of the global batch.
-        """
-        if is_divided_by_each(self.plan, call.name):
-            own = replica(self.plan, call.name, self.rank)
-            return shares_of_samples(self.plan, call, batch, [own])[0]
-        if self.rank != self.plan.mesh(call.name).leader:
-            self.alarm.at(f"waiting for its samples of {call.name} of {self._step_name}")
-            try:
-                return self.exchange.receive_share(call.name).with_columns_of(batch)
-            except CallsFailed as failed:
-                return failed
-        try:
-            shares = self._divide(call, self._inputs(call, batch))
-        except CallsFailed as failed:
-            self.exchange.distribute(call.name, failed)
-            return failed
-        except NonFiniteError as error:  # rank 0 has the same samples, and raises the same on every rank
-            refused = CallsFailed((CallFailure(self.rank, call.name, str(error), True, error.sample),))
-            self.exchange.distribute(call.name, refused)
-            return refused
-        self.exchange.distribute(call.name, [share.without(self.plan.graph.sources) for share in shares])
-        return shares[replica(self.plan, call.name, self.rank)]
-
-    def _inputs(self, call: Call, samples: Rollouts) -> Rollouts:
-        """The global batch with every column that the call reads. Only on the leader of the call's mesh.
-
-        Raises:
-            CallsFailed: a call whose outputs it reads failed, after the outputs of all of them have arrived.
-        """
-        failures: list[CallFailure] = []
-        columns = columns_read(self.plan, call.name)
-        for producer in dict.fromkeys(map(self.plan.graph.producer, columns)):
-            if producer is not None:
-                try:
-                    samples = samples.plus(**self._collect(producer).samples)
-                except CallsFailed as failed:
-                    failures += failed.failures
-        if failures:
-            raise CallsFailed(tuple(dict.fromkeys(failures)))
-        return samples
-
-    def _collect(self, producer: str) -> CallOutput:
-        if not self.exchange.has(producer):
-            self.alarm.at(f"waiting for the samples of {producer} of {self._step_name}")
-        return self.exchange.collect(producer)
-
-    def _divide(self, call: Call, samples: Rollouts, replicas: Collection[int] | None = None) -> list[Share]:
-        """The shares of a call's replicas.
-
-        Args:
-            samples: the global batch with every column that the call reads.
-            replicas: whose shares are wanted; by default all.
-
-        Raises:
-            NonFiniteError: the call trains, and a number of the samples is not finite.
-        """
-        if not call.trains:
-            return shares_of_samples(self.plan, call, samples, replicas)
-        prepared = self._prepare(samples)
-        if self._skips_training:
-            count = self.plan[call.name].strategy.dp if replicas is None else len(replicas)
-            return [Share(Rollouts(), is_skipped=True)] * count
-        return shares_of_training(self.plan, call, self.algorithm, prepared, self._step.number, replicas)
-
-    def _prepare(self, samples: Rollouts) -> Rollouts:
-        """The samples with the columns that the algorithm computes before training. The leaders of the meshes that
-        train and rank 0 compute them from the same data, once for all training calls of the iteration.
-
-        Raises:
-            NonFiniteError: a number of a sample is not finite, or too large to be trained on.
-        """
-        if self._prepared is None:
-            self._prepared = self.algorithm.prepare(samples)
-            error = problem_of(self._prepared)
-            if error is not None:
-                error = with_text(error, self._prepared, self.settings.processing_class)
-                if not self.settings.skip_nonfinite:
-                    self._prepared = None
-                    raise NonFiniteError(f"{error}. Nothing was trained on this batch.", error.sample)
-                self._skips_training = True
-                if self.rank == RESULTS:
-                    logger.warning(f"{error}. Nothing is trained on this batch.")
-        return self._prepared
 
     # --- running a call ---------------------------------------------------------------------------------------------
 
@@ -239,12 +217,22 @@ class Executor:
         placement, settings, step = self.placement, self.settings, self._step
         match call.kind:
             case CallKind.GENERATE:
-                return calls.generate(placement, settings, call, share.samples, step, self.alarm.check)
+                early = self._early_of(call.name)
+                begun = early.generation if early is not None else None
+                return calls.generate(placement, settings, call, share.samples, step, self.alarm.check, begun)
             case CallKind.FORWARD:
                 return calls.forward(placement, settings, call, share.samples, step)
             case CallKind.TRAIN:
                 loss = self.algorithm.loss(call.name).of_tokens
                 return calls.train(placement, settings, loss, call, share.mini_batches(), step)
+
+    def _early_of(self, name: str) -> EarlyGeneration | None:
+        return self._early if self._early is not None and self._early.call == name else None
+
+    def _refresh(self, name: str) -> Moved | None:
+        """Update the parameters that a call uses, unless this was done before the iteration began."""
+        early = self._early_of(name)
+        return self.placement.refresh(name) if early is None else early.refreshed()
 
     def _execute(self, call: Call, share: Share | CallsFailed | None) -> None:
         """Run a call, and publish its outputs or its failure. A call whose inputs have failed publishes their failures,
@@ -260,17 +248,17 @@ class Executor:
         name, step = call.name, self._step.number
         is_collective = True  # the code that runs now contains collectives
         try:
-            self.alarm.at(f"{name} of {self._step_name} (its parameters)")
+            self.alarm.at(f"{name} of {self._step.name} (its parameters)")
             try:
-                moved = self.placement.refresh(name)
+                moved = self._refresh(name)
             # an engine refused the parameters; every rank knows it, and the collectives are complete
             except EngineError:
                 is_collective = False
                 raise
             is_collective = self.placement.has_collectives(name)
-            self.alarm.at(f"{name} of {self._step_name}")
+            self.alarm.at(f"{name} of {self._step.name}")
             spans = (Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes),) if moved else ()
-            start = time.time()
+            early, start = self._early_of(name), time.time()
             if share is None:
                 return
             if isinstance(share, CallsFailed) or share.is_skipped:
@@ -281,18 +269,15 @@ class Executor:
                     outputs = self._run_call(call, share)
                 has_tokens = call.kind is CallKind.GENERATE and len(outputs) > 0
                 tokens = int(outputs.ragged(call.outputs[0]).lengths.sum()) if has_tokens else 0
-                span = Span(name, self.rank, start, max(start, time.time()), step, tokens)
-                output = CallOutput(outputs, (*spans, span))
+                end = max(start, time.time())
+                if early is not None and early.generation is not None:
+                    start, end = early.start, max(early.start, early.generation.ended_at)
+                output = CallOutput(outputs, (*spans, Span(name, self.rank, start, end, step, tokens)))
         except JobFailed:
             raise
         except Exception as error:
-            # RewardError and NonFiniteError come after the call's last collective, the latter on every rank of its mesh
-            if is_collective and not isinstance(error, RewardError | NonFiniteError):
-                raise
             self._failure = error
-            is_unharmed = isinstance(error, RewardError)  # no role has been trained yet
-            sample = error.sample if isinstance(error, NonFiniteError) else -1
-            output = (CallFailure(self.rank, name, str(error) or type(error).__name__, is_unharmed, sample),)
+            output = (failure_of(error, self.rank, name, is_collective=is_collective),)
         self.exchange.publish(name, output)
 
     # --- the results of an iteration ----------------------------------------------------------------------------------
@@ -311,7 +296,7 @@ class Executor:
 
     def _from_results(self, outcome: Any) -> Any:
         """What rank 0 has computed, on every rank. Raises it there if it is an exception."""
-        self.alarm.at(f"waiting for the results of {self._step_name}")
+        self.alarm.at(f"waiting for the results of {self._step.name}")
         outcome = self.exchange.spread(outcome)
         if isinstance(outcome, Exception):
             raise outcome from self._failure
@@ -332,11 +317,11 @@ class Executor:
             trains = self.plan.graph.call(name).trains
             if trains and not failures and refused is None:
                 try:
-                    self._prepare(samples)  # also where rank 0 trains nothing: a batch may be refused or skipped
+                    self.inputs.prepare(samples)  # also where rank 0 trains nothing: a batch may be refused or skipped
                 except NonFiniteError as error:
                     refused = error
             try:
-                output = self._collect(name)
+                output = self.inputs.collect(name)
             except CallsFailed as failed:
                 failures += failed.failures
                 continue
@@ -352,8 +337,8 @@ class Executor:
             raise self._job_failed(failures, samples, has_trained)
         metrics: dict[str, float] = {}
         if training_inputs(self.algorithm.graph) <= set(samples):
-            samples = samples.plus(**self._prepare(samples))  # a training call may have read fewer columns
-            metrics = sample_metrics(self.algorithm, samples, only_finite=self._skips_training)
+            samples = samples.plus(**self.inputs.prepare(samples))  # a training call may have read fewer columns
+            metrics = sample_metrics(self.algorithm, samples, only_finite=self.inputs.skips_training)
         trainings = [name for name in names if self.plan.graph.call(name).trains]
         if trainings:
             counts, step = self.settings.skip_nonfinite, self._step.number

@@ -25,6 +25,9 @@ class Messages(Protocol):
     def receive(self, rank: int, tag: int) -> bytes:
         """The next message of a rank under a tag. Waits for it."""
 
+    def receive_any(self, tag: int) -> tuple[int, bytes]:
+        """The next message of any other rank under a tag, and the rank. Waits for it."""
+
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
 
@@ -50,11 +53,17 @@ class GlooMessages:
             self._sends.append((work, buffer))
 
     def receive(self, rank: int, tag: int) -> bytes:
+        return self._receive(rank, tag)[1]
+
+    def receive_any(self, tag: int) -> tuple[int, bytes]:
+        return self._receive(None, tag)
+
+    def _receive(self, rank: int | None, tag: int) -> tuple[int, bytes]:
         size = torch.zeros(1, dtype=torch.long)
-        dist.recv(size, rank, group=self.group, tag=2 * tag)
+        rank = dist.recv(size, rank, group=self.group, tag=2 * tag)
         payload = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(payload, rank, group=self.group, tag=2 * tag + 1)
-        return payload.numpy().tobytes()
+        return rank, payload.numpy().tobytes()
 
     def flush(self) -> None:
         for work, _buffer in self._sends:

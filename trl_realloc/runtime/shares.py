@@ -36,7 +36,7 @@ class Share:
     def mini_batches(self) -> Iterator[Rollouts]:
         """The replica's samples of each optimizer step, with every column."""
         for step in self.steps:
-            yield _rows(self.samples, step.tensor("index")).plus(**step)
+            yield rows_of(self.samples, step.tensor("index")).plus(**step)
 
     def without(self, columns: Collection[str]) -> Share:
         """The share without these columns."""
@@ -46,7 +46,7 @@ class Share:
         """The share with the columns of `batch`, the data set's columns of the global batch."""
         if self.is_skipped:
             return self
-        own = _rows(batch, self.samples.tensor("index"))
+        own = rows_of(batch, self.samples.tensor("index"))
         return Share(own.plus(**self.samples), self.steps, self.is_skipped)
 
     def packed(self) -> tuple[bytes, list[bytes], bool]:
@@ -106,7 +106,7 @@ def shares_of_training(
     shares = []
     for own_steps in steps.values():
         index = torch.cat([own.tensor("index") for own in own_steps]).unique() if own_steps else torch.zeros(0).long()
-        shares.append(Share(_rows(read, index), tuple(own_steps)))
+        shares.append(Share(rows_of(read, index), tuple(own_steps)))
     return shares
 
 
@@ -118,7 +118,7 @@ def as_responses(call: Call, samples: Rollouts) -> Rollouts:
     return samples.plus(prompts=samples[prompts], responses=samples[responses])
 
 
-def _rows(samples: Rollouts, index: torch.Tensor) -> Rollouts:
+def rows_of(samples: Rollouts, index: torch.Tensor | Sequence[int]) -> Rollouts:
     """The samples with these `index` values, in this order."""
     ascending, order = samples.tensor("index").sort()
-    return samples.select(order[torch.searchsorted(ascending, index)])
+    return samples.select(order[torch.searchsorted(ascending, torch.as_tensor(index, dtype=torch.long))])

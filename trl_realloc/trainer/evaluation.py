@@ -18,7 +18,8 @@ from transformers.trainer_utils import speed_metrics
 from ..algorithms.prompt_batches import PromptBatch, prompt_loader
 from ..algorithms.prompts import tokenize_prompts
 from ..plan.dataflow import CallKind, Role
-from ..runtime.executor import EVALUATION_STEP, Executor
+from ..runtime.calls import EVALUATION_STEP
+from ..runtime.executor import Executor
 from .completions import completion_rows, show_completions
 from .setup import Setup
 

@@ -1,0 +1,236 @@
+"""Streamed calls by the executors of all ranks of a job, in threads, with engines whose times are known."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from fake_engines import FakeEngine, FakePlacement
+from mailboxes import Mailboxes
+
+from trl_realloc.algorithms.ppo import PPO, PPOSettings
+from trl_realloc.algorithms.prompt_batches import PromptBatch
+from trl_realloc.algorithms.rewards import FunctionReward
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.engines.base import Sampling
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
+from trl_realloc.plan.presets import flatten, interleave, separate
+from trl_realloc.plan.streams import Migration, Streams
+from trl_realloc.planner.dispatcher import Score, Withdraw
+from trl_realloc.planner.stream import stream_of
+from trl_realloc.runtime.calls import CallSettings
+from trl_realloc.runtime.exchange import Exchange
+from trl_realloc.runtime.executor import Executor
+from trl_realloc.runtime.failures.alarm import Alarm, JobFailed
+from trl_realloc.runtime.results import Iteration
+
+
+LIMIT = 60
+SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
+
+
+class Tokens:
+    """A tokenizer as far as reward functions need one."""
+
+    def batch_decode(self, rows: Sequence[Sequence[int]], **options: object) -> list[str]:
+        return [" ".join(map(str, row)) for row in rows]
+
+    def decode(self, row: Sequence[int], **options: object) -> str:
+        return " ".join(map(str, row))
+
+
+@dataclass
+class Outcome:
+    results: Iteration
+    engines: list[FakeEngine]
+    executors: list[Executor]
+    seconds: float
+    errors: list[Exception] = field(default_factory=list)
+
+
+def batch_of(prompts: int, seed: int = 0) -> PromptBatch:
+    draw = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 9, (prompts,), generator=draw).tolist()
+    rows = [torch.randint(2, 90, (size,), generator=draw) for size in sizes]
+    index = torch.arange(prompts)
+    return PromptBatch(Rollouts(index=index, prompts=Ragged.of(rows, torch.long)), [{} for _ in rows])
+
+
+def run(
+    plan: ExecutionPlan,
+    lengths: Sequence[int],
+    *,
+    step_s: float = 1e-3,
+    token_s: float = 2e-5,
+    dies: int | None = None,
+    reward: object = None,
+    updates: int = 1,
+) -> Outcome:
+    """Run the calls of an iteration but the training, on all ranks."""
+    batch = batch_of(len(lengths))
+    boxes, ranks = Mailboxes(30.0), range(plan.cluster.size)
+    inner = plan["actor.generate"].strategy.tp
+    firsts = tuple(plan.mesh("actor.generate").devices)[::inner]
+    engines = {rank: FakeEngine(lengths, LIMIT, step_s, 5 if rank == dies else None) for rank in firsts}
+    budgets = {name: plan[name].strategy.micro_batch_tokens or 100 for name in plan.order}
+    whole = replace(plan, streams=Streams()) if plan.streams is None else plan
+    teams = {s.name: s.teams for s in stream_of(whole, [1] * len(lengths), LIMIT, budgets).scorings}
+    barriers = {
+        (call, number): threading.Barrier(sum(map(len, team)))
+        for call, of_call in teams.items()
+        for number, team in enumerate(of_call)
+        if sum(map(len, team)) > 1
+    }
+    reward = reward or (lambda prompts, completions, **_: [float(len(c)) for c in completions])
+    settings = CallSettings(
+        Sampling(LIMIT, 1.0), 0, None, Tokens(), [FunctionReward(reward, "length")], {"length": 1.0}
+    )
+    algorithm = PPO(PPOSettings(LIMIT), 0, None)
+    outcomes: dict[int, Iteration] = {}
+    errors: dict[int, Exception] = {}
+    executors = [
+        Executor(
+            FakePlacement(plan, rank, engines.get(rank), token_s, barriers, teams),
+            Exchange(plan, rank, messages=boxes.of(rank)),
+            algorithm,
+            settings,
+            Alarm(None),
+        )
+        for rank in ranks
+    ]
+
+    def play(rank: int) -> None:
+        try:
+            for step in range(updates):
+                outcomes[rank] = executors[rank].run(batch, step, {}, only=SCORING)
+        except Exception as error:
+            errors[rank] = error
+
+    start = time.monotonic()
+    threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
+    result = outcomes.get(0)
+    return Outcome(result, list(engines.values()), executors, time.monotonic() - start, list(errors.values()))
+
+
+def assert_equal(one: Rollouts, other: Rollouts) -> None:
+    assert set(one) == set(other)
+    for name in one:
+        if isinstance(one[name], Ragged):
+            assert torch.equal(one.ragged(name).lengths, other.ragged(name).lengths), name
+            assert torch.equal(one.ragged(name).values, other.ragged(name).values), name
+        else:
+            assert torch.equal(one.tensor(name), other.tensor(name)), name
+
+
+def split_plan(devices: int) -> ExecutionPlan:
+    plan = flatten(Cluster(1, devices))
+    mesh, assignments = plan.mesh("actor.generate"), dict(plan.assignments)
+    assignments["reference.forward"] = Assignment(mesh, ParallelStrategy(dp=devices // 2, tp=2), "megatron")
+    assignments["critic.forward"] = Assignment(mesh, ParallelStrategy(dp=devices, zero_stage=3), "zero")
+    return replace(plan, assignments=assignments)
+
+
+PLANS = {
+    "one": flatten(Cluster(1, 1)),
+    "flat": flatten(Cluster(1, 4)),
+    "halves": interleave(Cluster(1, 4)),
+    "apart": separate(Cluster(1, 4)),
+    "split": split_plan(4),
+    "tensor": replace(
+        flatten(Cluster(1, 4)),
+        assignments={
+            **flatten(Cluster(1, 4)).assignments,
+            "actor.generate": Assignment(flatten(Cluster(1, 4)).cluster.mesh, ParallelStrategy(dp=2, tp=2), "vllm"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("samples", [1, 3, 21])
+def test_streamed_samples_are_those_of_whole_batches(name: str, samples: int) -> None:
+    draw = random.Random(samples)
+    lengths = [draw.randint(1, LIMIT) for _ in range(samples)]
+    plan = PLANS[name]
+    serial = run(plan, lengths)
+    kinds = [Streams(), Streams(deterministic=True)]
+    if plan["actor.generate"].strategy.dp > 1:
+        kinds += [Streams(migration=Migration(share)) for share in (0.1, 0.5, 0.99)]
+    for streams in kinds:
+        streamed = run(replace(plan, streams=streams), lengths, updates=2)
+        assert not streamed.errors
+        assert_equal(serial.results.samples, streamed.results.samples)
+        assert set(serial.results.observed) == set(streamed.results.observed)
+        orders = streamed.executors[0].orders
+        for call in SCORING[1:]:
+            scored = [i for o in orders if isinstance(o, Score) and o.call == call for part in o.parts for i in part]
+            assert sorted(scored) == list(range(samples))
+
+
+def test_samples_that_move_are_neither_lost_nor_decoded_twice() -> None:
+    """Every token of a moved sample is checked by the engine that takes it."""
+    moved = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        lengths = [draw.choice([3, 5, 8, 55]) for _ in range(16)]
+        streams = Streams(migration=Migration(draw.uniform(0.2, 0.9), engines=draw.choice([1, 2])))
+        out = run(replace(flatten(Cluster(1, 4)), streams=streams), lengths, step_s=5e-4)
+        assert not out.errors
+        responses = out.results.samples.ragged("responses").lengths.tolist()
+        assert responses == lengths
+        moved += sum(len(engine.moved) for engine in out.engines)
+        withdrawn = [order for order in out.executors[0].orders if isinstance(order, Withdraw)]
+        assert len(withdrawn) <= 3
+    assert moved > 20
+
+
+def test_a_rank_scores_while_another_generates() -> None:
+    """One sample of two engines takes long; what else there is to score is scored meanwhile."""
+    lengths = [LIMIT] + [2] * 15
+    plan = flatten(Cluster(1, 2))
+    step_s, token_s = 5e-3, 1e-3
+    serial = run(plan, lengths, step_s=step_s, token_s=token_s)
+    streamed = run(replace(plan, streams=Streams()), lengths, step_s=step_s, token_s=token_s)
+    # 300 ms of decoding; some 2 x 160 tokens to score, on both ranks after it or on one meanwhile
+    assert streamed.seconds < serial.seconds - 0.05
+    spans = [span for span in streamed.results.spans if span.call == "reference.forward"]
+    long_end = max(span.end for span in streamed.results.spans if span.call == "actor.generate")
+    assert min(span.start for span in spans) < long_end - 0.1
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_dead_engine_ends_the_iteration_on_every_rank(rank: int) -> None:
+    out = run(replace(PLANS["flat"], streams=Streams(migration=Migration(0.5))), [40] * 12, dies=rank)
+    assert len(out.errors) == 4
+    assert all(isinstance(error, JobFailed) and "SIGKILL" in str(error) for error in out.errors)
+    assert out.seconds < 5
+
+
+def test_a_failing_reward_function_ends_the_iteration_unharmed() -> None:
+    def reward(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+        raise ValueError("no such judge")
+
+    out = run(replace(PLANS["split"], streams=Streams()), [5] * 12, reward=reward)
+    assert len(out.errors) == 4
+    assert all(isinstance(error, JobFailed) and error.is_unharmed for error in out.errors)
+    assert "no such judge" in str(out.errors[0])
+
+
+def test_a_deterministic_plan_scores_the_same_samples_together() -> None:
+    draw = random.Random(1)
+    lengths = [draw.randint(1, LIMIT) for _ in range(20)]
+    plan = replace(PLANS["flat"], streams=Streams(deterministic=True))
+    runs = [run(plan, lengths, step_s=step_s) for step_s in (1e-3, 3e-3)]
+    parts = [sorted((o.call, o.parts) for o in r.executors[0].orders if isinstance(o, Score)) for r in runs]
+    assert parts[0] == parts[1]

@@ -1,0 +1,205 @@
+"""`StreamLeader`: rank 0's part of a streamed phase. It passes what ranks report to the `Dispatcher`, and the orders
+that follow from it to the ranks. `StreamLink` is a rank's connection to it.
+
+Rank 0 answers in a thread, because its main thread generates and scores itself. What the ranks do is in
+`stream_worker`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from ..engines.base import Unfinished
+from ..planner.dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
+from ..planner.stream import Stream
+from .exchange import CallFailure, Failures
+from .messages import Messages
+from .routes import RESULTS
+from .stream_messages import (
+    End,
+    Event,
+    Failed,
+    Finished,
+    Forward,
+    GoOn,
+    Joined,
+    Left,
+    Rows,
+    Scored,
+    Task,
+    Withdrawn,
+)
+
+
+class StreamLeader:
+    """Begins at once to answer the ranks of a streamed phase.
+
+    Args:
+        messages: of rank 0.
+        tag: of the events; the orders have `tag + 1`.
+        stream: of the phase.
+        dispatcher: a new one for the same stream.
+
+    Attributes:
+        orders: all that were given, in their order.
+        local: the tasks of rank 0 itself.
+    """
+
+    def __init__(self, messages: Messages, tag: int, stream: Stream, dispatcher: Dispatcher) -> None:
+        self.messages, self.tag, self.stream, self.dispatcher = messages, tag, stream, dispatcher
+        self.orders: list[Order] = []
+        self.local: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._engines = {g.name: g.engines for g in stream.generations}
+        self._scorings = {s.name: s for s in stream.scorings}
+        self._rows: dict[str, dict[int, bytes]] = defaultdict(dict)
+        self._withdrawn: dict[tuple[str, int], Unfinished] = {}
+        self._replicas_left = Counter[int]()  # of each forward that was ordered: replicas that have not run it
+        self._has_ended = False
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        remote = len(stream.ranks - {RESULTS})
+        self._thread = threading.Thread(target=self._receive, args=(remote,), daemon=True, name="stream-leader")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all other ranks have ended their part. Raises what receiving their messages raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _receive(self, remote: int) -> None:
+        try:
+            while remote:
+                _, content = self.messages.receive_any(self.tag)
+                event: Event = pickle.loads(content)  # safe: from another rank of this job
+                remote -= isinstance(event, Left)
+                self.report(event)
+        except BaseException as error:  # raised again by `wait`
+            self._error = error
+
+    def report(self, event: Event) -> None:
+        """Something has happened on a rank."""
+        with self._lock:
+            if self._has_ended or isinstance(event, Left):
+                return
+            if isinstance(event, Failed):
+                self._end(event.failures)
+                return
+            try:
+                for order in self._orders_after(event):
+                    self.orders.append(order)
+                    self._give(order)
+            except Exception as error:  # the ranks wait for orders, so they must learn of it
+                problem = f"{type(error).__name__}: {error}"
+                self._end((CallFailure(RESULTS, self.stream.generations[0].name, f"its samples got lost: {problem}"),))
+                raise
+            if self.dispatcher.is_finished:
+                self._end(())
+
+    def _end(self, failures: Failures) -> None:
+        self._has_ended = True
+        for rank in sorted(self.stream.ranks):
+            self._send(rank, End(failures))
+
+    def _orders_after(self, event: Event) -> Sequence[Order]:
+        match event:
+            case Joined(rank):
+                return self.dispatcher.join(rank)
+            case Finished(call, engine, tokens, rows):
+                self._rows[call].update(rows)
+                return self.dispatcher.finish(call, engine, list(tokens.items()))
+            case Withdrawn(call, engine, samples):
+                self._withdrawn.update({(call, sample.index): sample for sample in samples})
+                return self.dispatcher.withdraw(call, engine, [sample.index for sample in samples])
+            case Scored(number, rows):
+                return self._scored(number, rows)
+        raise AssertionError(f"{event} is no event that orders follow from")
+
+    def _scored(self, number: int, rows: Rows) -> Sequence[Order]:
+        self._replicas_left[number] -= 1
+        call = next(order.call for order in self.orders[::-1] if isinstance(order, Score) and order.number == number)
+        self._rows[call].update(rows)
+        return [] if self._replicas_left[number] else self.dispatcher.scored(number)
+
+    def _give(self, order: Order) -> None:
+        match order:
+            case Score():
+                self._give_forward(order)
+            case Continue(call, engine, samples):
+                begun = tuple(self._withdrawn.pop((call, index)) for index in samples)
+                self._send(self._engines[call][engine][0], GoOn(call, begun))
+            case Withdraw(call, engine):
+                self._send(self._engines[call][engine][0], order)
+            case Release(call, engine):
+                for rank in self._engines[call][engine]:
+                    self._send(rank, order)
+
+    def _give_forward(self, order: Score) -> None:
+        scoring = self._scorings[order.call]
+        team = scoring.teams[order.team]
+        self._replicas_left[order.number] = len(team)
+        template = next(index for part in order.parts for index in part)
+        for ranks, part in zip(team, order.parts, strict=True):
+            rows = {
+                producer: {index: self._rows[producer][index] for index in part or (template,)}
+                for producer in scoring.producers
+            }
+            for rank in ranks:
+                given: Mapping[str, Rows] = rows if rank == ranks[0] else {}
+                self._send(rank, Forward(order.number, order.call, order.team, part, given))
+
+    def _send(self, rank: int, task: Task) -> None:
+        if rank == RESULTS:
+            self.local.put(task)
+        else:
+            self.messages.send(pickle.dumps(task), rank, self.tag + 1)
+
+
+class StreamLink:
+    """A rank's connection to the leader of a streamed phase.
+
+    Args:
+        messages: of this rank.
+        tag: as the leader's.
+        leader: on rank 0; `None` on the others.
+    """
+
+    def __init__(self, messages: Messages, tag: int, leader: StreamLeader | None) -> None:
+        self.messages, self.tag, self.leader = messages, tag, leader
+        self._tasks: queue.SimpleQueue[Task | BaseException]
+        if leader is None:
+            self._tasks = queue.SimpleQueue()
+            threading.Thread(target=self._receive, daemon=True, name="stream-tasks").start()
+        else:
+            self._tasks = leader.local  # type: ignore[assignment]  # it has no exceptions
+
+    def _receive(self) -> None:
+        try:
+            task: Task | None = None
+            while not isinstance(task, End):
+                task = pickle.loads(self.messages.receive(RESULTS, self.tag + 1))  # safe: from a rank of this job
+                self._tasks.put(task)
+        except BaseException as error:  # raised by `next_task`
+            self._tasks.put(error)
+
+    def report(self, event: Event) -> None:
+        """Tell the leader. Does not wait."""
+        if self.leader is not None:
+            self.leader.report(event)
+        else:
+            self.messages.send(pickle.dumps(event), RESULTS, self.tag)
+
+    def next_task(self, timeout_s: float) -> Task | None:
+        """The next task, in the order in which they were given; `None` if none comes in time. Raises what receiving
+        raised."""
+        try:
+            task = self._tasks.get(timeout=timeout_s) if timeout_s else self._tasks.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(task, BaseException):
+            raise task
+        return task

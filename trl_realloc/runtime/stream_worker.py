@@ -1,0 +1,340 @@
+"""`StreamWorker`: a rank's part of a streamed phase. It starts its generation engine, updates the parameters of its
+scoring calls, and then does what rank 0 orders, while its engine generates.
+
+Which samples are scored where is decided by `planner.dispatcher` on rank 0 (`stream_leader`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..algorithms.prompt_batches import PromptBatch
+from ..algorithms.rollout import Rollouts
+from ..engines.base import BackgroundEngine, Completion, EngineError, Generation
+from ..plan.assignment import sleeps
+from ..plan.timeline import Span
+from ..planner.dispatcher import Release, Withdraw
+from ..planner.stream import Stream
+from . import calls
+from .calls import CallSettings, Step
+from .early_generation import EarlyGeneration
+from .exchange import CallFailure, CallOutput, Failures, failure_of
+from .failures.alarm import Alarm, JobFailed
+from .messages import Messages
+from .placement import Placement
+from .reallocation import Moved
+from .routes import is_divided_by_each, replica, replica_ranks, sources
+from .shares import rows_of, shares_of_samples
+from .stream_leader import StreamLink
+from .stream_messages import End, Failed, Finished, Forward, GoOn, Joined, Left, Rows, Scored, Task, Withdrawn
+
+
+POLL_S = 0.01  # time between two looks for tasks while the engine generates
+WAIT_S = 1.0  # time between two looks for another rank's failure
+
+
+class StreamWorker:
+    """One rank in one streamed phase.
+
+    Args:
+        messages: of this rank.
+        tag: of the samples that the first rank of a replica passes on.
+        link: to rank 0; `None` on a rank that only sends parameters.
+        stream: of the phase.
+        step, batch: the iteration and its global batch.
+        early: the generation that has been begun in the iteration before.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        settings: CallSettings,
+        alarm: Alarm,
+        messages: Messages,
+        tag: int,
+        link: StreamLink | None,
+        stream: Stream,
+        step: Step,
+        batch: PromptBatch,
+        early: EarlyGeneration | None = None,
+    ) -> None:
+        self.placement, self.settings, self.alarm = placement, settings, alarm
+        self.messages, self.tag, self.link = messages, tag, link
+        self.stream, self.step, self.batch, self.early = stream, step, batch, early
+        self.plan, self.rank = placement.plan, placement.rank
+        self._columns = {
+            name: [c for s in stream.scorings for c in self.plan.graph.call(s.name).inputs if c in call.outputs]
+            for name, call in ((name, self.plan.graph.call(name)) for name in self.plan.streamed)
+        }
+        self._outputs: dict[str, list[Rollouts]] = defaultdict(list)
+        self._spans: dict[str, list[Span]] = defaultdict(list)
+        self._waiting = [g.name for g in stream.generations if placement.has(g.name)]  # calls that have not begun
+        self._generation: Generation | None = None
+        self._generating = ""  # the call of `_generation`
+        self._unfinished: set[int] = set()
+        self._resident = contextlib.ExitStack()
+        self._scoring = ""  # the call whose parameters are on the device
+        self._failures: Failures = ()
+        self.error: Exception | None = None  # the latest failure of a call on this rank
+
+    def run(self) -> dict[str, CallOutput | Failures]:
+        """Run this rank's part, until rank 0 ends the phase.
+
+        Returns:
+            By streamed call that this rank is in: this rank's outputs; or the failures, if any call of the phase has
+            failed on any rank.
+
+        Raises:
+            JobFailed: another rank failed outside a call.
+        """
+        with self._resident:
+            self._update_parameters()
+            if self.link is None:
+                return {}
+            self.link.report(Joined(self.rank) if not self._failures else Failed(self._failures))
+            try:
+                self._generate_in_place()
+                self._work()
+            finally:
+                if self._generation is not None:
+                    self._generation.close()
+        self.link.report(Left())
+        of_rank = [name for name in self.plan.streamed if self.placement.has(name)]
+        if self._failures:
+            return dict.fromkeys(of_rank, self._failures)
+        return {name: self._output(name) for name in of_rank}
+
+    def _output(self, name: str) -> CallOutput:
+        parts = [part for part in self._outputs[name] if len(part)]
+        return CallOutput(Rollouts.cat(parts) if parts else Rollouts(), tuple(self._spans[name]))
+
+    # --- parameters and generation ------------------------------------------------------------------------------------
+
+    def _update_parameters(self) -> None:
+        """Update the parameters of this rank's calls, and start its engine as soon as it has its own. On all ranks in
+        the same order, because an update is a collective."""
+        generations = [g.name for g in self.stream.generations]
+        scorings = [s.name for s in self.stream.scorings]
+        for name in generations:
+            self._refresh(name)
+        if self._waiting and not self._failures:
+            self._start(self._waiting[0])
+        for name in scorings:
+            self._refresh(name)
+
+    def _refresh(self, name: str) -> None:
+        if not self.placement.takes_part(name):
+            return
+        self.alarm.at(f"{name} of {self.step.name} (its parameters)")
+        try:
+            is_early = self.early is not None and self.early.call == name
+            moved = self.early.refreshed() if self.early is not None and is_early else self.placement.refresh(name)
+            self._add_moved(name, moved)
+        except EngineError as error:  # every rank of the update knows it, and the collectives are complete
+            self.error = error
+            self._failures += (CallFailure(self.rank, name, str(error)),)
+
+    def _add_moved(self, name: str, moved: Moved | None) -> None:
+        if moved is not None:
+            self._spans[name].append(
+                Span(moved.name, self.rank, moved.start, moved.end, self.step.number, bytes=moved.bytes)
+            )
+
+    def _start(self, name: str) -> None:
+        """Start a call's generation on this rank's engine, if it runs in the background."""
+        engine = self.placement.generators.get(name)
+        if not isinstance(engine, BackgroundEngine):
+            return
+        call = self.plan.graph.call(name)
+        requests = calls.requests_of(self.settings, call, self._share(name), self.step)
+        self._waiting.remove(name)
+        self._generating, self._unfinished = name, {request.index for request in requests}
+        with self._catching(name):
+            if self.early is not None and self.early.call == name and self.early.generation is not None:
+                self._generation = self.early.generation
+            else:
+                self._generation = engine.start(requests, calls.sampling_of(self.settings, call, self.step))
+            self._began = self.early.start if self.early is not None and self.early.call == name else time.time()
+
+    def _share(self, name: str) -> Rollouts:
+        assert is_divided_by_each(self.plan, name), "streamed generation reads the data set alone"
+        call, own = self.plan.graph.call(name), replica(self.plan, name, self.rank)
+        return shares_of_samples(self.plan, call, self.batch.prompts, [own])[0].samples
+
+    def _generate_in_place(self) -> None:
+        """Run the generations of an engine that computes in this process, and report each sample."""
+        while self._waiting and not self._failures and self._generation is None:
+            name = self._waiting.pop(0)
+            call, start = self.plan.graph.call(name), time.time()
+            if name not in self.placement.generators:
+                continue
+            with self._catching(name, is_collective=self.placement.has_collectives(name)):
+                self.placement.check_fresh(name)
+                self._generating = name
+                for completion in calls.completions(self.placement, self.settings, call, self._share(name), self.step):
+                    self.alarm.check()
+                    self._report_finished([completion])
+                self._end_generation(start, time.time())
+
+    def _report_finished(self, completions: Sequence[Completion]) -> None:
+        if not completions or self.link is None:
+            return
+        name = self._generating
+        self._unfinished.difference_update(completion.index for completion in completions)
+        outputs = calls.completed(completions, self.settings.eos_token_id, self.plan.graph.call(name).outputs)
+        self._outputs[name].append(outputs)
+        rows = self._rows(name, outputs)
+        tokens = {completion.index: len(completion.token_ids) for completion in completions}
+        self.link.report(Finished(name, replica(self.plan, name, self.rank), tokens, rows))
+
+    def _rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:
+        """The columns that streamed calls read, by sample."""
+        if not self._columns[name] or not len(outputs):
+            return {}
+        read = outputs.only(("index", *self._columns[name]))
+        index = outputs.tensor("index").tolist()
+        return {sample: read.select([at]).to_bytes() for at, sample in enumerate(index)}
+
+    def _end_generation(self, start: float, end: float) -> None:
+        name = self._generating
+        tokens = sum(
+            int(part.ragged(self.plan.graph.call(name).outputs[0]).lengths.sum()) for part in self._outputs[name]
+        )
+        self._spans[name].append(Span(name, self.rank, start, max(start, end), self.step.number, tokens))
+
+    # --- tasks --------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Do what rank 0 orders until it ends the phase, and report what the engine has finished."""
+        assert self.link is not None
+        while True:
+            self.alarm.at(f"{self._generating or 'waiting for samples'} of {self.step.name}")
+            if self._unfinished and self._generation is not None:
+                with self._catching(self._generating):
+                    self._report_finished(self._generation.poll(POLL_S))
+                task = self.link.next_task(0.0)
+            else:
+                task = self.link.next_task(WAIT_S)
+            self.alarm.check()
+            if isinstance(task, End):
+                self._failures = task.failures
+                return
+            if task is not None:
+                self._do(task)
+
+    def _do(self, task: Task) -> None:
+        match task:
+            case Forward():
+                self._forward(task)
+            case GoOn():
+                with self._catching(self._generating):
+                    self._go_on(task)
+            case Withdraw():
+                with self._catching(self._generating):
+                    self._withdraw()
+            case Release():
+                self._release(task)
+
+    def _go_on(self, task: GoOn) -> None:
+        assert self._generation is not None
+        call = self.plan.graph.call(task.call)
+        begun = {sample.index: sample for sample in task.samples}
+        samples = rows_of(self.batch.prompts, sorted(begun))
+        requests = calls.requests_of(self.settings, call, samples, self.step, begun)
+        self._unfinished |= set(begun)
+        self._generation.add(requests)
+
+    def _withdraw(self) -> None:
+        assert self._generation is not None and self.link is not None
+        streams = self.plan.streams
+        assert streams is not None and streams.migration is not None
+        stopped = self._generation.withdraw(sorted(self._unfinished), streams.migration.least_tokens)
+        self._unfinished.difference_update(sample.index for sample in stopped)
+        name = self._generating
+        self.link.report(Withdrawn(name, replica(self.plan, name, self.rank), tuple(stopped)))
+
+    def _release(self, task: Release) -> None:
+        """End a generation, and begin the next one of this rank. The engine may go to sleep, so that the memory of its
+        device can be used for scoring."""
+        first, *others = replica_ranks(self.plan, task.call, self.rank)
+        if self.rank == first and self._generation is not None:
+            with self._catching(task.call), self.placement.resident(task.call):
+                end = self._generation.ended_at
+                self._generation.close()
+                self._generation = None
+                self._end_generation(self._began, end)
+        if others and sleeps(self.plan[task.call]):  # their memory is free when the engine sleeps
+            if self.rank == first:
+                for rank in others:
+                    self.messages.send(b"", rank, self.tag)
+            else:
+                self.messages.receive(first, self.tag)
+        self._generating = ""
+        if self._waiting:
+            self._start(self._waiting[0])
+
+    def _forward(self, task: Forward) -> None:
+        """Run one forward on this rank's replica."""
+        assert self.link is not None
+        call, name = self.plan.graph.call(task.call), task.call
+        samples = self._samples_of(task)
+        is_collective = self.placement.has_collectives(name)
+        self.alarm.at(f"{name} of {self.step.name}")
+        with self._catching(name, is_collective=is_collective):
+            if self._scoring != name:
+                self._resident.close()
+                self.placement.check_fresh(name)
+                self._resident.enter_context(self.placement.resident(name))
+                self._scoring = name
+            start = time.time()
+            outputs = calls.forward(self.placement, self.settings, call, samples, self.step)
+            self._outputs[name].append(outputs)
+            self._spans[name].append(Span(name, self.rank, start, max(start, time.time()), self.step.number))
+            if self.rank in sources(self.plan, name):
+                self.link.report(Scored(task.number, self._rows(name, outputs)))
+
+    def _samples_of(self, task: Forward) -> Rollouts:
+        """The samples of a forward with the columns that the call reads."""
+        first, *others = replica_ranks(self.plan, task.call, self.rank)
+        rows = task.rows
+        if self.rank == first:
+            for rank in others:
+                self.messages.send(_packed(rows), rank, self.tag)
+        else:
+            rows = _unpacked(self.messages.receive(first, self.tag))
+        columns: dict[str, Any] = {}
+        for of_call in rows.values():
+            made = Rollouts.cat([Rollouts.from_bytes(of_call[index]) for index in sorted(of_call)])
+            columns |= made if task.samples else made.select([])
+        inputs = self.plan.graph.call(task.call).inputs
+        of_data = rows_of(self.batch.prompts, task.samples)
+        return of_data.plus(**columns).only(("index", *inputs))
+
+    @contextlib.contextmanager
+    def _catching(self, name: str, *, is_collective: bool = False) -> Iterator[None]:
+        """Report a failure in the block to rank 0, which ends the phase on all ranks. This rank goes on with its tasks
+        until then, because others may wait for it in a collective."""
+        try:
+            yield
+        except JobFailed:
+            raise
+        except Exception as error:
+            failure = failure_of(error, self.rank, name, is_collective=is_collective)
+            self.error = error
+            self._unfinished.clear()
+            assert self.link is not None
+            self.link.report(Failed((failure,)))
+
+
+def _packed(rows: Mapping[str, Rows]) -> bytes:
+    return pickle.dumps(rows)
+
+
+def _unpacked(content: bytes) -> Mapping[str, Rows]:
+    rows: Mapping[str, Rows] = pickle.loads(content)  # safe: from another rank of this job
+    return rows
