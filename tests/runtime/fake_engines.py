@@ -43,17 +43,17 @@ class FakeGeneration:
         for request in requests:
             assert request.index not in self.running
             begun = request.begun
-            places = len(begun.token_ids) if begun is not None else 0
+            drawn = len(begun.token_ids) if begun is not None else 0
             if begun is not None:
-                assert begun.token_ids == tuple(token(request.index, at) for at in range(places))
-                assert begun.logprobs == tuple(logprob(request.index, at) for at in range(places))
-            self.running[request.index] = [places]
+                assert begun.token_ids == tuple(token(request.index, at) for at in range(drawn))
+                assert begun.logprobs == tuple(logprob(request.index, at) for at in range(drawn))
+            self.running[request.index] = [drawn]
 
     def _advance(self) -> None:
         """Decode the steps that the clock allows."""
         steps = int((time.monotonic() - self.begun_at) / self.engine.step_s)
-        for places in self.running.values():
-            places[0] += steps - self.steps_done
+        for place in self.running.values():
+            place[0] += steps - self.steps_done
         self.steps_done = steps
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -63,7 +63,7 @@ class FakeGeneration:
             if self.engine.dies_at is not None and self.steps_done >= self.engine.dies_at:
                 raise EngineDied("the engine's process was ended by SIGKILL")
             self._advance()
-            ended = [index for index, (places,) in self.running.items() if places >= self.engine.lengths[index]]
+            ended = [index for index, (place,) in self.running.items() if place >= self.engine.lengths[index]]
             if ended or time.monotonic() >= deadline:
                 break
             time.sleep(self.engine.step_s / 2)
@@ -74,11 +74,11 @@ class FakeGeneration:
         return [self._completion(index) for index in ended]
 
     def _completion(self, index: int) -> Completion:
-        places = range(self.engine.lengths[index])
+        length = range(self.engine.lengths[index])
         return Completion(
             index,
-            tuple(token(index, at) for at in places),
-            tuple(logprob(index, at) for at in places),
+            tuple(token(index, at) for at in length),
+            tuple(logprob(index, at) for at in length),
             stopped=True,
         )
 
@@ -86,16 +86,16 @@ class FakeGeneration:
         self._advance()
         stopped = []
         for index in indices:
-            places = self.running.get(index, [10**9])[0]
-            if places >= self.engine.lengths[index] or self.engine.limit - places < least_tokens:
+            drawn = self.running.get(index, [10**9])[0]
+            if drawn >= self.engine.lengths[index] or self.engine.limit - drawn < least_tokens:
                 continue  # it has finished, or goes on
             del self.running[index]
             self.engine.moved.append(index)
             stopped.append(
                 Unfinished(
                     index,
-                    tuple(token(index, at) for at in range(places)),
-                    tuple(logprob(index, at) for at in range(places)),
+                    tuple(token(index, at) for at in range(drawn)),
+                    tuple(logprob(index, at) for at in range(drawn)),
                 )
             )
         return stopped

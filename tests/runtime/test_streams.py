@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from trl_realloc.algorithms.prompt_batches import PromptBatch
 from trl_realloc.algorithms.rewards import FunctionReward
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import Sampling
-from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import flatten, interleave, separate
 from trl_realloc.plan.streams import Migration, Streams
@@ -29,10 +31,28 @@ from trl_realloc.runtime.exchange import Exchange
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm, JobFailed
 from trl_realloc.runtime.results import Iteration
+from trl_realloc.runtime.shares import Share
 
 
 LIMIT = 60
 SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
+
+
+class TimedExecutor(Executor):
+    """The executor with training that takes a time, and no model."""
+
+    training_s = {"actor.train": 0.05, "critic.train": 0.4}
+
+    def _run_call(self, call: Call, share: Share) -> Rollouts:
+        if not call.trains:
+            return super()._run_call(call, share)
+        time.sleep(self.training_s[call.name])
+        policy = ("policy_loss", "clipped", "approxkl", "excess_ratio", "entropy")
+        names = policy if call.name == "actor.train" else ("value_loss", "value_clipped")
+        steps = [step.tensor("index") for step in share.mini_batches()]
+        update = [torch.full_like(index, number) for number, index in enumerate(steps)]
+        index = torch.cat(steps)
+        return Rollouts(index=index, update=torch.cat(update), **{name: torch.zeros(len(index)) for name in names})
 
 
 class Tokens:
@@ -47,11 +67,15 @@ class Tokens:
 
 @dataclass
 class Outcome:
-    results: Iteration
+    updates: list[Iteration]
     engines: list[FakeEngine]
     executors: list[Executor]
     seconds: float
     errors: list[Exception] = field(default_factory=list)
+
+    @property
+    def results(self) -> Iteration:
+        return self.updates[0]
 
 
 def batch_of(prompts: int, seed: int = 0) -> PromptBatch:
@@ -71,9 +95,14 @@ def run(
     dies: int | None = None,
     reward: object = None,
     updates: int = 1,
+    trains: bool = False,
 ) -> Outcome:
-    """Run the calls of an iteration but the training, on all ranks."""
-    batch = batch_of(len(lengths))
+    """Run iterations on all ranks.
+
+    Args:
+        trains: run the training calls too, and let the next generation begin early.
+    """
+    batches = [batch_of(len(lengths), seed) for seed in range(updates)]
     boxes, ranks = Mailboxes(30.0), range(plan.cluster.size)
     inner = plan["actor.generate"].strategy.tp
     firsts = tuple(plan.mesh("actor.generate").devices)[::inner]
@@ -92,10 +121,10 @@ def run(
         Sampling(LIMIT, 1.0), 0, None, Tokens(), [FunctionReward(reward, "length")], {"length": 1.0}
     )
     algorithm = PPO(PPOSettings(LIMIT), 0, None)
-    outcomes: dict[int, Iteration] = {}
+    outcomes: dict[tuple[int, int], Iteration] = {}
     errors: dict[int, Exception] = {}
     executors = [
-        Executor(
+        TimedExecutor(
             FakePlacement(plan, rank, engines.get(rank), token_s, barriers, teams),
             Exchange(plan, rank, messages=boxes.of(rank)),
             algorithm,
@@ -107,8 +136,10 @@ def run(
 
     def play(rank: int) -> None:
         try:
-            for step in range(updates):
-                outcomes[rank] = executors[rank].run(batch, step, {}, only=SCORING)
+            for step, (batch, following) in enumerate(pairwise((*batches, None))):
+                early = following if trains else None
+                done = executors[rank].run(batch, step, {}, only=None if trains else SCORING, following=early)
+                outcomes[rank, step] = done
         except Exception as error:
             errors[rank] = error
 
@@ -119,8 +150,8 @@ def run(
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
-    result = outcomes.get(0)
-    return Outcome(result, list(engines.values()), executors, time.monotonic() - start, list(errors.values()))
+    results = [outcomes[0, step] for step in range(updates) if (0, step) in outcomes]
+    return Outcome(results, list(engines.values()), executors, time.monotonic() - start, list(errors.values()))
 
 
 def assert_equal(one: Rollouts, other: Rollouts) -> None:
@@ -234,3 +265,44 @@ def test_a_deterministic_plan_scores_the_same_samples_together() -> None:
     runs = [run(plan, lengths, step_s=step_s) for step_s in (1e-3, 3e-3)]
     parts = [sorted((o.call, o.parts) for o in r.executors[0].orders if isinstance(o, Score)) for r in runs]
     assert parts[0] == parts[1]
+
+
+def apart_plan() -> ExecutionPlan:
+    """Generation and actor on two ranks, the critic on the other two."""
+    low, high = DeviceMesh(0, 2), DeviceMesh(2, 2)
+    low_two = Assignment(low, ParallelStrategy(dp=2), "zero")
+    high_two = Assignment(high, ParallelStrategy(dp=2), "zero")
+    calls = {"reference.forward": low_two, "reward.forward": high_two, "critic.forward": high_two}
+    calls |= {"actor.train": low_two, "critic.train": high_two}
+    return ExecutionPlan(Cluster(1, 4), {"actor.generate": Assignment(low, ParallelStrategy(dp=2), "vllm"), **calls})
+
+
+@pytest.mark.parametrize("streams", [None, Streams()])
+def test_generation_begins_while_the_critic_trains(streams: Streams | None) -> None:
+    plan = replace(apart_plan(), streams=streams)
+    lengths = [20] * 8
+    early = run(plan, lengths, step_s=5e-3, updates=3, trains=True)
+    late = run(replace(plan, barrier=True), lengths, step_s=5e-3, updates=3, trains=True)
+    assert not early.errors and not late.errors
+    for one, other in zip(early.updates, late.updates, strict=True):
+        assert_equal(one.samples, other.samples)
+        assert one.metrics == other.metrics
+
+    def begins_before_the_end(out: Outcome) -> bool:
+        training = [span for span in out.updates[0].spans if span.call == "critic.train"]
+        generation = [span for span in out.updates[1].spans if span.call == "actor.generate"]
+        return min(span.start for span in generation) < min(span.end for span in training)
+
+    assert begins_before_the_end(early)
+    assert not begins_before_the_end(late)
+
+
+def test_an_iteration_that_was_not_expected_drops_what_was_begun() -> None:
+    plan, lengths = apart_plan(), [20] * 8
+    out = run(plan, lengths, updates=1, trains=True)
+    executor = out.executors[0]
+    executor._begin_early(batch_of(8, 5))
+    begun = executor._early
+    assert begun is not None and begun.generation is not None
+    executor.cancel_early()
+    assert begun.generation.closed and executor._early is None

@@ -104,11 +104,13 @@ def test_no_pass_of_a_seed_is_a_pass_of_another() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 7), (1, 5), (3, 4), (4, 4)])
 def test_batches_go_on_where_they_stopped(start: int, stop: int) -> None:
-    def read(first: int, last: int) -> list[tuple[list[int], bool, bool]]:
+    def read(first: int, last: int) -> list[tuple[list[int], bool, list[int] | None]]:
         loader: Any = DataLoader(range(9), batch_size=3, sampler=SeededOrder(9, 1), drop_last=True)
-        return [(batch.tolist(), begins, ends) for batch, begins, ends in batches_of(loader, first, last)]
+        batches: Any = batches_of(loader, first, last)
+        return [(batch.tolist(), begins, None if then is None else then.tolist()) for batch, begins, then in batches]
 
     whole, part = read(0, 9), read(start, stop)
     assert [batch for batch, _, _ in part] == [batch for batch, _, _ in whole[start:stop]]
     assert [begins for _, begins, _ in part] == [at == start or at % 3 == 0 for at in range(start, stop)]
-    assert [ends for _, _, ends in part] == [(at + 1) % 3 == 0 or at + 1 == stop for at in range(start, stop)]
+    for at, (_, _, following) in enumerate(part, start):
+        assert following == (None if (at + 1) % 3 == 0 or at + 1 == stop else whole[at + 1][0])

@@ -6,6 +6,7 @@ A data set is tokenized and checked in `prompts`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -98,11 +99,13 @@ def prompt_loader(
     )
 
 
-def batches_of(loader: DataLoader[PromptBatch], start: int, stop: int) -> Iterator[tuple[PromptBatch, bool, bool]]:
+def batches_of(
+    loader: DataLoader[PromptBatch], start: int, stop: int
+) -> Iterator[tuple[PromptBatch, bool, PromptBatch | None]]:
     """The batches of updates `start` to `stop`, in as many passes over the data as they need.
 
     Yields:
-        A batch, whether it is the first one read in its pass, and whether it is the last.
+        A batch, whether it is the first one read in its pass, and the next one of its pass; `None` if it is the last.
     """
     per_pass = len(loader)
     step = start
@@ -110,12 +113,9 @@ def batches_of(loader: DataLoader[PromptBatch], start: int, stop: int) -> Iterat
         if isinstance(loader.sampler, SeededOrder):
             loader.sampler.epoch = step // per_pass
         is_first, first_position = True, step % per_pass
-        for position, batch in enumerate(loader):
-            if position < first_position:
-                continue
+        batches = islice(loader, first_position, first_position + min(stop - step, per_pass - first_position))
+        for batch, following in pairwise(chain(batches, (None,))):
+            assert batch is not None, "the end follows the last batch"
             step += 1
-            is_last = position + 1 == per_pass or step == stop
-            yield batch, is_first, is_last
+            yield batch, is_first, following
             is_first = False
-            if is_last:
-                break

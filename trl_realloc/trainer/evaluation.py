@@ -125,10 +125,13 @@ class EvaluationMixin:
 
     def _show_completions(self) -> None:
         """After an update: print a few completions where `num_sample_generations` asks for them."""
-        if self.args.num_sample_generations <= 0:
-            return
-        if (self.state.global_step - 1) % self.sample_generations_freq == 0:
+        if self._shows_completions(self.state.global_step):
             self.generate_completions(sampling=True)
+
+    def _shows_completions(self, done: int) -> bool:
+        """Whether completions are shown after this many updates."""
+        is_due = self.args.num_sample_generations > 0 and (done - 1) % self.sample_generations_freq == 0
+        return is_due and self.eval_dataset is not None
 
 
 __all__ = ["EvaluationMixin"]

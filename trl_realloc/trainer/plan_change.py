@@ -105,6 +105,7 @@ class PlanChangeMixin:
         """Move to the plan that `next_plan` returns. It is called on all ranks together, while no engine exists and the
         run's state is in host memory."""
         self.alarm.at(f"the move to another plan after update {self.state.global_step}")
+        self.executor.cancel_early()
         self.executor.exchange.flush()
         self._finish_save()  # over a process group of the old plan
         run_state = RunState(self.placement)

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
 from transformers.utils import logging
 
 from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
@@ -260,7 +260,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
-        for batch, is_first, is_last in batches_of(
+        for batch, is_first, following in batches_of(
             self.get_train_dataloader(), start_step - self._data_begins, self.state.max_steps - self._data_begins
         ):
             if is_first:
@@ -270,7 +270,8 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             rates = {role: self.setup.rates.role(role) for role in self.plan.graph.trained_roles}
             self._rate = self.setup.rates.first
             with self._working(self.state.global_step - start_step), self._saving_good_state():
-                iteration = self.executor.run(batch, self.state.global_step, rates)
+                early = following if self._may_begin_early() else None
+                iteration = self.executor.run(batch, self.state.global_step, rates, following=early)
             self.setup.rates.scheduled.step()  # it has no gradients, so nothing changes; the scheduler expects it
             if not follows_metrics(self.lr_scheduler):
                 self.lr_scheduler.step()
@@ -282,12 +283,13 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
             self._show_completions()
-            if is_last or self.control.should_training_stop:
+            if following is None or self.control.should_training_stop:
                 self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
                 self._log_evaluate_save()
             if self.control.should_training_stop:
                 break
             self._replan(iteration, update_seconds)
+        self.executor.cancel_early()  # a callback has stopped the run
         self._log_metrics()
         self._finish_save()
         self._end_together()
@@ -300,6 +302,13 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             save_record(self.plan, self.timeline, expected, Path(args.output_dir))
         loss = self.metrics.mean_loss(args.vf_coef)
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
+
+    def _may_begin_early(self) -> bool:
+        """Whether the next update's generation may begin before this update has ended. Not where the engines are needed
+        in between, for an evaluation or for showing completions."""
+        args, done = self.args, self.state.global_step + 1
+        evaluates = args.eval_strategy == IntervalStrategy.STEPS and done % self.state.eval_steps == 0
+        return not evaluates and not self._shows_completions(done)
 
     def _end_together(self) -> None:
         """Wait for all ranks. A process that exits closes connections from which others may still read."""
