@@ -8,12 +8,13 @@ order in which they were given. Two forwards with collectives therefore never wa
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..plan.batching import balance
 from ..plan.streams import Migration
+from .free_teams import FreeTeams, Team
+from .ready_samples import ReadySamples
 from .stream import Stream, StreamedGeneration, StreamedScoring
 
 
@@ -88,10 +89,7 @@ class _Scoring:
 
     stream: StreamedScoring
     missing: list[int]  # of each sample: producers whose outputs are not there
-    ready: set[int] = field(default_factory=set)
-    tokens_ready: int = 0
-    seen: int = 0  # samples that have been ready
-    tokens_seen: int = 0
+    ready: ReadySamples
 
 
 class Dispatcher:
@@ -110,21 +108,22 @@ class Dispatcher:
             g.name: _Generating(g, [set(samples) for samples in g.samples], [False] * len(g.engines))
             for g in stream.generations
         }
-        self._scoring = {s.name: _Scoring(s, [len(s.producers)] * n) for s in stream.scorings}
+        self._scoring = {
+            s.name: _Scoring(s, [len(s.producers)] * n, ReadySamples(n, _groups(stream, s) if deterministic else ()))
+            for s in stream.scorings
+        }
+        self._calls = list(self._scoring)
+        self._teams = FreeTeams(stream, DEPTH)
         self._responses: dict[tuple[str, int], int] = {}  # (call that generates, sample) -> tokens
         self._joined: set[int] = set()
-        self._busy = Counter(rank for g in stream.generations for engine in g.engines for rank in engine)
-        self._load = Counter[int]()  # forwards that a rank has been given and has not ended
-        self._latest: dict[int, str] = {}  # rank -> call of its latest forward
         self._open: dict[int, Score] = {}
         self._number = 0
-        self._groups = {s.name: _groups(stream, s) if deterministic else [] for s in stream.scorings}
 
     @property
     def is_finished(self) -> bool:
         """Whether every sample has been generated and scored by every call, and every engine released."""
         generated = all(all(state.released) for state in self._generating.values())
-        scored = all(s.seen == len(s.missing) and not s.ready for s in self._scoring.values())
+        scored = all(state.ready.is_last and not state.ready for state in self._scoring.values())
         return generated and scored and not self._open
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -132,6 +131,7 @@ class Dispatcher:
     def join(self, rank: int) -> list[Order]:
         """A rank has begun its part: its engine runs, and its parameters are there."""
         self._joined.add(rank)
+        self._teams.join(rank)
         orders: list[Order] = []
         for state in self._generating.values():
             for engine, ranks in enumerate(state.stream.engines):
@@ -170,8 +170,7 @@ class Dispatcher:
     def scored(self, number: int) -> list[Order]:
         """All ranks of a team have run the forward of this number."""
         order = self._open.pop(number)
-        for rank in _ranks(self._scoring[order.call].stream.teams[order.team]):
-            self._load[rank] -= 1
+        self._teams.end((self._calls.index(order.call), order.team))
         self._produced(order.call, [index for part in order.parts for index in part])
         return self._scores()
 
@@ -185,13 +184,8 @@ class Dispatcher:
             for index in samples:
                 state.missing[index] -= 1
                 if not state.missing[index]:
-                    state.ready.add(index)
-                    state.seen += 1
-                    state.tokens_seen += self._tokens(state, index)
-                    state.tokens_ready += self._tokens(state, index)
-
-    def _tokens(self, state: _Scoring, index: int) -> int:
-        return self.stream.prompts[index] + self._responses[state.stream.generation, index]
+                    response = self._responses[state.stream.generation, index]
+                    state.ready.add(index, self.stream.prompts[index] + response)
 
     def _migrate(self, state: _Generating) -> list[Order]:
         """Withdraw the samples of all but the fullest engines, once, when few samples are unfinished."""
@@ -217,7 +211,8 @@ class Dispatcher:
         if ranks[0] not in self._joined:
             return []
         state.released[engine] = True
-        self._busy.subtract(ranks)
+        for rank in ranks:
+            self._teams.end_generation(rank)
         return [Release(state.stream.name, engine)]
 
     def _scores(self) -> list[Order]:
@@ -230,73 +225,36 @@ class Dispatcher:
     def _next_score(self) -> Score | None:
         """A forward for the team with the least to do, of the call that it ran last if that has samples."""
         teams = [
-            (max(self._load[rank] for rank in _ranks(team)), at, number, state)
-            for at, state in enumerate(self._scoring.values())
-            if state.ready
-            for number, team in enumerate(state.stream.teams)
-            if all(self._is_free(rank) for rank in _ranks(team))
+            best
+            for call, state in enumerate(self._scoring.values())
+            if state.ready and state.ready.has(self._wanted(state)) and (best := self._teams.best(call)) is not None
         ]
-        free = Counter(state.stream.name for _, _, _, state in teams)
+        return self._order(min(teams)[2:]) if teams else None
 
-        def preference(item: tuple[int, int, int, _Scoring]) -> tuple[int, bool, int, int]:
-            load, at, number, state = item
-            first = state.stream.teams[number][0][0]
-            return load, self._latest.get(first) != state.stream.name, at, number
+    def _wanted(self, state: _Scoring) -> float:
+        """Tokens of a call's next forward."""
+        ready, scoring = state.ready, state.stream
+        budget = scoring.budget * len(scoring.teams[0])
+        if ready.is_last:  # the last samples, for all teams that are free
+            return min(budget, ready.tokens / max(1, self._teams.count(self._calls.index(scoring.name))))
+        return min(budget, ready.tokens_seen / ready.seen * ready.total / (SHARES * len(scoring.teams)))
 
-        for _, _, number, state in sorted(teams, key=preference):
-            samples = self._samples(state, number, free[state.stream.name])
-            if samples:
-                return self._order(state, number, samples)
-        return None
-
-    def _is_free(self, rank: int) -> bool:
-        return rank in self._joined and not self._busy[rank] and self._load[rank] < DEPTH
-
-    def _order(self, state: _Scoring, number: int, samples: Sequence[int]) -> Score:
-        team = state.stream.teams[number]
-        positions = balance([self._tokens(state, index) for index in samples], len(team))
-        parts = tuple(tuple(sorted(samples[at] for at in part)) for part in positions)
-        order = Score(self._number, state.stream.name, number, parts)
+    def _order(self, team: Team) -> Score:
+        state = self._scoring[self._calls[team[0]]]
+        taken = state.ready.take(self._wanted(state))
+        positions = balance([tokens for _, tokens in taken], len(state.stream.teams[team[1]]))
+        parts = tuple(tuple(sorted(taken[at][0] for at in part)) for part in positions)
+        order = Score(self._number, state.stream.name, team[1], parts)
         self._number += 1
         self._open[order.number] = order
-        state.ready.difference_update(samples)
-        state.tokens_ready -= sum(self._tokens(state, index) for index in samples)
-        for rank in _ranks(team):
-            self._load[rank] += 1
-            self._latest[rank] = order.call
+        self._teams.give(team)
         return order
 
-    def _samples(self, state: _Scoring, number: int, free: int) -> list[int]:
-        """The samples of the next forward of a team; none if it should wait for more.
 
-        Args:
-            free: teams that could run the call now.
-        """
-        if groups := self._groups[state.stream.name]:
-            return list(next((group for group in groups if group <= state.ready), ()))
-        replicas, n = len(state.stream.teams[number]), len(state.missing)
-        share = state.tokens_seen / state.seen * n / (SHARES * len(state.stream.teams))
-        wanted = min(float(state.stream.budget * replicas), max(1.0, share))
-        if state.seen == n:  # the last samples, for all teams that are free
-            wanted = min(wanted, state.tokens_ready / free)
-        elif state.tokens_ready < wanted:
-            return []
-        chosen, tokens = list[int](), 0
-        for index in sorted(state.ready, key=lambda index: (-self._tokens(state, index), index)):
-            if not chosen or tokens + self._tokens(state, index) <= wanted:
-                chosen.append(index)
-                tokens += self._tokens(state, index)
-        return chosen
-
-
-def _ranks(team: Sequence[Sequence[int]]) -> list[int]:
-    return [rank for replica in team for rank in replica]
-
-
-def _groups(stream: Stream, scoring: StreamedScoring) -> list[frozenset[int]]:
+def _groups(stream: Stream, scoring: StreamedScoring) -> list[range]:
     """The samples that are scored together in a deterministic plan: neighbours in the batch, as many as fit into one
     forward of each replica whatever their lengths are."""
     longest = max(stream.prompts, default=0) + stream.limit
     size = max(1, scoring.budget // max(1, longest)) * len(scoring.teams[0])
     n = len(stream.prompts)
-    return [frozenset(range(first, min(first + size, n))) for first in range(0, n, size)]
+    return [range(first, min(first + size, n)) for first in range(0, n, size)]

@@ -100,7 +100,7 @@ def observed(samples: Rollouts, spans: Iterable[Span]) -> dict[str, float]:
     """`Iteration.observed` of a global batch and of the spans of its calls: `completions/mean_length`,
     `rewards/<name>`, `time/<call>` (seconds of the slowest rank), and `realloc/bytes/<call>` and
     `realloc/seconds/<call>`, where the call is the one that received the parameters."""
-    longest: dict[str, float] = defaultdict(float)
+    busy: dict[tuple[str, int], float] = defaultdict(float)  # a streamed call has several spans on a device
     metrics: dict[str, float] = {}
     for name in samples:
         if name.startswith("reward/"):
@@ -108,9 +108,12 @@ def observed(samples: Rollouts, spans: Iterable[Span]) -> dict[str, float]:
     if "responses" in samples:
         metrics["completions/mean_length"] = float(samples.ragged("responses").lengths.float().mean())
     for span in spans:
-        longest[span.call] = max(longest[span.call], span.seconds)
+        busy[span.call, span.device] += span.seconds
         if " -> " in span.call:
             metrics[f"realloc/bytes/{span.call.partition(' -> ')[2]}"] = float(span.bytes)
+    longest: dict[str, float] = {}
+    for (call, _), seconds in busy.items():
+        longest[call] = max(longest.get(call, 0.0), seconds)
     for call, seconds in longest.items():
         source, _, target = call.partition(" -> ")
         metrics[f"realloc/seconds/{target}" if target else f"time/{source}"] = seconds

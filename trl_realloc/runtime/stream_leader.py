@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ..engines.base import Unfinished
@@ -57,7 +57,7 @@ class StreamLeader:
         self._scorings = {s.name: s for s in stream.scorings}
         self._rows: dict[str, dict[int, bytes]] = defaultdict(dict)
         self._withdrawn: dict[tuple[str, int], Unfinished] = {}
-        self._replicas_left = Counter[int]()  # of each forward that was ordered: replicas that have not run it
+        self._forwards: dict[int, tuple[str, int]] = {}  # number of a forward -> (call, replicas that have not run it)
         self._has_ended = False
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -120,10 +120,12 @@ class StreamLeader:
         raise AssertionError(f"{event} is no event that orders follow from")
 
     def _scored(self, number: int, rows: Rows) -> Sequence[Order]:
-        self._replicas_left[number] -= 1
-        call = next(order.call for order in self.orders[::-1] if isinstance(order, Score) and order.number == number)
+        call, left = self._forwards.pop(number)
         self._rows[call].update(rows)
-        return [] if self._replicas_left[number] else self.dispatcher.scored(number)
+        if left > 1:
+            self._forwards[number] = call, left - 1
+            return []
+        return self.dispatcher.scored(number)
 
     def _give(self, order: Order) -> None:
         match order:
@@ -141,7 +143,7 @@ class StreamLeader:
     def _give_forward(self, order: Score) -> None:
         scoring = self._scorings[order.call]
         team = scoring.teams[order.team]
-        self._replicas_left[order.number] = len(team)
+        self._forwards[order.number] = order.call, len(team)
         template = next(index for part in order.parts for index in part)
         for ranks, part in zip(team, order.parts, strict=True):
             rows = {

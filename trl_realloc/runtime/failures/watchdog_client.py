@@ -111,8 +111,9 @@ class WatchdogClient:
 
     def set_activity(self, activity: str) -> None:
         """Set what this rank is doing, for the message of a failure: "actor.train of update 3"."""
-        self.activity = activity
-        self._send(activity=activity)
+        if activity != self.activity:
+            self.activity = activity
+            self._send(activity=activity)
 
     def report_error(self, sentence: str, generation: int, *, network: bool) -> None:
         """Report an exception of this rank.

@@ -1,0 +1,105 @@
+"""`FreeTeams`: which teams of ranks could run a forward now, and how many forwards they have to run already.
+
+A team runs a forward together (`stream.StreamedScoring`). Each change of a rank takes time proportional to the teams
+that it is in, so that thousands of ranks can be served.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from .stream import Stream
+
+
+Team = tuple[int, int]  # number of the scoring call in the stream, and of the team
+
+
+class FreeTeams:
+    """The teams of a stream's scoring calls.
+
+    Args:
+        depth: most forwards that a rank is given at a time.
+    """
+
+    def __init__(self, stream: Stream, depth: int) -> None:
+        self._depth = depth
+        self.ranks: dict[Team, list[int]] = {
+            (call, number): [rank for replica in team for rank in replica]
+            for call, scoring in enumerate(stream.scorings)
+            for number, team in enumerate(scoring.teams)
+        }
+        self._teams_of: dict[int, list[Team]] = defaultdict(list)
+        for team, ranks in self.ranks.items():
+            for rank in ranks:
+                self._teams_of[rank].append(team)
+        engines = [engine for generation in stream.generations for engine in generation.engines]
+        self._joined: set[int] = set()
+        self._generating = Counter(rank for engine in engines for rank in engine)
+        self._load = Counter[int]()
+        self._latest: dict[int, int] = {}  # rank -> call of its latest forward
+        self._unfree = {team: len(ranks) for team, ranks in self.ranks.items()}  # ranks that are not free
+        self._loaded = dict.fromkeys(self.ranks, 0)  # ranks that have a forward
+        # of each call the free teams, by (has it a forward, was its latest forward of another call)
+        self._free: list[dict[tuple[bool, bool], set[int]]] = [defaultdict(set) for _ in stream.scorings]
+
+    def join(self, rank: int) -> None:
+        """A rank has begun its part of the phase."""
+        before = self._state(rank)
+        self._joined.add(rank)
+        self._changed(rank, before)
+
+    def end_generation(self, rank: int) -> None:
+        """One of a rank's engines has ended."""
+        before = self._state(rank)
+        self._generating[rank] -= 1
+        self._changed(rank, before)
+
+    def give(self, team: Team) -> None:
+        """A team has been given a forward."""
+        for rank in self.ranks[team]:
+            before = self._state(rank)
+            self._load[rank] += 1
+            self._latest[rank] = team[0]
+            self._changed(rank, before)
+
+    def end(self, team: Team) -> None:
+        """A team has run a forward."""
+        for rank in self.ranks[team]:
+            before = self._state(rank)
+            self._load[rank] -= 1
+            self._changed(rank, before)
+
+    def count(self, call: int) -> int:
+        """The number of teams that could run a forward of a call now."""
+        return sum(map(len, self._free[call].values()))
+
+    def best(self, call: int) -> tuple[bool, bool, int, int] | None:
+        """The team of a call that should run its next forward: one that has nothing to do, and that ran the same call
+        before, so that its parameters stay on the device.
+
+        Returns:
+            (has a forward, ran another call before, call, number of the team); the best of several calls is the
+            smallest of these. `None` if no team is free.
+        """
+        for key in ((False, False), (False, True), (True, False), (True, True)):
+            if self._free[call][key]:
+                return (*key, call, min(self._free[call][key]))
+        return None
+
+    def _state(self, rank: int) -> tuple[bool, bool]:
+        """(free, has a forward)."""
+        is_free = rank in self._joined and not self._generating[rank] and self._load[rank] < self._depth
+        return is_free, self._load[rank] > 0
+
+    def _changed(self, rank: int, before: tuple[bool, bool]) -> None:
+        was_free, was_loaded = before
+        is_free, is_loaded = self._state(rank)
+        for team in self._teams_of[rank]:
+            call, number = team
+            for teams in self._free[call].values():
+                teams.discard(number)
+            self._unfree[team] += was_free - is_free
+            self._loaded[team] += is_loaded - was_loaded
+            if not self._unfree[team]:
+                key = self._loaded[team] > 0, self._latest.get(self.ranks[team][0]) != call
+                self._free[call][key].add(number)
