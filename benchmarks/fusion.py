@@ -1,0 +1,90 @@
+"""Generation and scoring that overlap, against one after the other.
+
+    python benchmarks/fusion.py --json benchmarks/results/fusion.json
+
+Measured with vLLM engines on this machine (`fusion_measured`): responses have a long tail, and the modes alternate on
+the same batches. serial: scoring begins when all samples are generated; streamed: when samples and a device are there;
+migrated: the last unfinished samples also move to few engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import fusion_measured
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repeats", type=int, default=6, help="batches that are generated and scored in each mode")
+    parser.add_argument("--iterations", type=int, default=3, help="the same of whole iterations")
+    options = parser.parse_args()
+    console, jobs = Console(), []
+    for processes in options.processes:
+        jobs.append(fusion_measured.measure(processes, options.repeats, options.iterations))
+        show(jobs[-1], console)
+    result = {
+        "rows": [row for job in jobs for row in job["rows"]],
+        "iterations": [row for job in jobs for row in job["iterations"]],
+        "migration": jobs[0]["migration"],
+        "jobs": [{key: job[key] for key in ("processes", "lengths", "migration")} for job in jobs],
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "torch": torch.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip(),
+    }
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def show(job: dict[str, Any], console: Console) -> None:
+    """Print the tables of one job."""
+    lengths, migration = job["lengths"], job["migration"]
+    console.print(
+        f"{job['processes']} processes; response lengths of {lengths['samples']} samples: median {lengths['median']}, "
+        f"P90 {lengths['p90']}, P99.9 {lengths['p99_9']}, most {lengths['max']}; "
+        f"P99.9 is {lengths['p99_9_over_median']:.1f} times the median"
+    )
+    for title, rows in (("generate + score", job["rows"]), ("whole iteration", job["iterations"])):
+        table = Table("mode", "s", "spread", "simulated s", "gain", "generate s", "scoring core-s", "forwards")
+        table.title = title
+        for row in rows:
+            if "seconds" not in row:
+                continue
+            simulated = row["simulated_s"]
+            table.add_row(
+                row["mode"],
+                f"{row['seconds']:.2f}",
+                "{:.2f}-{:.2f}".format(*row["spread"]),
+                "-" if simulated is None else f"{simulated:.2f}",
+                f"{row['gain']:.2f}x",
+                f"{row['generate_s']:.2f}",
+                f"{row['scoring_core_s']:.2f}",
+                f"{row['forwards']:.0f}",
+            )
+        if table.row_count:
+            console.print(table)
+    serial = job["rows"][0]
+    scoring = serial["seconds"] - serial["generate_s"]
+    console.print(f"serial: scoring takes {scoring / serial['generate_s']:.0%} of the time that generation takes")
+    console.print(f"migration: {migration}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Measured part of `fusion`: generation and scoring with real vLLM engines, serial, streamed and migrated.
+
+`measure` starts the processes; this file is also their program. All modes run in one job, on the same engines, models
+and prompts. They differ in the plan's `streams` alone. The table and the command are in `fusion`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS = 1000, 256, 704, 4, 4
+PAD, EOS, LONG_WORDS = 0, 1, 500  # words from LONG_WORDS on are those of long responses
+PER_ENGINE, PROMPT, LIMIT = 40, 64, 768  # samples of an engine; tokens
+LONG_SHARE = 1 / 32  # of the prompts ask for a long response
+SHORT_MEAN, LONG_MEAN = 32, 2 * LIMIT  # tokens of a response without the limit
+THRESHOLD = 0.2  # of the batch; the survivors move when fewer are unfinished
+MODES = ("serial", "streamed", "migrated")
+STAGE = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
+
+
+# --- models whose responses have a long tail ----------------------------------------------------------------------
+
+
+def _models() -> tuple[Any, Any, Any]:
+    """Policy, and a model each for critic and reward, all of one size.
+
+    A response stays among the words of the prompt's last word: long words have channel 1 of the residual stream set,
+    and the eos token's logit depends on it. So a response is long if the prompt's last word is. Both lengths are
+    geometrically distributed. Channels 0 and 1 are kept as the embedding sets them.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=2048,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        num_labels=1,
+    )
+    torch.manual_seed(0)
+    policy = LlamaForCausalLM(config)
+    channel = math.sqrt(HIDDEN)  # channel 0 after the norm if it is the only large one
+    never, words, long_words = -20.0, LONG_WORDS - 2, VOCABULARY - LONG_WORDS
+    with torch.no_grad():
+        embedding, head = policy.model.embed_tokens.weight, policy.lm_head.weight
+        embedding[:, 0], embedding[:, 1], embedding[LONG_WORDS:, 1] = 10.0, 0.0, 10.0
+        for layer in policy.model.layers:
+            layer.self_attn.o_proj.weight[:2] = 0
+            layer.mlp.down_proj.weight[:2] = 0
+
+        def set_logits(tokens: slice | int, after_word: float, after_long_word: float) -> None:
+            head[tokens, 0] = after_word / channel
+            head[tokens, 1] = after_long_word * math.sqrt(2) / channel - after_word / channel
+
+        set_logits(slice(2, LONG_WORDS), 0.0, never)
+        set_logits(slice(LONG_WORDS, VOCABULARY), never, 0.0)
+        set_logits(EOS, math.log(words / (SHORT_MEAN - 1)), math.log(long_words / (LONG_MEAN - 1)))
+        set_logits(PAD, never, never)
+    return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    words_only = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words_only, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def _prompts(episodes: int, seed: int) -> list[list[int]]:
+    """The prompts of a batch. `LONG_SHARE` of them, anywhere in the batch, end in a long word."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randint(2, LONG_WORDS, (episodes, PROMPT), generator=draw)
+    long_rows = torch.randperm(episodes, generator=draw)[: round(LONG_SHARE * episodes)]
+    rows[long_rows, -1] += VOCABULARY - LONG_WORDS
+    answer: list[list[int]] = rows.tolist()
+    return answer
+
+
+# --- one rank -------------------------------------------------------------------------------------------------------
+
+
+def _plans(processes: int) -> dict[str, Any]:
+    """By mode, the same assignments with other streams."""
+    from trl_realloc.plan.cluster import Cluster
+    from trl_realloc.plan.presets import flatten
+    from trl_realloc.plan.streams import Migration, Streams
+
+    plan = flatten(Cluster(1, processes))
+    migration = Migration(THRESHOLD, engines=max(1, processes // 2))
+    return {
+        "serial": plan,
+        "streamed": replace(plan, streams=Streams()),
+        "migrated": replace(plan, streams=Streams(migration=migration)),
+    }
+
+
+def _trainer(plan: Any, processes: int, folder: Path) -> Any:
+    from datasets import Dataset
+
+    from trl_realloc import PPOConfig, PPOTrainer
+
+    episodes = PER_ENGINE * processes
+    arguments = PPOConfig(
+        output_dir=str(folder),
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        per_device_train_batch_size=PER_ENGINE,
+        total_episodes=episodes,
+        num_ppo_epochs=1,
+        response_length=LIMIT,
+        stop_token="eos",
+        temperature=1.0,
+        learning_rate=0.0,
+        gradient_checkpointing=False,
+        num_sample_generations=0,
+        save_strategy="no",
+        generation_engine="vllm",
+        plan=plan,
+    )
+    policy, critic, reward = _models()
+    return PPOTrainer(
+        args=arguments,
+        processing_class=_tokenizer(),
+        model=policy,
+        ref_model=_models()[0],
+        reward_model=reward,
+        value_model=critic,
+        train_dataset=Dataset.from_dict({"input_ids": _prompts(episodes, 0)}),
+    )
+
+
+class Rank:
+    """One rank with its engines, which runs iterations under plans that differ in their streams."""
+
+    def __init__(self, processes: int, folder: Path) -> None:
+        self.processes, self.plans = processes, _plans(processes)
+        self.trainer = _trainer(self.plans["migrated"], processes, folder)  # with slots for samples that are moved
+        self.trainer._start()
+        self.rank: int = self.trainer.accelerator.process_index
+
+    def run(self, mode: str, step: int, *, trains: bool = False) -> dict[str, Any]:
+        """One iteration: without training unless `trains`. Returns its figures."""
+        from trl_realloc.algorithms.prompt_batches import PromptBatch
+        from trl_realloc.algorithms.rollout import Ragged, Rollouts
+        from trl_realloc.plan.dataflow import Role
+
+        executor, plan = self.trainer.executor, self.plans[mode]
+        executor.plan = executor.placement.plan = executor.exchange.plan = plan
+        rows = _prompts(PER_ENGINE * self.processes, 1 + step)
+        prompts = Rollouts(index=torch.arange(len(rows)), prompts=Ragged.of(rows, torch.long))
+        executor.orders = ()
+        self.trainer.accelerator.wait_for_everyone()
+        start = time.perf_counter()
+        rates = dict.fromkeys((Role.ACTOR, Role.CRITIC), 0.0) if trains else {}
+        batch = PromptBatch(prompts, [{}] * len(rows))
+        iteration = executor.run(batch, step, rates, only=None if trains else STAGE)
+        wall = time.perf_counter() - start
+        return {} if self.rank else self._figures(iteration, wall, trains=trains)
+
+    def _figures(self, iteration: Any, wall: float, *, trains: bool) -> dict[str, Any]:
+        from trl_realloc.planner.dispatcher import Continue, Score
+
+        spans = [span for span in iteration.spans if trains or span.call in STAGE]
+        first = min(span.start for span in spans)
+        by_call = {call: [span for span in spans if span.call == call] for call in STAGE}
+        orders = self.trainer.executor.orders
+        return {
+            "seconds": max(span.end for span in spans) - first,
+            "wall_s": wall,
+            "generate_s": max(span.end for span in by_call["actor.generate"]) - first,
+            "engines_s": sorted(span.end - first for span in by_call["actor.generate"]),
+            "scoring_core_s": sum(span.seconds for call in STAGE[1:] for span in by_call[call]),
+            "forwards": sum(isinstance(order, Score) for order in orders),
+            "moved": sum(len(order.samples) for order in orders if isinstance(order, Continue)),
+            "decoded": sum(span.tokens for span in by_call["actor.generate"]),
+            "responses": [row.tolist() for row in iteration.samples.ragged("responses").rows()],
+            "spans": [(s.call, s.device, s.start - first, s.end - first) for s in spans],
+        }
+
+
+def _rank(processes: int, repeats: int, iterations: int, out: Path) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    done: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        rank = Rank(processes, Path(folder))
+        for trains, count in ((False, repeats), (True, iterations)):
+            for step in range(-1, count):  # the first warms up
+                order = [MODES[(step + at) % len(MODES)] for at in range(len(MODES))]
+                for mode in order:
+                    figures = rank.run(mode, step + 1 + 1000 * trains, trains=trains)
+                    if step >= 0 and not rank.rank:
+                        done.append({"mode": mode, "repeat": step, "trains": trains, **figures})
+        if not rank.rank:
+            out.write_text(json.dumps(done))
+        rank.trainer._end_together()
+        rank.trainer.close()
+
+
+# --- the job and its figures ----------------------------------------------------------------------------------------
+
+
+def measure(processes: int, repeats: int, iterations: int) -> dict[str, Any]:
+    """Run the job and return its figures.
+
+    Args:
+        repeats: batches of generation and scoring, each in every mode.
+        iterations: the same of whole iterations.
+
+    Raises:
+        SystemExit: the job failed, or two modes drew other tokens.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "runs.json", Path(folder) / "log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command += [__file__, "--processes", str(processes), "--repeats", str(repeats)]
+        command += ["--iterations", str(iterations), "--out", str(out)]
+        threads = str(max(1, (os.cpu_count() or 1) // processes))
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+        with log.open("w") as written:
+            code = subprocess.run(command, env=environment, stdout=written, stderr=written, check=False).returncode
+        if code:
+            sys.exit(f"the job of {processes} processes failed:\n{log.read_text()[-4000:]}")
+        return _summary(processes, json.loads(out.read_text()))
+
+
+def _summary(processes: int, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    stage = [run for run in runs if not run["trains"]]
+    lost, twice = _lost_and_decoded_twice(runs)
+    migrated = [run for run in stage if run["mode"] == "migrated"]
+    return {
+        "processes": processes,
+        "lengths": _lengths(stage),
+        "rows": [_row(processes, mode, stage) for mode in MODES],
+        "iterations": [_row(processes, mode, [r for r in runs if r["trains"]]) for mode in MODES],
+        "migration": {
+            "moved": sum(run["moved"] for run in migrated),
+            "moved_per_stage": statistics.fmean(run["moved"] for run in migrated),
+            "decoded_twice": twice,
+            "lost": lost,
+        },
+    }
+
+
+def _lost_and_decoded_twice(runs: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Of all runs against the serial run of the same batch: tokens that are missing, and tokens that engines decoded
+    beyond those of the responses. Exits if a response differs in any other way."""
+    lost = twice = 0
+    serial = {(r["trains"], r["repeat"]): r["responses"] for r in runs if r["mode"] == "serial"}
+    for run in runs:
+        expected, responses = serial[run["trains"], run["repeat"]], run["responses"]
+        lost += sum(max(0, len(a) - len(b)) for a, b in zip(expected, responses, strict=True))
+        if not lost and expected != responses:
+            sys.exit(f"{run['mode']} drew other tokens than serial in repeat {run['repeat']}")
+        twice += run["decoded"] - sum(map(len, responses))
+    return lost, twice
+
+
+def _lengths(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    drawn = sorted(len(row) for run in runs if run["mode"] == "serial" for row in run["responses"])
+    at = {name: drawn[min(len(drawn) - 1, int(q * len(drawn)))] for name, q in (("p90", 0.9), ("p99_9", 0.999))}
+    median = statistics.median(drawn)
+    return {"samples": len(drawn), "median": median, **at, "max": drawn[-1], "p99_9_over_median": at["p99_9"] / median}
+
+
+def _row(processes: int, mode: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    of_mode = sorted((run for run in runs if run["mode"] == mode), key=lambda run: run["repeat"])
+    serial = sorted((run for run in runs if run["mode"] == "serial"), key=lambda run: run["repeat"])
+    if not of_mode:
+        return {"processes": processes, "mode": mode}
+    seconds = [run["seconds"] for run in of_mode]
+    ratios = [base["seconds"] / run["seconds"] for base, run in zip(serial, of_mode, strict=True)]
+
+    def median(name: str) -> float:
+        return statistics.median(run[name] for run in of_mode)
+
+    return {
+        "processes": processes,
+        "mode": mode,
+        "seconds": statistics.median(seconds),
+        "spread": [min(seconds), max(seconds)],
+        "simulated_s": None,
+        "gain": statistics.median(ratios),
+        "gains": ratios,
+        "wall_s": median("wall_s"),
+        "generate_s": median("generate_s"),
+        "scoring_core_s": median("scoring_core_s"),
+        "forwards": median("forwards"),
+        "repeats": len(of_mode),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--iterations", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    _rank(given.processes, given.repeats, given.iterations, given.out)
