@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +19,12 @@ from .problem import PricedPlan, Problem
 from .search import SearchResult, search
 from .simulate import Overlap
 from .space import Space
+from .stream_choice import StreamChoice, choose_streams
 
 
 MOST_DEVICES = 1024  # of the cluster that a refusal suggests
+STREAMS_SHARE = 0.25  # of a search's time limit: the time in which streams are simulated
+WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
 MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
 
 
@@ -40,11 +44,13 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan to run, the alternatives, and the search that found it."""
+    """The plan to run, the alternatives, the search that found it, and what streams are worth for its assignments;
+    `None` where that was not simulated."""
 
     best: PricedPlan
     alternatives: tuple[Alternative, ...]
     search: SearchResult
+    streams: StreamChoice | None = None
 
     @property
     def summary(self) -> str:
@@ -53,6 +59,7 @@ class Decision:
         return (
             f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
             f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)"
+            f"{'; ' + self.streams.sentence if self.streams is not None else ''}"
         )
 
 
@@ -125,19 +132,45 @@ def _choose(
     searched = [problem.priced_plan(state, "searched", exact=is_small) for state in result.states]
     ranked = sorted(searched, key=lambda plan: plan.seconds)
     best = ranked[0] if is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
-    fastest_preset = min(presets, key=lambda plan: plan.seconds, default=best)
-    if fastest_preset.seconds <= best.seconds * (1 + pricing.rates.error):
-        best = fastest_preset  # the difference is within the error of the estimates
+    best = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best])
+    streams = _streamed([best, *presets, *ranked[:2]], time_limit_s) if is_small else None
+    whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
+    if best is not whole:
+        reason = f"without streams; {streams.sentence if streams is not None else ''}"
+        alternatives.append(Alternative(whole.name, whole, reason))
     for preset in sorted(presets, key=lambda plan: plan.seconds):
-        if preset is not best:
+        if preset is not whole:
             alternatives.append(Alternative(preset.name, preset, why_slower(preset, best)))
-    if best.name != ranked[0].name:
-        gain = 1 - ranked[0].seconds / best.seconds
+    if whole.name != ranked[0].name:
+        gain = 1 - ranked[0].seconds / whole.seconds
         reason = f"{gain:.1%} faster by estimate, which is no more than estimates are good for"
         alternatives.append(Alternative("searched", ranked[0], reason))
     elif (other := _next_layouts(ranked, best)) is not None:
         alternatives.append(Alternative("next best", other, why_slower(other, best)))
-    return Decision(best, tuple(alternatives), result)
+    return Decision(best, tuple(alternatives), result, streams)
+
+
+def _preferred(plans: Sequence[PricedPlan]) -> PricedPlan:
+    """The fastest plan, but an earlier one if the difference is within the error of the estimates."""
+    fastest = min(plan.seconds for plan in plans)
+    return next(plan for plan in plans if plan.seconds <= fastest * (1 + plan.space.pricing.rates.error))
+
+
+def _streamed(plans: Sequence[PricedPlan], time_limit_s: float) -> StreamChoice:
+    """What streams are worth for the plan that is fastest with its best streams. An earlier plan is preferred if the
+    difference is within the error of the estimates."""
+    deadline = time.perf_counter() + STREAMS_SHARE * time_limit_s
+    choices = [choose_streams(plans[0], deadline)]
+    error = plans[0].space.pricing.rates.error
+    for plan in plans[1:]:
+        known = any(plan.calls == other.whole.calls for other in choices)
+        if not known and plan.seconds <= plans[0].seconds * (1 + WORSE) and time.perf_counter() < deadline:
+            choices.append(choose_streams(plan, deadline))
+    best = choices[0]
+    for choice in choices[1:]:
+        if choice.fastest is not choice.whole and choice.fastest.seconds * (1 + error) < best.fastest.seconds:
+            best = choice
+    return best
 
 
 def _price_presets(

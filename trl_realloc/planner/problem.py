@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -208,24 +209,22 @@ class Problem:
         early = early_call(self.space.graph, {n: c.assignment.engine for n, c in zip(self.names, state, strict=True)})
         tasks: list[Task] = []
         where: list[int] = []
-        homes: list[tuple[int, int]] = []
+        moved = itertools.accumulate(self._is_moved(at, moves) for at in range(len(state)))
+        places = [at + before for at, before in enumerate(moved)]  # of the calls' tasks
         for at, candidate in enumerate(state):
             after = tuple(where[producer] for producer in self._data[at])
-            home = self._home[at]
-            move = moves.get(at, 0.0)
-            if move > 0 and home is not None:
-                homes.append((len(tasks), home))
+            home, is_early = self._home[at], self.names[at] == early
+            previous = None if home is None else places[home]
+            if self._is_moved(at, moves) and home is not None:
                 meshes = (state[home].assignment.mesh, candidate.assignment.mesh)
-                tasks.append(Task("", meshes, move, after, moves=True, early=self.names[at] == early))
+                tasks.append(Task("", meshes, moves[at], after, previous, moves=True, early=is_early))
                 after = (*after, len(tasks) - 1)
-            if home is not None:
-                homes.append((len(tasks), home))
             where.append(len(tasks))
-            is_early = self.names[at] == early
-            tasks.append(Task("", (candidate.assignment.mesh,), candidate.seconds, after, early=is_early))
-        for place, home in homes:
-            tasks[place] = replace(tasks[place], previous=where[home])
+            tasks.append(Task("", (candidate.assignment.mesh,), candidate.seconds, after, previous, early=is_early))
         return tasks
+
+    def _is_moved(self, at: int, moves: Mapping[int, float]) -> bool:
+        return self._home[at] is not None and moves.get(at, 0.0) > 0
 
     def memory(self, state: State, stays: set[int]) -> tuple[float, int]:
         """Bytes of the fullest device, and its number: the sum of what its calls hold, and the most that one of them

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..plan.streams import Streams
 from .choose import Decision, explain
 from .problem import PricedPlan
 
@@ -22,10 +23,19 @@ def plan_cost_table(plan: PricedPlan) -> Table:
         table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, f"{cost.seconds:.3f} s")
     for name, seconds in plan.estimate.moves.items():
         table.add_row(f"parameters to {name}", "", "", "", "", f"{seconds:.3f} s")
+    if plan.streams is not None:
+        table.add_row("streams", "", "", _migration(plan.streams), "", "")
     table.add_section()
     fullest_device = f"{plan.estimate.memory / 1e9:.2f} GB"
     table.add_row("iteration", str(plan.space.cluster.mesh), "", "", fullest_device, f"{plan.seconds:.3f} s")
     return table
+
+
+def _migration(streams: Streams) -> str:
+    if streams.migration is None:
+        return "no migration"
+    engines = f"{streams.migration.engines} engine{'s' if streams.migration.engines > 1 else ''}"
+    return f"the last {streams.migration.threshold:.0%} to {engines}"
 
 
 def memory_table(plan: PricedPlan) -> Table:

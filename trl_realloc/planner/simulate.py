@@ -249,6 +249,8 @@ def steady_times(
     devices_per_node: int | None = None,
 ) -> tuple[float, list[tuple[float, float]]]:
     """An iteration after the first ones: seconds since the end of the one before, and (start, end) of every task."""
+    if sharing is None and overlap is not Overlap.ALL:
+        return _undisturbed_iteration(tasks, overlap)
     times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=devices_per_node)
     if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not _gains(tasks, times[0])):
         return max(end for _, end in times[0]), times[0]
@@ -258,6 +260,35 @@ def steady_times(
     )
     before, end = (max(end for _, end in row) for row in times[-2:])
     return end - before, times[-1]
+
+
+def _undisturbed_iteration(tasks: Sequence[Task], overlap: Overlap) -> tuple[float, list[tuple[float, float]]]:
+    """`steady_times` where nothing is shared, which the search asks for thousands of times. Times are relative to the
+    end of the iteration before; what an early task waits for there is known from a pass over the tasks."""
+    shares = [
+        [any(a.overlaps(b) for a in task.meshes for b in other.meshes) for other in tasks[:n]]
+        for n, task in enumerate(tasks)
+    ]
+    waits_for = [[at for at in range(n) if shares[n][at] or at in task.after] for n, task in enumerate(tasks)]
+    before = {  # of an early task: the tasks of the iteration before that it waits for
+        n: [at for at in range(len(tasks)) if at in (n, task.previous) or shares[max(n, at)][min(n, at)]]
+        for n, task in enumerate(tasks)
+        if task.early and overlap is Overlap.GENERATION
+    }
+    floors, ends, seconds = [0.0] * len(tasks), [0.0] * len(tasks), 0.0
+    for _ in range(3):
+        starts = list(floors)
+        for at, task in enumerate(tasks):
+            starts[at] = max([floors[at], *(ends[other] for other in waits_for[at])])
+            ends[at] = starts[at] + task.seconds
+        seconds = max(ends)
+        changed = [*floors]
+        for at, others in before.items():
+            changed[at] = max(ends[other] for other in others) - seconds
+        if changed == floors:
+            break
+        floors = changed
+    return seconds, list(zip(starts, ends, strict=True))
 
 
 def _gains(tasks: Sequence[Task], times: Sequence[tuple[float, float]]) -> bool:

@@ -9,7 +9,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import fmean
 
 from ..common.errors import PlanError, Problems
@@ -73,7 +73,7 @@ class Workload:
         """A copy of this workload with the quantiles of measured response lengths."""
         return replace(self, response_tokens=self.quantiles(lengths))
 
-    @property
+    @cached_property
     def mean_length(self) -> float:
         """Mean number of tokens of a sample, prompt and response together."""
         return self.prompt_tokens + fmean(self.response_tokens)
@@ -82,17 +82,17 @@ class Workload:
     def longest(self) -> float:
         return self.prompt_tokens + self.response_tokens[-1]
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Number of tokens of all samples."""
         return self.episodes * self.mean_length
 
-    @property
+    @cached_property
     def mean_square(self) -> float:
         """Mean of the samples' squared lengths. The cost of attention is proportional to it."""
         return fmean((self.prompt_tokens + length) ** 2 for length in self.response_tokens)
 
-    @property
+    @cached_property
     def mean_response(self) -> float:
         return fmean(self.response_tokens)
 

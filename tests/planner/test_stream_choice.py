@@ -1,0 +1,91 @@
+"""Streams and migration are chosen where they gain more than estimates are good for, and nowhere else."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from llamas import pricing, specs, work
+from rich.console import Console
+
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.streams import Migration, Streams
+from trl_realloc.planner.choose import choose
+from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.problem import PricedPlan, estimate_plan
+from trl_realloc.planner.show import plan_cost_table
+from trl_realloc.planner.stream_choice import MOST_SAMPLES, THRESHOLDS, choose_streams
+from trl_realloc.planner.workload import Workload
+
+
+LONG_TAIL = work(episodes=160, prompt_tokens=1024, response_tokens=(50,) * 19 + (1000,), epochs=1, recompute=False)
+MODELS = specs(1, 13)
+
+
+def costs(workload: Workload = LONG_TAIL) -> Pricing:
+    return replace(pricing(1, 8, workload), memory=None)
+
+
+def priced(workload: Workload = LONG_TAIL) -> PricedPlan:
+    prices = costs(workload)
+    return estimate_plan(flatten(prices.cluster), MODELS, prices, exact=False)
+
+
+def test_a_long_tail_moves_and_the_plan_says_so() -> None:
+    choice = choose_streams(priced())
+    assert choice.still is not None and choice.moved is not None
+    best = choice.fastest
+    assert best is choice.moved
+    assert best.seconds * 1.02 < choice.whole.seconds
+    assert "moved to" in choice.sentence
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan_cost_table(best))
+    assert best.streams is not None and best.streams.migration is not None
+    assert f"the last {best.streams.migration.threshold:.0%} to" in console.export_text()
+    assert ExecutionPlan.from_yaml(best.plan.to_yaml()).streams == best.streams
+    assert estimate_plan(best.plan, MODELS, costs(), exact=False).seconds == best.seconds
+
+
+def test_the_sweep_comes_close_to_all_thresholds_and_numbers_of_engines() -> None:
+    whole = priced()
+    choice = choose_streams(whole)
+    assert choice.moved is not None
+    every = [
+        whole.with_streams(Streams(migration=Migration(threshold, engines))).seconds
+        for threshold, engines in product(THRESHOLDS[::2], range(1, 8))
+    ]
+    assert choice.moved.seconds <= 1.01 * min(every)
+
+
+def test_streams_that_gain_nothing_are_left_out() -> None:
+    """Equal lengths: all engines end at once."""
+    choice = choose_streams(priced(replace(LONG_TAIL, response_tokens=(64,))))
+    assert choice.fastest is choice.whole
+    assert choice.whole.plan.streams is None
+
+
+def test_a_batch_of_thousands_is_not_simulated_sample_by_sample() -> None:
+    choice = choose_streams(priced(replace(LONG_TAIL, episodes=MOST_SAMPLES + 1)))
+    assert choice.still is None
+    assert choice.fastest is choice.whole
+
+
+def test_no_migration_is_tried_after_the_deadline() -> None:
+    choice = choose_streams(priced(), deadline=0.0)
+    assert choice.still is not None
+    assert choice.moved is None
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_the_decision_says_what_streams_are_worth(engine: str) -> None:
+    decision = choose(MODELS, costs(), generation_engine=engine, time_limit_s=8.0)
+    assert decision.streams is not None
+    assert decision.streams.sentence in decision.summary
+    assert engine == "vllm" or decision.streams.moved is None, "only a vLLM engine can give its samples away"
+    if decision.best.streams is not None:
+        whole = next(other.plan for other in decision.alternatives if other.plan is decision.streams.whole)
+        assert whole is not None and whole.streams is None
+        assert whole.seconds > decision.best.seconds
