@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help setup setup-next lint format typecheck test test-fast test-next check-gpu demo clean
 
 help:
-	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines"
+	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; PLAN=... for another plan"
 	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"
@@ -83,7 +83,7 @@ check-gpu:
 	$(PYTHON) benchmarks/check_gpu.py
 
 demo: $(RUN_STAMP)
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py $(if $(PLAN),--plan $(PLAN))
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ Exits with 1 if the reward does not rise clearly, or if the policy does not end 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -69,6 +70,9 @@ def _marked(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", help="a preset's name or a plan's file, in place of the recipe's plan")
+    plan = parser.parse_args().plan
     start = time.monotonic()
     os.chdir(ROOT)
     step("models and data", sys.executable, "examples/demo/prepare.py", "--out", str(RUN / "assets"))
@@ -76,6 +80,7 @@ def main() -> int:
         "PPO on 2 processes",
         *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/demo/accelerate.yaml"),
         *("examples/demo/train.py", "--config", "recipes/demo/ppo.yaml"),
+        *(("--plan", plan) if plan else ()),
     )
     console = Console()
     console.rule("what happened")

@@ -171,3 +171,21 @@ def test_a_timeline_without_spans_is_not_drawn(tmp_path: Path) -> None:
 def test_timelines_need_matplotlib_only_to_draw() -> None:
     code = "import sys, trl_realloc.plan.timeline; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_picture_of_streams_shows_how_many_samples_each_call_has_ended(tmp_path: Path) -> None:
+    spans = [
+        Span("actor.generate", 0, 0.0, 1.0, 0, samples=3),
+        Span("actor.generate", 0, 1.0, 4.0, 0, samples=1),
+        Span("reference.forward", 1, 1.0, 2.0, 0, samples=3),
+        Span("reference.forward", 1, 4.0, 4.5, 0, samples=1),
+        Span("actor.train", 0, 5.0, 6.0, 0),
+    ]
+    timeline = Timeline(spans)
+    assert timeline._streamed_calls() == {"actor.generate", "reference.forward"}
+    assert timeline._samples_ended("reference.forward") == ([1.0, 2.0, 4.5], [0, 3, 4])
+    timeline.draw(tmp_path / "streams.png")
+    Timeline(spans[-1:]).draw(tmp_path / "whole.png")
+    assert not Timeline([spans[0], spans[-1]])._streamed_calls(), "calls of whole batches have one figure"
+    timeline.save(tmp_path / "timeline.json")
+    assert Timeline.load(tmp_path / "timeline.json") == timeline

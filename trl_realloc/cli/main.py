@@ -44,10 +44,14 @@ LONGEST_SEARCH = 86_400  # seconds
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
-    """The plan as a table with a row for each call, in the order in which calls run."""
+    """The plan as a table with a row for each call, in the order in which calls run. Below it how calls overlap."""
     name = plan.name if plan.name.isprintable() else shown(plan.name)  # an escape sequence must not reach the terminal
     title = Text(f"{name or 'plan'}: {plan.cluster}")  # Text, so that rich does not read markup in the name
+    overlap = [str(plan.streams)] if plan.streams else []
+    overlap += ["an iteration begins when the one before has ended"] if plan.barrier else []
+    caption = Text("; ".join(overlap)) if overlap else None
     table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
+    table.caption, table.caption_justify = caption, "left"
     for name, assignment in plan.assignments.items():
         between_turns = "offload" if assignment.offload else "drop" if assignment.drop else ""
         table.add_row(name, str(assignment.mesh), assignment.engine, str(assignment.strategy), between_turns)

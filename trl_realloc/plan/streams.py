@@ -95,6 +95,14 @@ class Streams:
             flat["migration"] = self.migration.to_dict()
         return {**flat, **({"deterministic": True} if self.deterministic else {})}
 
+    def __str__(self) -> str:
+        which = "scoring" if self.calls is None else ", ".join(self.calls)
+        text = f"{which} begins while samples are generated"
+        if self.migration is not None:
+            engines = f"{self.migration.engines} engine{'s' if self.migration.engines > 1 else ''}"
+            text += f"; when less than {self.migration.threshold:.0%} are unfinished, these move to {engines}"
+        return text + ("; deterministic" if self.deterministic else "")
+
     @staticmethod
     def from_dict(value: object) -> Streams | None:
         """The inverse of `to_dict`; `true` for the defaults, `false` for no streams. Raises `PlanError`."""

@@ -7,10 +7,11 @@ It compares both, and writes a browser trace and a picture. The measuring is in 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -38,6 +39,7 @@ class Span:
         step: the iteration, from 0.
         tokens: tokens that this device processed; 0 where they are not counted.
         bytes: of a reallocation, bytes that all devices sent together.
+        samples: samples that this device generated or scored until `end`; 0 where they are not counted.
 
     Raises:
         ValueError: the span ends before it starts.
@@ -52,6 +54,7 @@ class Span:
     step: NonNegativeInt
     tokens: NonNegativeInt = 0
     bytes: NonNegativeInt = 0
+    samples: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         if not self.end >= self.start:
@@ -142,6 +145,7 @@ class Timeline:
         ]
         for span in self.spans:
             about = {"step": span.step, "tokens": span.tokens, **({"bytes": span.bytes} if span.bytes else {})}
+            about |= {"samples": span.samples} if span.samples else {}
             place = {"pid": 0, "tid": span.device, "ts": (span.start - zero) * 1e6, "dur": span.seconds * 1e6}
             rows.append({"name": span.call, "cat": span.call.partition(".")[0], "ph": "X", **place, "args": about})
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
@@ -170,7 +174,8 @@ class Timeline:
         return timeline
 
     def draw(self, path: str | Path) -> None:
-        """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix.
+        """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix. If
+        scoring begins while samples are generated, a second figure below shows how many samples each call has ended.
 
         Raises:
             ValueError: there are no spans.
@@ -184,8 +189,10 @@ class Timeline:
             raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
         zero = min(span.start for span in self.spans)
         row = {device: number for number, device in enumerate(self.devices)}
-        figure = Figure(figsize=(10, min(1.2 + 0.35 * len(self.devices), MOST_INCHES)), layout="constrained")
-        axes = figure.add_subplot()
+        streamed = self._streamed_calls()
+        height = min(1.2 + 0.35 * len(self.devices) + 2.0 * bool(streamed), MOST_INCHES)
+        figure = Figure(figsize=(10, height), layout="constrained")
+        axes = figure.add_subplot(211 if streamed else 111)
         for number, call in enumerate(self.calls):
             spans = [span for span in self.spans if span.call == call]
             axes.barh(
@@ -199,9 +206,33 @@ class Timeline:
             )
         axes.set_yticks(range(len(self.devices)), [f"device {device}" for device in self.devices])
         axes.invert_yaxis()
-        axes.set_xlabel("seconds")
+        if streamed:
+            flow = figure.add_subplot(212, sharex=axes)
+            for number, call in enumerate(self.calls):
+                if call in streamed:
+                    times, samples = self._samples_ended(call)
+                    flow.step([time - zero for time in times], samples, where="post", color=f"C{number}")
+            flow.set_ylabel("samples ended")
+            flow.set_xlabel("seconds")
+        else:
+            axes.set_xlabel("seconds")
         figure.legend(loc="outside upper center", ncols=min(len(self.calls), 6), frameon=False, fontsize="small")
         figure.savefig(path, dpi=150)
+
+    def _streamed_calls(self) -> set[str]:
+        """The calls whose samples are counted, if some device runs one of them in several spans in a step."""
+        counted = [span for span in self.spans if span.samples]
+        spans = Counter((span.call, span.device, span.step) for span in counted)
+        return {span.call for span in counted} if any(count > 1 for count in spans.values()) else set()
+
+    def _samples_ended(self, call: str) -> tuple[list[float], list[int]]:
+        """(times, samples that the call has ended until then), from its first start on. Counted anew in each step."""
+        times, samples = list[float](), list[int]()
+        for step in self.steps:
+            spans = sorted((s for s in self.spans if s.call == call and s.step == step), key=lambda span: span.end)
+            times += [min((span.start for span in spans), default=0.0)][: len(spans)] + [span.end for span in spans]
+            samples += [0][: len(spans)] + list(accumulate(span.samples for span in spans))
+        return times, samples
 
 
 def _first(error: PlanError, path: str | Path) -> str:

@@ -272,7 +272,8 @@ class Executor:
                 end = max(start, time.time())
                 if early is not None and early.generation is not None:
                     start, end = early.start, max(early.start, early.generation.ended_at)
-                output = CallOutput(outputs, (*spans, Span(name, self.rank, start, end, step, tokens)))
+                samples = 0 if call.trains else len(outputs)
+                output = CallOutput(outputs, (*spans, Span(name, self.rank, start, end, step, tokens, samples=samples)))
         except JobFailed:
             raise
         except Exception as error:

@@ -25,6 +25,7 @@ from .calls import CallSettings, Step
 from .early_generation import EarlyGeneration
 from .exchange import CallFailure, CallOutput, Failures, failure_of
 from .failures.alarm import Alarm, JobFailed
+from .generation_spans import GenerationSpans
 from .messages import Messages
 from .placement import Placement
 from .reallocation import Moved
@@ -159,7 +160,8 @@ class StreamWorker:
                 self._generation = self.early.generation
             else:
                 self._generation = engine.start(requests, calls.sampling_of(self.settings, call, self.step))
-            self._began = self.early.start if self.early is not None and self.early.call == name else time.time()
+            start = self.early.start if self.early is not None and self.early.call == name else time.time()
+            self._generation_spans = GenerationSpans(name, self.rank, self.step.number, start)
 
     def _share(self, name: str) -> Rollouts:
         assert is_divided_by_each(self.plan, name), "streamed generation reads the data set alone"
@@ -176,10 +178,11 @@ class StreamWorker:
             with self._catching(name, is_collective=self.placement.has_collectives(name)):
                 self.placement.check_fresh(name)
                 self._generating = name
+                self._generation_spans = GenerationSpans(name, self.rank, self.step.number, start)
                 for completion in calls.completions(self.placement, self.settings, call, self._share(name), self.step):
                     self.alarm.check()
                     self._report_finished([completion])
-                self._end_generation(start, time.time())
+                self._spans[name] += self._generation_spans.end(time.time())
 
     def _report_finished(self, completions: Sequence[Completion]) -> None:
         if not completions or self.link is None:
@@ -190,6 +193,7 @@ class StreamWorker:
         self._outputs[name].append(outputs)
         rows = self._rows(name, outputs)
         tokens = {completion.index: len(completion.token_ids) for completion in completions}
+        self._generation_spans.finished(len(tokens), sum(tokens.values()))
         self.link.report(Finished(name, replica(self.plan, name, self.rank), tokens, rows))
 
     def _rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:
@@ -199,13 +203,6 @@ class StreamWorker:
         read = outputs.only(("index", *self._columns[name]))
         index = outputs.tensor("index").tolist()
         return {sample: read.select([at]).to_bytes() for at, sample in enumerate(index)}
-
-    def _end_generation(self, start: float, end: float) -> None:
-        name = self._generating
-        tokens = sum(
-            int(part.ragged(self.plan.graph.call(name).outputs[0]).lengths.sum()) for part in self._outputs[name]
-        )
-        self._spans[name].append(Span(name, self.rank, start, max(start, end), self.step.number, tokens))
 
     # --- tasks --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +264,7 @@ class StreamWorker:
                 end = self._generation.ended_at
                 self._generation.close()
                 self._generation = None
-                self._end_generation(self._began, end)
+                self._spans[task.call] += self._generation_spans.end(end)
         if others and sleeps(self.plan[task.call]):  # their memory is free when the engine sleeps
             if self.rank == first:
                 for rank in others:
@@ -294,7 +291,8 @@ class StreamWorker:
             start = time.time()
             outputs = calls.forward(self.placement, self.settings, call, samples, self.step)
             self._outputs[name].append(outputs)
-            self._spans[name].append(Span(name, self.rank, start, max(start, time.time()), self.step.number))
+            end, number = max(start, time.time()), self.step.number
+            self._spans[name].append(Span(name, self.rank, start, end, number, samples=len(task.samples)))
             if self.rank in sources(self.plan, name):
                 self.link.report(Scored(task.number, self._rows(name, outputs)))
 
