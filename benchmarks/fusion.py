@@ -5,6 +5,10 @@
 Measured with vLLM engines on this machine (`fusion_measured`): responses have a long tail, and the modes alternate on
 the same batches. serial: scoring begins when all samples are generated; streamed: when samples and a device are there;
 migrated: the last unfinished samples also move to few engines.
+
+    python benchmarks/fusion.py --simulated --json benchmarks/results/fusion_simulated.json
+
+is the planner's simulation of clusters that are not here (`fusion_simulated`); its rows say `simulated: true`.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fusion_measured
+import fusion_simulated
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -32,8 +37,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=6, help="batches that are generated and scored in each mode")
     parser.add_argument("--iterations", type=int, default=3, help="the same of whole iterations")
+    parser.add_argument("--simulated", action="store_true", help="the planner's simulation of other clusters alone")
     options = parser.parse_args()
     console, jobs = Console(), []
+    if options.simulated:
+        fusion_simulated.simulate(options.json, console)
+        return
     for processes in options.processes:
         jobs.append(fusion_measured.measure(processes, options.repeats, options.iterations))
         show(jobs[-1], console)

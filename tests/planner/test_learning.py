@@ -22,6 +22,7 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
+from trl_realloc.plan.streams import Streams
 from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.corrections import Corrections, layout_name
 from trl_realloc.planner.cost import Pricing
@@ -216,3 +217,11 @@ def test_the_corrections_are_said_in_a_line() -> None:
 def test_layouts_are_named_by_all_that_their_seconds_depend_on() -> None:
     mesh = DeviceMesh(0, 4)
     assert layout_name(Assignment(mesh, ParallelStrategy(2, 2), "megatron", offload=True)) == "megatron dp2 tp2 offload"
+
+
+def test_a_run_that_streams_corrects_nothing() -> None:
+    """A call's seconds in it depend on when its samples were there."""
+    machine, before = Machine(lambda _: 3.0), Corrections({"actor.train": 1.5})
+    streaming = replace(plan("flatten"), streams=Streams())
+    assert learned(machine, streaming, before) == before
+    assert learned(machine, plan("flatten"), before) != before

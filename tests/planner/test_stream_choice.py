@@ -17,6 +17,7 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.problem import PricedPlan, estimate_plan
 from trl_realloc.planner.show import plan_cost_table
+from trl_realloc.planner.stream import engine_samples
 from trl_realloc.planner.stream_choice import MOST_SAMPLES, THRESHOLDS, choose_streams
 from trl_realloc.planner.workload import Workload
 
@@ -89,3 +90,11 @@ def test_the_decision_says_what_streams_are_worth(engine: str) -> None:
         whole = next(other.plan for other in decision.alternatives if other.plan is decision.streams.whole)
         assert whole is not None and whole.streams is None
         assert whole.seconds > decision.best.seconds
+
+
+def test_an_engine_has_room_for_all_samples_that_migration_may_give_it() -> None:
+    plan = flatten(costs().cluster)
+    assert engine_samples(plan, "actor.generate", 160) == 20
+    few, many = (replace(plan, streams=Streams(migration=Migration(threshold))) for threshold in (0.1, 0.4))
+    assert engine_samples(few, "actor.generate", 160) == 20
+    assert engine_samples(many, "actor.generate", 160) == 64

@@ -85,7 +85,7 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf) -> StreamChoic
     if not streamed or whole.space.pricing.workload.episodes > MOST_SAMPLES or not _can_gain(whole, streamed):
         return StreamChoice(whole)
     still = whole.with_streams(Streams())
-    sweep = _Sweep(whole, streamed, deadline)
+    sweep = MigrationSweep(whole, streamed, deadline)
     return StreamChoice(whole, still, sweep.best() if sweep.engines > 1 else None)
 
 
@@ -97,10 +97,10 @@ def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
     return seconds > plan.space.pricing.rates.error * plan.seconds
 
 
-class _Sweep:
+class MigrationSweep:
     """Tries migrations: a few thresholds, their neighbours around the best, then other numbers of engines."""
 
-    def __init__(self, whole: PricedPlan, streamed: tuple[str, ...], deadline: float) -> None:
+    def __init__(self, whole: PricedPlan, streamed: tuple[str, ...], deadline: float = math.inf) -> None:
         self.whole, self.deadline = whole, deadline
         plan = replace(whole, streams=Streams()).plan
         self.generation = next(name for name in streamed if plan.graph.call(name).kind is CallKind.GENERATE)
