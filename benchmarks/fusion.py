@@ -38,13 +38,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6, help="batches that are generated and scored in each mode")
     parser.add_argument("--iterations", type=int, default=3, help="the same of whole iterations")
     parser.add_argument("--simulated", action="store_true", help="the planner's simulation of other clusters alone")
+    parser.add_argument("--runs", type=Path, help="folder for the figures and spans of every run")
     options = parser.parse_args()
     console, jobs = Console(), []
     if options.simulated:
         fusion_simulated.simulate(options.json, console)
         return
     for processes in options.processes:
-        jobs.append(fusion_measured.measure(processes, options.repeats, options.iterations))
+        jobs.append(fusion_measured.measure(processes, options.repeats, options.iterations, options.runs))
         show(jobs[-1], console)
     result = {
         "rows": [row for job in jobs for row in job["rows"]],

@@ -230,12 +230,13 @@ def _rank(processes: int, repeats: int, iterations: int, out: Path) -> None:
 # --- the job and its figures ----------------------------------------------------------------------------------------
 
 
-def measure(processes: int, repeats: int, iterations: int) -> dict[str, Any]:
+def measure(processes: int, repeats: int, iterations: int, runs: Path | None = None) -> dict[str, Any]:
     """Run the job and return its figures.
 
     Args:
         repeats: batches of generation and scoring, each in every mode.
         iterations: the same of whole iterations.
+        runs: a folder for the figures, lengths and spans of every run.
 
     Raises:
         SystemExit: the job failed, or two modes drew other tokens.
@@ -251,6 +252,9 @@ def measure(processes: int, repeats: int, iterations: int) -> dict[str, Any]:
             code = subprocess.run(command, env=environment, stdout=written, stderr=written, check=False).returncode
         if code:
             sys.exit(f"the job of {processes} processes failed:\n{log.read_text()[-4000:]}")
+        if runs is not None:
+            runs.mkdir(parents=True, exist_ok=True)
+            (runs / f"fusion-{processes}.json").write_text(out.read_text())
         return _summary(processes, json.loads(out.read_text()))
 
 
