@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS = 1000, 256, 704, 4, 4
 PAD, EOS, LONG_WORDS = 0, 1, 500  # words from LONG_WORDS on are those of long responses
-PER_ENGINE, PROMPT, LIMIT = 40, 64, 768  # samples of an engine; tokens
-LONG_SHARE = 1 / 32  # of the prompts ask for a long response
+PER_ENGINE, PROMPT, LIMIT = 48, 64, 768  # samples of an engine; tokens
+LONG_SHARE = 1 / 48  # of the prompts ask for a long response
 SHORT_MEAN, LONG_MEAN = 32, 2 * LIMIT  # tokens of a response without the limit
 THRESHOLD = 0.2  # of the batch; the survivors move when fewer are unfinished
 MODES = ("serial", "streamed", "migrated")

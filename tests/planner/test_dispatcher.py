@@ -201,6 +201,22 @@ def test_the_last_samples_are_divided_among_the_free_ranks() -> None:
     assert all(job.queues[rank] for rank in range(4))
 
 
+def test_a_rank_with_nothing_to_do_does_not_wait_for_samples_that_do_not_fill_a_forward() -> None:
+    job = job_of(flatten(Cluster(1, 2)), 20, 0, Streams(calls=("reference.forward",)), 10_000)
+    job.join_all()
+
+    def scored_after(engine: int, finished: list[int]) -> set[int]:
+        job.engines["actor.generate", engine] -= set(finished)
+        job.take(job.dispatcher.finish("actor.generate", engine, [(index, 20) for index in finished]))
+        while job.queues[0]:
+            job.take(job.dispatcher.scored(job.queues[0].pop(0).number))
+        return {index for _, parts in job.parts for part in parts for index in part}
+
+    of_first, (*others, last) = (sorted(job.engines["actor.generate", engine]) for engine in range(2))
+    assert scored_after(0, of_first) < set(of_first), "the rest waits, because many samples are to come"
+    assert scored_after(1, others) == {*of_first, *others}, f"nothing but sample {last} is to come"
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_orders_are_the_same_for_the_same_events(size: int) -> None:
     jobs = [job_of(split_plan(size), 20, 7, Streams(migration=Migration(0.3)), 60) for _ in range(2)]

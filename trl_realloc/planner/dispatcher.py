@@ -227,9 +227,17 @@ class Dispatcher:
         teams = [
             best
             for call, state in enumerate(self._scoring.values())
-            if state.ready and state.ready.has(self._wanted(state)) and (best := self._teams.best(call)) is not None
+            if state.ready and (best := self._teams.best(call)) is not None
+            if state.ready.has(self._wanted(state)) or (not best[0] and self._is_short(state))
         ]
         return self._order(min(teams)[2:]) if teams else None
+
+    def _is_short(self, state: _Scoring) -> bool:
+        """Whether the samples of a call that are ready and those that are to come make up less than a forward. A team
+        with nothing to do should not wait for them."""
+        ready = state.ready
+        to_come = (ready.total - ready.seen) * ready.tokens_seen / ready.seen
+        return not ready.is_grouped and ready.tokens + to_come < self._wanted(state)
 
     def _wanted(self, state: _Scoring) -> float:
         """Tokens of a call's next forward."""

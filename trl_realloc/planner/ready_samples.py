@@ -35,6 +35,11 @@ class ReadySamples:
         return len(self._ordered)
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether certain samples are always scored together."""
+        return bool(self._groups)
+
+    @property
     def is_last(self) -> bool:
         """Whether no more samples will become ready."""
         return self.seen == self.total
