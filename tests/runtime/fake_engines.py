@@ -16,6 +16,9 @@ from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 
 
+BUDGET = 100  # most tokens of a forward
+
+
 def token(index: int, place: int) -> int:
     return (7 * index + 13 * place) % 97
 
@@ -210,7 +213,7 @@ class FakePlacement:
         return False
 
     def budget(self, call: str) -> int:
-        return self.plan[call].strategy.micro_batch_tokens or 100
+        return self.plan[call].strategy.micro_batch_tokens or BUDGET
 
     def resident(self, call: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
