@@ -110,8 +110,9 @@ def test_an_engine_takes_as_long_as_all_its_steps_one_by_one(lengths: list[int],
         for step in range(max(drawn)):
             batch = sum(length > step for length in drawn)
             seconds += unit.step("actor.generate", batch, 16 + step)
-        span = next(span for span in result.spans if span.call == "actor.generate" and span.device == engine)
-        assert span.seconds == pytest.approx(seconds + 2 * MESSAGE, rel=0.02)
+        spans = [span for span in result.spans if span.call == "actor.generate" and span.device == engine]
+        assert sum(span.seconds for span in spans) == pytest.approx(seconds + 2 * MESSAGE, rel=0.02)
+        assert sum(span.samples for span in spans) == len(drawn)
 
 
 @settings(max_examples=150, deadline=None)
@@ -144,7 +145,7 @@ def test_few_long_samples_are_worth_moving() -> None:
     priced, moved = streamed(plan, costs, Streams(migration=Migration(0.1, 1)), models)
     assert moved.moved == 7, "the longest sample of each engine but one"
     assert priced.seconds < still
-    assert sum(span.call == "actor.generate" for span in moved.spans) == 8
+    assert len({span.device for span in moved.spans if span.call == "actor.generate"}) == 8
 
 
 def test_a_sample_that_is_nearly_at_its_limit_stays() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..plan.generation_spans import GenerationSpans
 from ..plan.timeline import Span
 from .activities import Activities, devices_by_node
 from .dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
@@ -89,7 +90,7 @@ class _Simulation:
         self.occupied: set[int] = set()  # ranks that run a forward, or whose engine gives its memory back
         self.latest: dict[int, str] = {}  # rank -> call of its latest forward
         self.has: dict[tuple[str, int], int] = {}  # (call, sample) -> tokens, of samples that are moved
-        self.began: dict[tuple[str, int], float] = {}
+        self.generated: dict[tuple[str, int], list[GenerationSpans]] = {}  # of each engine, by its devices
         self.lengths = {generation.name: prices.lengths(generation.name) for generation in stream.generations}
         self.engines = {
             (generation.name, number): self._engine(generation, number)
@@ -130,7 +131,8 @@ class _Simulation:
             if name not in self.started and fresh and self._may_begin(task):
                 self.started.add(name)
                 for number in range(len(generation.engines)):
-                    self.began[name, number] = self.activities.now
+                    now, devices = self.activities.now, generation.engines[number]
+                    self.generated[name, number] = [GenerationSpans(name, device, 0, now) for device in devices]
                     self.engines[name, number].start()
         self._join()
 
@@ -208,6 +210,8 @@ class _Simulation:
 
     def _finished(self, name: str, number: int, samples: Sequence[int]) -> None:
         ended = [(index, self.lengths[name][index]) for index in samples]
+        for spans in self.generated[name, number]:
+            spans.finished(self.activities.now, len(samples), sum(tokens for _, tokens in ended))
         self._report_of(name, number, lambda: self.dispatcher.finish(name, number, ended))
 
     def _withdrawn(self, name: str, number: int, samples: Mapping[int, int]) -> None:
@@ -263,8 +267,8 @@ class _Simulation:
 
     def _release(self, order: Release) -> None:
         ranks, now = self._ranks(order.call, order.engine), self.activities.now
-        began = self.began[order.call, order.engine]
-        self.spans += [Span(order.call, rank, began, now, 0) for rank in ranks]
+        for spans in self.generated[order.call, order.engine]:
+            self.spans += spans.end(now)
         if seconds := self.prices.end(order.call):
             self.occupied.update(ranks)
             self.activities.start(seconds, {}, partial(self._free, ranks))
@@ -296,7 +300,10 @@ class _Simulation:
         self.activities.start(seconds, self._nodes(team), partial(self._scored, order, team, start))
 
     def _scored(self, order: Score, team: Sequence[int], start: float) -> None:
-        self.spans += [Span(order.call, rank, start, self.activities.now, 0) for rank in team]
+        scoring = next(s for s in self.stream.scorings if s.name == order.call)
+        for replica, part in zip(scoring.teams[order.team], order.parts, strict=True):
+            ended = partial(Span, order.call, start=start, end=self.activities.now, step=0, samples=len(part))
+            self.spans += [ended(device=rank) for rank in replica]
         for rank in team:
             self.queues[rank].popleft()
         self._report(lambda: self._take(self.dispatcher.scored(order.number)))
@@ -307,7 +314,7 @@ class _Simulation:
         shifted = [replace(span, start=span.start + seconds, end=span.end + seconds) for span in self.rest_spans]
         return StreamedIteration(
             seconds,
-            seconds - min(self.began.values()),
+            seconds - min(spans.start for of_engine in self.generated.values() for spans in of_engine),
             self.moved,
             sum(engine.decoded for engine in self.engines.values()),
             tuple(self.forwards),

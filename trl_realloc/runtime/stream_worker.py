@@ -17,6 +17,7 @@ from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
 from ..engines.base import BackgroundEngine, Completion, EngineError, Generation
 from ..plan.assignment import sleeps
+from ..plan.generation_spans import GenerationSpans
 from ..plan.timeline import Span
 from ..planner.dispatcher import Release, Withdraw
 from ..planner.stream import Stream
@@ -25,7 +26,6 @@ from .calls import CallSettings, Step
 from .early_generation import EarlyGeneration
 from .exchange import CallFailure, CallOutput, Failures, failure_of
 from .failures.alarm import Alarm, JobFailed
-from .generation_spans import GenerationSpans
 from .messages import Messages
 from .placement import Placement
 from .reallocation import Moved
@@ -193,7 +193,7 @@ class StreamWorker:
         self._outputs[name].append(outputs)
         rows = self._rows(name, outputs)
         tokens = {completion.index: len(completion.token_ids) for completion in completions}
-        self._generation_spans.finished(len(tokens), sum(tokens.values()))
+        self._generation_spans.finished(time.time(), len(tokens), sum(tokens.values()))
         self.link.report(Finished(name, replica(self.plan, name, self.rank), tokens, rows))
 
     def _rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:

@@ -1,32 +1,24 @@
-"""`GenerationSpans`: when this rank's engine generated, divided where samples ended, so that a timeline shows how
-samples flow."""
+"""`GenerationSpans`: when an engine generated, divided where samples ended, so that a timeline shows their flow."""
 
 from __future__ import annotations
 
-import time
-
-from ..plan.timeline import Span
+from .timeline import Span
 
 
 LEAST = 0.1  # of the time since the generation's start: the shortest span, so that an engine has some 30 of them
 
 
 class GenerationSpans:
-    """The spans of one call's generation on one rank.
+    """The spans of one call's generation on one device. All times are seconds of one clock."""
 
-    Args:
-        start: seconds of `time.time`.
-    """
-
-    def __init__(self, call: str, rank: int, step: int, start: float) -> None:
-        self.call, self.rank, self.step, self.start = call, rank, step, start
+    def __init__(self, call: str, device: int, step: int, start: float) -> None:
+        self.call, self.device, self.step, self.start = call, device, step, start
         self.spans: list[Span] = []
         self._begun = start  # of the span that is not closed yet
         self._samples = self._tokens = 0  # of that span
 
-    def finished(self, samples: int, tokens: int) -> None:
-        """Samples have ended now."""
-        now = time.time()
+    def finished(self, now: float, samples: int, tokens: int = 0) -> None:
+        """Samples have ended."""
         self._samples += samples
         self._tokens += tokens
         if now - self._begun > LEAST * (now - self.start):
@@ -40,5 +32,7 @@ class GenerationSpans:
 
     def _close(self, end: float) -> None:
         end = max(end, self._begun)
-        self.spans.append(Span(self.call, self.rank, self._begun, end, self.step, self._tokens, samples=self._samples))
+        self.spans.append(
+            Span(self.call, self.device, self._begun, end, self.step, self._tokens, samples=self._samples)
+        )
         self._begun, self._samples, self._tokens = end, 0, 0
