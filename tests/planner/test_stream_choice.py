@@ -98,3 +98,5 @@ def test_an_engine_has_room_for_all_samples_that_migration_may_give_it() -> None
     few, many = (replace(plan, streams=Streams(migration=Migration(threshold))) for threshold in (0.1, 0.4))
     assert engine_samples(few, "actor.generate", 160) == 20
     assert engine_samples(many, "actor.generate", 160) == 64
+    two = replace(plan, streams=Streams(migration=Migration(0.4, engines=2)))
+    assert engine_samples(two, "actor.generate", 160) == 32, "its part of those that move"

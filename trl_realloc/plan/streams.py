@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
-from .assignment import Assignment
+from .assignment import Assignment, sleeps
 from .dataflow import CallKind, DataflowGraph
 
 
@@ -115,6 +115,10 @@ class Streams:
         if calls is not None and not (isinstance(calls, list | tuple) and all(isinstance(c, str) for c in calls)):
             problems.append(f"streams: calls is a list like [reference.forward], not {shown(calls)}.")
             calls = None
+        elif calls is not None and not calls:
+            problems.append(
+                "streams: calls is empty; name scoring calls, or leave it out for all that can be streamed."
+            )
         if value.get("migration") is not None:
             with problems.of("streams"):
                 migration = Migration.from_dict(value["migration"])
@@ -127,10 +131,11 @@ class Streams:
 def streamed_calls(
     graph: DataflowGraph, assignments: Mapping[str, Assignment], streams: Streams | None
 ) -> tuple[str, ...]:
-    """The calls that take part in the streams, in the graph's order; empty if the plan has none. These are the calls
-    that generate from columns of the data set, and the scoring calls that read what those make, or what other streamed
-    calls make, and nothing else that a call makes. Training is never streamed, because a mini-batch is drawn from all
-    samples.
+    """The calls that take part in the streams, in the graph's order; empty if the plan has none. These are the first
+    call that generates, if it reads columns of the data set alone, and the scoring calls that read what it makes, or
+    what other streamed calls make, and nothing else that a call makes. A second call that generates waits for its turn
+    on the engines, so it runs after the streams, as a whole batch. Training is never streamed, because a mini-batch is
+    drawn from all samples.
     """
     if streams is None:
         return ()
@@ -138,7 +143,7 @@ def streamed_calls(
     for name in graph.order:
         producers = {producer for producer in map(graph.producer, graph.call(name).inputs) if producer is not None}
         if graph.call(name).kind is CallKind.GENERATE:
-            takes_part = not producers
+            takes_part = not producers and not streamed
         else:
             takes_part = (
                 bool(producers) and producers <= set(streamed) and not why_not_streamed(graph, assignments, name)
@@ -187,6 +192,16 @@ def stream_problems(
                 f"streams: {name} has {assignment.strategy.dp} engines (dp), and migration leaves "
                 f"{streams.migration.engines} of them generating; give fewer, or leave migration out."
             )
+
+
+def early_call(graph: DataflowGraph, assignments: Mapping[str, Assignment]) -> str | None:
+    """The call that may begin before the iteration before has ended: the first one that generates, if a vLLM engine
+    does it from the data set alone. `None` if there is none, and if its engine sleeps between its uses: its memory may
+    be needed at the end of an iteration, for saving for example."""
+    name = next(iter(graph.calls_of(CallKind.GENERATE)), None)
+    if name is None or assignments[name].engine != "vllm" or sleeps(assignments[name]):
+        return None
+    return None if any(map(graph.producer, graph.call(name).inputs)) else name
 
 
 def _scoring(graph: DataflowGraph) -> Sequence[str]:

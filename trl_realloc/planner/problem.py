@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from ..plan.assignment import Assignment, in_place
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
-from ..plan.streams import Streams
+from ..plan.streams import Streams, early_call
 from ..plan.timeline import Timeline
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
 from .cost import CallCost, Pricing
 from .reallocation_cost import move_seconds, quick_move_seconds
-from .simulate import Overlap, Task, early_call, spans_of, steady_seconds, steady_times, tasks_of
+from .simulate import Overlap, Task, spans_of, steady_seconds, steady_times, tasks_of
 from .space import Candidate, Space
 from .stream_cost import StreamPrices
 from .stream_simulation import StreamedIteration, simulate_streams
@@ -206,7 +206,7 @@ class Problem:
         return seconds
 
     def _tasks(self, state: State, moves: Mapping[int, float]) -> list[Task]:
-        early = early_call(self.space.graph, {n: c.assignment.engine for n, c in zip(self.names, state, strict=True)})
+        early = early_call(self.space.graph, {n: c.assignment for n, c in zip(self.names, state, strict=True)})
         tasks: list[Task] = []
         where: list[int] = []
         moved = itertools.accumulate(self._is_moved(at, moves) for at in range(len(state)))

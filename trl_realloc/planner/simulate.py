@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ..plan.cluster import DeviceMesh
-from ..plan.dataflow import CallKind, DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.streams import early_call
 from ..plan.timeline import Span, Timeline
 from .activities import Activities, devices_by_node
 from .hardware import Sharing
@@ -63,7 +63,7 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
         KeyError: a call of the plan has no seconds.
     """
     edges = {edge.target: edge.source for edge in plan.reallocations}
-    early = early_call(plan.graph, {name: plan[name].engine for name in plan.order})
+    early = early_call(plan.graph, plan.assignments)
     where: dict[str, int] = {}
     tasks: list[Task] = []
     waiting: list[tuple[int, str]] = []  # (index of a task, the call that is its `previous`)
@@ -84,19 +84,6 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
         tasks.append(Task(name, (plan.mesh(name),), seconds[name], tuple(after), early=name == early))
     previous = {place: where[name] for place, name in waiting}
     return [replace(task, previous=previous.get(place)) for place, task in enumerate(tasks)]
-
-
-def early_call(graph: DataflowGraph, engines: Mapping[str, str]) -> str | None:
-    """The call that may begin before the previous iteration has ended: the first that generates, if a vLLM engine does
-    it from the data set alone.
-
-    Args:
-        engines: by call.
-    """
-    first = next((name for name in graph.order if graph.call(name).kind is CallKind.GENERATE), None)
-    if first is None or engines[first] != "vllm" or any(map(graph.producer, graph.call(first).inputs)):
-        return None
-    return first
 
 
 def task_times(

@@ -98,11 +98,11 @@ def stream_of(plan: ExecutionPlan, prompts: Sequence[int], limit: int, budgets: 
 
 
 def engine_samples(plan: ExecutionPlan, call: str, samples: int) -> int:
-    """The most samples that an engine of a generate call has at once: its share of `samples`, or with migration as many
-    as may be unfinished when they move."""
+    """The most samples that an engine of a generate call has at once: its share of `samples`, or with migration its
+    part of those that may be unfinished when they move."""
     share = -(-samples // plan[call].strategy.dp)
     migration = plan.streams.migration if plan.streams is not None else None
-    return share if migration is None else max(share, math.ceil(migration.threshold * samples))
+    return share if migration is None else max(share, math.ceil(migration.threshold * samples / migration.engines))
 
 
 def replicas_of(plan: ExecutionPlan, call: str) -> tuple[Ranks, ...]:

@@ -34,11 +34,13 @@ class StreamChoice:
         still: with streams and without migration. `None` where no call can stream, or where streams cannot save more
             than the estimates' error.
         moved: with the best migration that was found. `None` where samples cannot move.
+        reason: why nothing was simulated, where `still` is `None`.
     """
 
     whole: PricedPlan
     still: PricedPlan | None = None
     moved: PricedPlan | None = None
+    reason: str = ""
 
     @property
     def fastest(self) -> PricedPlan:
@@ -53,7 +55,7 @@ class StreamChoice:
     def sentence(self) -> str:
         """What streams and migration are worth, without a capital letter and a full stop."""
         if self.still is None:
-            return "scoring while others generate could save no more than estimates are good for"
+            return self.reason
         parts = [f"scoring while others generate {_gain(self.still, self.whole)}"]
         if self.moved is not None and self.moved.streams is not None and self.moved.streams.migration is not None:
             migration = self.moved.streams.migration
@@ -81,9 +83,12 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf) -> StreamChoic
         still = replace(whole, streams=Streams())
         streamed = still.plan.streamed
     except PlanError:  # no call can stream
-        return StreamChoice(whole)
-    if not streamed or whole.space.pricing.workload.episodes > MOST_SAMPLES or not _can_gain(whole, streamed):
-        return StreamChoice(whole)
+        return StreamChoice(whole, reason="no scoring call can begin while others generate")
+    if whole.space.pricing.workload.episodes > MOST_SAMPLES:
+        return StreamChoice(whole, reason=f"streams are not simulated for more than {MOST_SAMPLES:,} samples")
+    if not streamed or not _can_gain(whole, streamed):
+        reason = "scoring while others generate could save no more than estimates are good for"
+        return StreamChoice(whole, reason=reason)
     still = whole.with_streams(Streams())
     sweep = MigrationSweep(whole, streamed, deadline)
     return StreamChoice(whole, still, sweep.best() if sweep.engines > 1 else None)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..plan.generation_spans import GenerationSpans
+from ..plan.streams import early_call
 from ..plan.timeline import Span
 from .activities import Activities, devices_by_node
 from .dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
-from .simulate import Overlap, Task, early_call, tasks_of
+from .simulate import Overlap, Task, tasks_of
 from .stream import StreamedGeneration
 from .stream_cost import StreamPrices
 from .stream_engine import EngineWork, Event, SimulatedEngine
@@ -160,7 +161,7 @@ class _Simulation:
     def _early(self) -> str | None:
         if Overlap.of(self.plan) is Overlap.NONE:
             return None
-        return early_call(self.plan.graph, {name: self.plan[name].engine for name in self.plan.order})
+        return early_call(self.plan.graph, self.plan.assignments)
 
     def _may_begin(self, task: Task) -> bool:
         """Whether the previous iteration lets a streamed call or the reallocation to it begin."""

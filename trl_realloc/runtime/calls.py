@@ -147,13 +147,14 @@ def generate(
     """
     if placement.generators.get(call.name) is None:
         return Rollouts()
-    made = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun)
+    made = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun, poll)
     return completed(list(_polled(made, poll)), settings.eos_token_id, call.outputs)
 
 
-def _rest_of(generation: Generation) -> Iterator[Completion]:
+def _rest_of(generation: Generation, poll: Callable[[], None]) -> Iterator[Completion]:
     try:
         while generation.unfinished:
+            poll()
             yield from generation.poll(POLL_S)
     finally:
         generation.close()

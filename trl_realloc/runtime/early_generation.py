@@ -10,24 +10,12 @@ import time
 
 from ..algorithms.prompt_batches import PromptBatch
 from ..engines.base import BackgroundEngine, EngineError, Generation
-from ..plan.dataflow import CallKind
-from ..plan.execution_plan import ExecutionPlan
 from . import calls
 from .calls import CallSettings, Step
 from .placement import Placement
 from .reallocation import Moved
-from .routes import is_divided_by_each, replica
+from .routes import replica
 from .shares import shares_of_samples
-
-
-def early_call(plan: ExecutionPlan) -> str | None:
-    """The call that can begin before the iteration before has ended: the first one that generates, if it reads the data
-    set alone and runs in engines of their own processes. `None` if there is none, or if the plan asks for a barrier."""
-    if plan.barrier or plan.cluster.size == 1:  # a single device has nothing else to do meanwhile
-        return None
-    name = next(iter(plan.graph.calls_of(CallKind.GENERATE)), None)
-    is_able = name is not None and plan[name].engine == "vllm" and is_divided_by_each(plan, name)
-    return name if is_able else None
 
 
 class EarlyGeneration:
@@ -35,7 +23,7 @@ class EarlyGeneration:
     together.
 
     Args:
-        call: see `early_call`.
+        call: `plan.streams.early_call`.
         step, batch: the next iteration and its global batch.
 
     Attributes:

@@ -19,13 +19,14 @@ from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
 from ..engines.base import EngineError, Rate, Sampling
 from ..plan.dataflow import Call, CallKind, Role
+from ..plan.streams import early_call
 from ..plan.timeline import Span
 from ..planner.dispatcher import Dispatcher, Order
 from ..planner.stream import Stream, stream_of
 from . import calls
 from .call_inputs import CallInputs
 from .calls import CallSettings, Step
-from .early_generation import EarlyGeneration, early_call
+from .early_generation import EarlyGeneration
 from .exchange import CallFailure, CallOutput, CallsFailed, Exchange, Failures, failure_of
 from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
@@ -151,7 +152,9 @@ class Executor:
 
     def _begin_early(self, batch: PromptBatch) -> None:
         """Begin the next iteration's generation on this rank, if the plan allows it."""
-        name = early_call(self.plan)
+        if self.plan.barrier or self.plan.cluster.size == 1:  # a single device has nothing else to do meanwhile
+            return
+        name = early_call(self.plan.graph, self.plan.assignments)
         if name is not None and self.placement.takes_part(name):
             step = Step(self._step.number + 1, batch.rows, {})
             self.alarm.at(f"{name} of {step.name} (its parameters)")

@@ -13,6 +13,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from transformers.utils import logging
+
 from ..engines.base import Unfinished
 from ..planner.dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from ..planner.stream import Stream
@@ -33,6 +35,9 @@ from .stream_messages import (
     Task,
     Withdrawn,
 )
+
+
+logger = logging.get_logger(__name__)
 
 
 class StreamLeader:
@@ -93,10 +98,13 @@ class StreamLeader:
                 for order in self._orders_after(event):
                     self.orders.append(order)
                     self._give(order)
-            except Exception as error:  # the ranks wait for orders, so they must learn of it
-                problem = f"{type(error).__name__}: {error}"
-                self._end((CallFailure(RESULTS, self.stream.generations[0].name, f"its samples got lost: {problem}"),))
-                raise
+            except Exception as error:  # a defect of this package; the ranks wait for orders, so they must learn of it
+                logger.exception("the leader of the streams failed")
+                problem = (
+                    f"rank 0 cannot order what follows from {type(event).__name__}: {type(error).__name__}: {error}"
+                )
+                self._end((CallFailure(RESULTS, self.stream.generations[0].name, problem),))
+                return
             if self.dispatcher.is_finished:
                 self._end(())
 

@@ -80,7 +80,8 @@ class StreamWorker:
         self._unfinished: set[int] = set()
         self._resident = contextlib.ExitStack()
         self._scoring = ""  # the call whose parameters are on the device
-        self._failures: Failures = ()
+        self._failures: Failures = ()  # of the phase
+        self._own_failures: Failures = ()
         self.error: Exception | None = None  # the latest failure of a call on this rank
 
     def run(self) -> dict[str, CallOutput | Failures]:
@@ -105,6 +106,8 @@ class StreamWorker:
                 if self._generation is not None:
                     self._generation.close()
         self.link.report(Left())
+        if self.error is not None and not self._failures:  # rank 0 had ended the phase when an engine failed to end
+            self._failures = self._own_failures
         of_rank = [name for name in self.plan.streamed if self.placement.has(name)]
         if self._failures:
             return dict.fromkeys(of_rank, self._failures)
@@ -324,6 +327,7 @@ class StreamWorker:
         except Exception as error:
             failure = failure_of(error, self.rank, name, is_collective=is_collective)
             self.error = error
+            self._own_failures += (failure,)
             self._unfinished.clear()
             assert self.link is not None
             self.link.report(Failed((failure,)))
