@@ -4,11 +4,13 @@ a time for each token, and forwards that take a time for each token. Their outpu
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+from virtual_clock import REAL, Clock
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, places
 from trl_realloc.engines.base import Completion, EngineDied, GenerationRequest, Sampling, Unfinished
@@ -17,6 +19,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 
 
 BUDGET = 100  # most tokens of a forward
+ROUNDING = 1e-6  # steps
 
 
 def token(index: int, place: int) -> int:
@@ -28,21 +31,27 @@ def logprob(index: int, place: int) -> float:
 
 
 class FakeGeneration:
-    """`base.Generation` by the clock: every unfinished sample gets a token in each step."""
+    """`base.Generation` by the clock: every unfinished sample gets a token in each step. Samples come and go between
+    two steps, as in vLLM."""
 
     def __init__(self, engine: FakeEngine, requests: Sequence[GenerationRequest]) -> None:
-        self.engine = engine
-        self.running: dict[int, list[int]] = {}  # sample -> [place of its next token]
-        self.begun_at, self.steps_done, self.ended_at = time.monotonic(), 0, time.time()
+        self.engine, self.clock = engine, engine.clock
+        self.running: dict[int, tuple[int, int]] = {}  # sample -> (tokens it began with, steps that were done then)
+        self.finished: list[int] = []  # not yet returned by `poll`
+        self.begun_at, self.steps_done = self.clock.monotonic() + engine.delay_s, 0
+        self.ended_at = self.clock.time()
         self.closed = False
         self.add(requests)
 
     @property
     def unfinished(self) -> int:
-        return len(self.running)
+        return len(self.running) + len(self.finished)
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         self._advance()
+        if not self.running:  # it waits for requests, and begins at once
+            self.begun_at = max(self.begun_at, self.clock.monotonic() - self.steps_done * self.engine.step_s)
+        first = self._next_step() if self.running else self.steps_done
         for request in requests:
             assert request.index not in self.running
             begun = request.begun
@@ -50,30 +59,44 @@ class FakeGeneration:
             if begun is not None:
                 assert begun.token_ids == tuple(token(request.index, at) for at in range(drawn))
                 assert begun.logprobs == tuple(logprob(request.index, at) for at in range(drawn))
-            self.running[request.index] = [drawn]
+            self.running[request.index] = drawn, first
+
+    def _steps(self) -> float:
+        return (self.clock.monotonic() - self.begun_at) / self.engine.step_s
+
+    def _next_step(self) -> int:
+        """The number of the step that comes after the one that runs. One runs always: the engine does not wait for what
+        follows from the samples that it has finished."""
+        return max(0, math.floor(self._steps() + ROUNDING) + 1)
+
+    def _sleep_until(self, step: int, deadline: float = math.inf) -> None:
+        end = min(deadline, self.begun_at + step * self.engine.step_s)
+        self.clock.sleep(max(0.0, end - self.clock.monotonic()))
+
+    def _drawn(self, index: int) -> int:
+        begun_with, step = self.running[index]
+        return begun_with + max(0, self.steps_done - step)
 
     def _advance(self) -> None:
         """Decode the steps that the clock allows."""
-        steps = int((time.monotonic() - self.begun_at) / self.engine.step_s)
-        for place in self.running.values():
-            place[0] += steps - self.steps_done
-        self.steps_done = steps
+        self.steps_done = max(self.steps_done, math.floor(self._steps() + ROUNDING))
+        ended = [index for index in self.running if self._drawn(index) >= self.engine.lengths[index]]
+        for index in ended:
+            del self.running[index]
+        self.finished += ended
 
     def poll(self, timeout_s: float) -> list[Completion]:
         assert not self.closed
-        deadline = time.monotonic() + timeout_s
+        deadline = self.clock.monotonic() + timeout_s
         while True:
             if self.engine.dies_at is not None and self.steps_done >= self.engine.dies_at:
                 raise EngineDied("the engine's process was ended by SIGKILL")
             self._advance()
-            ended = [index for index, (place,) in self.running.items() if place >= self.engine.lengths[index]]
-            if ended or time.monotonic() >= deadline:
+            if self.finished or self.clock.monotonic() >= deadline - ROUNDING * self.engine.step_s:
                 break
-            time.sleep(self.engine.step_s / 2)
-        for index in ended:
-            del self.running[index]
-            self.engine.decoded[index] = self.engine.decoded.get(index, 0)
-        self.ended_at = time.time() if ended else self.ended_at
+            self._sleep_until(self._next_step(), deadline)
+        ended, self.finished = self.finished, []
+        self.ended_at = self.clock.time() if ended else self.ended_at
         return [self._completion(index) for index in ended]
 
     def _completion(self, index: int) -> Completion:
@@ -86,14 +109,16 @@ class FakeGeneration:
         )
 
     def withdraw(self, indices: Collection[int], least_tokens: int = 1) -> list[Unfinished]:
+        if self.running:
+            self._sleep_until(self._next_step())
         self._advance()
         stopped = []
         for index in indices:
-            drawn = self.running.get(index, [10**9])[0]
-            if drawn >= self.engine.lengths[index] or self.engine.limit - drawn < least_tokens:
+            if index not in self.running or self.engine.limit - self._drawn(index) < least_tokens:
                 continue  # it has finished, or goes on
+            drawn = self._drawn(index)
             del self.running[index]
-            self.engine.moved.append(index)
+            self.engine.moved[index] = drawn
             stopped.append(
                 Unfinished(
                     index,
@@ -113,15 +138,28 @@ class FakeEngine:
     Args:
         lengths: tokens of the response of each sample.
         dies_at: the step after which its process has ended; `None` if it lives.
+        delay_s: from the start of a generation to its first step.
+
+    Attributes:
+        moved: the tokens of each sample that was withdrawn, by its index.
     """
 
-    def __init__(self, lengths: Sequence[int], limit: int, step_s: float, dies_at: int | None = None) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        limit: int,
+        step_s: float,
+        dies_at: int | None = None,
+        clock: Clock = REAL,
+        delay_s: float = 0.0,
+    ) -> None:
         self.lengths, self.limit, self.step_s, self.dies_at = lengths, limit, step_s, dies_at
-        self.version, self.moved, self.decoded = 0, list[int](), dict[int, int]()
+        self.clock, self.delay_s = clock, delay_s
+        self.version, self.moved = 0, dict[int, int]()
         self.started: list[float] = []
 
     def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> FakeGeneration:
-        self.started.append(time.time())
+        self.started.append(self.clock.time())
         return FakeGeneration(self, requests)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
@@ -144,17 +182,22 @@ class FakeEngine:
 
 class FakeScoring:
     """The part of `base.ScoringEngine` that a call needs. Under a team of several ranks all must run the same forwards
-    in the same order: they wait for each other."""
+    in the same order: they wait for each other before and after.
 
-    def __init__(self, kind: str, token_s: float, barrier: threading.Barrier | None) -> None:
-        self.kind, self.token_s, self.barrier = kind, token_s, barrier
+    Args:
+        seconds: of a forward, from the tokens of its samples.
+        barrier: of the team.
+    """
+
+    def __init__(self, kind: str, seconds: Callable[[Sequence[int]], float], barrier: Any, clock: Clock) -> None:
+        self.kind, self.seconds, self.barrier, self.clock = kind, seconds, barrier, clock
         self.forwards: list[tuple[int, ...]] = []
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> Mapping[str, Any]:
-        if self.barrier is not None:
-            self.barrier.wait(30)
+        self._meet()
         self.forwards.append(tuple(samples.tensor("index").tolist()))
-        time.sleep(self.token_s * samples.tokens)
+        self.clock.sleep(self.seconds(samples.lengths.tolist()))
+        self._meet()
         if not len(samples):
             return {}
         responses = samples.ragged("responses")
@@ -163,11 +206,16 @@ class FakeScoring:
             return {"values": Ragged(places(lengths).float() % 5, lengths)}
         return {"logprobs": responses.like(responses.values.float() / 100)}
 
+    def _meet(self) -> None:
+        if self.barrier is not None:
+            self.barrier.wait(30)
+
 
 class FakePlacement:
     """What the executor asks of `Placement`, on one rank of a job in threads.
 
     Args:
+        seconds: of a forward, from the call and the tokens of its samples.
         barriers: by call and number of the team, of calls whose teams have several ranks.
     """
 
@@ -176,11 +224,12 @@ class FakePlacement:
         plan: ExecutionPlan,
         rank: int,
         engine: FakeEngine | None,
-        token_s: float,
-        barriers: Mapping[tuple[str, int], threading.Barrier],
+        seconds: Callable[[str, Sequence[int]], float],
+        barriers: Mapping[tuple[str, int], Any],
         teams: Mapping[str, Sequence[Sequence[Sequence[int]]]],
+        clock: Clock = REAL,
     ) -> None:
-        self.plan, self.rank, self.started = plan, rank, True
+        self.plan, self.rank, self.started, self.clock = plan, rank, True, clock
         self.generators = {} if engine is None else {"actor.generate": engine}
         self.roles = {
             Role.ACTOR: SimpleNamespace(kind="policy"),
@@ -192,7 +241,8 @@ class FakePlacement:
         for call, kind in (("reference.forward", "logprobs"), ("critic.forward", "values")):
             number = next((at for at, team in enumerate(teams.get(call, ())) if any(rank in r for r in team)), None)
             if number is not None:
-                self.engines[call] = [FakeScoring(kind, token_s, barriers.get((call, number)))]
+                barrier = barriers.get((call, number))
+                self.engines[call] = [FakeScoring(kind, partial(seconds, call), barrier, clock)]
         self.refreshed: list[str] = []
 
     def has(self, call: str) -> bool:

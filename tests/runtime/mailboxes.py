@@ -6,6 +6,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
 
 
 class Mailboxes:
@@ -13,13 +15,14 @@ class Mailboxes:
 
     Args:
         timeout_s: of waiting for one message; `None` to wait for ever.
+        new_queue: makes a queue like `queue.SimpleQueue`.
     """
 
-    def __init__(self, timeout_s: float | None = 60.0) -> None:
+    def __init__(self, timeout_s: float | None = 60.0, new_queue: Callable[[], Any] = queue.SimpleQueue) -> None:
         self.timeout_s = timeout_s
         self.sent, self.bytes = Counter[int](), Counter[int]()  # a rank's are counted by its own thread alone
-        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
-        self._sources: dict[tuple[int, int], queue.SimpleQueue[int]] = defaultdict(queue.SimpleQueue)
+        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(new_queue)
+        self._sources: dict[tuple[int, int], queue.SimpleQueue[int]] = defaultdict(new_queue)
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> Mailbox:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_engines import FakeEngine, FakePlacement
 from mailboxes import Mailboxes
+from virtual_clock import REAL, Clock, VirtualClock
 
 from trl_realloc.algorithms.ppo import PPO, PPOSettings
 from trl_realloc.algorithms.prompt_batches import PromptBatch
@@ -26,6 +28,7 @@ from trl_realloc.plan.presets import flatten, interleave, separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.dispatcher import Score, Withdraw
 from trl_realloc.planner.stream import stream_of
+from trl_realloc.runtime import stream_leader, stream_worker
 from trl_realloc.runtime.calls import CallSettings
 from trl_realloc.runtime.exchange import Exchange
 from trl_realloc.runtime.executor import Executor
@@ -46,7 +49,7 @@ class TimedExecutor(Executor):
     def _run_call(self, call: Call, share: Share) -> Rollouts:
         if not call.trains:
             return super()._run_call(call, share)
-        time.sleep(self.training_s[call.name])
+        self.placement.clock.sleep(self.training_s[call.name])
         policy = ("policy_loss", "clipped", "approxkl", "excess_ratio", "entropy")
         names = policy if call.name == "actor.train" else ("value_loss", "value_clipped")
         steps = [step.tensor("index") for step in share.mini_batches()]
@@ -96,22 +99,31 @@ def run(
     reward: object = None,
     updates: int = 1,
     trains: bool = False,
+    clock: Clock = REAL,
+    delay_s: float = 0.0,
+    forward_s: Callable[[str, Sequence[int]], float] | None = None,
 ) -> Outcome:
     """Run iterations on all ranks.
 
     Args:
         trains: run the training calls too, and let the next generation begin early.
+        delay_s: how much later than the one before each engine begins its first step.
+        forward_s: seconds of a forward, from the call and the tokens of its samples; by default `token_s` for each.
     """
     batches = [batch_of(len(lengths), seed) for seed in range(updates)]
-    boxes, ranks = Mailboxes(30.0), range(plan.cluster.size)
+    boxes, ranks = Mailboxes(30.0, clock.queue), range(plan.cluster.size)
     inner = plan["actor.generate"].strategy.tp
     firsts = tuple(plan.mesh("actor.generate").devices)[::inner]
-    engines = {rank: FakeEngine(lengths, LIMIT, step_s, 5 if rank == dies else None) for rank in firsts}
+    engines = {
+        rank: FakeEngine(lengths, LIMIT, step_s, 5 if rank == dies else None, clock, number * delay_s)
+        for number, rank in enumerate(firsts)
+    }
+    forward_s = forward_s or (lambda call, of_samples: token_s * sum(of_samples))
     budgets = {name: plan[name].strategy.micro_batch_tokens or 100 for name in plan.order}
     whole = replace(plan, streams=Streams()) if plan.streams is None else plan
     teams = {s.name: s.teams for s in stream_of(whole, [1] * len(lengths), LIMIT, budgets).scorings}
     barriers = {
-        (call, number): threading.Barrier(sum(map(len, team)))
+        (call, number): clock.barrier(sum(map(len, team)))
         for call, of_call in teams.items()
         for number, team in enumerate(of_call)
         if sum(map(len, team)) > 1
@@ -125,7 +137,7 @@ def run(
     errors: dict[int, Exception] = {}
     executors = [
         TimedExecutor(
-            FakePlacement(plan, rank, engines.get(rank), token_s, barriers, teams),
+            FakePlacement(plan, rank, engines.get(rank), forward_s, barriers, teams, clock),
             Exchange(plan, rank, messages=boxes.of(rank)),
             algorithm,
             settings,
@@ -143,15 +155,24 @@ def run(
         except Exception as error:
             errors[rank] = error
 
-    start = time.monotonic()
-    threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in ranks]
+    start = clock.monotonic()
+    threads = [clock.thread(target=play, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
     results = [outcomes[0, step] for step in range(updates) if (0, step) in outcomes]
-    return Outcome(results, list(engines.values()), executors, time.monotonic() - start, list(errors.values()))
+    return Outcome(results, list(engines.values()), executors, clock.monotonic() - start, list(errors.values()))
+
+
+def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """The time of everything that the executor does in a streamed phase."""
+    clock = VirtualClock()
+    monkeypatch.setattr(stream_leader, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
+    monkeypatch.setattr(stream_leader, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
+    monkeypatch.setattr(stream_worker, "time", clock)
+    return clock
 
 
 def assert_equal(one: Rollouts, other: Rollouts) -> None:
@@ -226,15 +247,15 @@ def test_samples_that_move_are_neither_lost_nor_decoded_twice() -> None:
     assert moved > 20
 
 
-def test_a_rank_scores_while_another_generates() -> None:
+def test_a_rank_scores_while_another_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample of two engines takes long; what else there is to score is scored meanwhile."""
     lengths = [LIMIT] + [2] * 15
     plan = flatten(Cluster(1, 2))
-    step_s, token_s = 5e-3, 1e-3
-    serial = run(plan, lengths, step_s=step_s, token_s=token_s)
-    streamed = run(replace(plan, streams=Streams()), lengths, step_s=step_s, token_s=token_s)
+    step_s, token_s, clock = 5e-3, 1e-3, virtual_time(monkeypatch)
+    serial = run(plan, lengths, step_s=step_s, token_s=token_s, clock=clock)
+    streamed = run(replace(plan, streams=Streams()), lengths, step_s=step_s, token_s=token_s, clock=clock)
     # 300 ms of decoding; some 2 x 160 tokens to score, on both ranks after it or on one meanwhile
-    assert streamed.seconds < serial.seconds - 0.05
+    assert streamed.seconds < serial.seconds - 0.03
     spans = [span for span in streamed.results.spans if span.call == "reference.forward"]
     long_end = max(span.end for span in streamed.results.spans if span.call == "actor.generate")
     assert min(span.start for span in spans) < long_end - 0.1

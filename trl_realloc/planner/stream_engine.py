@@ -63,7 +63,7 @@ class SimulatedEngine:
         self._offset = 0  # sum over the running samples of their cached tokens at step 0
         self._slots = prices.slots(work.name)
         self._segment: tuple[int, int, float] | None = None  # activity, its steps and seconds, of decoding
-        self._least: int | None = None  # tokens left of a sample that is withdrawn
+        self._least: int | None = None  # most tokens of a sample that is withdrawn; `None` if none are
         self._is_busy = True  # until it has started
         self._is_closed = False  # to samples, until the batch has ended
 
@@ -100,9 +100,7 @@ class SimulatedEngine:
     def _go_on(self) -> None:
         """Between two steps: answer a withdrawal, read the prompts of samples that get a place, decode."""
         self._is_busy = True
-        if self._least is not None:
-            self._answer(self._least)
-            self._least = None
+        self._answer()
         admitted = self._admitted()
         if admitted:
             seconds = self.prices.prefill(self.work.name, [self.work.prompts[index] + has for index, has in admitted])
@@ -140,12 +138,16 @@ class SimulatedEngine:
         while self._running and self._running[0][0] <= self._step:
             ended.append(self._remove(*heapq.heappop(self._running)))
         self._is_closed = self.work.whole_batches and bool(self._running)
+        self._answer()  # a rank waits for the answer before it takes the samples that the step has ended
         if ended:
             self._finished(ended)
         self._go_on()
 
-    def _answer(self, most: int) -> None:
-        """Stop the samples that have at most so many tokens."""
+    def _answer(self) -> None:
+        """If a withdrawal has come, stop the samples that may move."""
+        if self._least is None:
+            return
+        most, self._least = self._least, None
         stopped = {index: has for index, has in self._waiting if has <= most}
         self._waiting = deque((index, has) for index, has in self._waiting if has > most)
         going_on = []
@@ -157,7 +159,7 @@ class SimulatedEngine:
                 going_on.append((end, index))
         heapq.heapify(going_on)
         self._running = going_on
-        self._withdrawn(stopped)
+        self._withdrawn(dict(sorted(stopped.items())))  # as ranks report them; where each goes depends on the order
 
     def _remove(self, end: int, index: int) -> int:
         self._offset -= self.work.prompts[index] + self.work.lengths[index] - end
