@@ -42,16 +42,16 @@ def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[
     model = _model(draw)
     for _ in range(1000):
         plan = _plan(draw, devices)
-        try:
-            made = ExecutionPlan.from_dict(plan)
-            config = config_of(model, num_labels=1)
-            check_layouts(made, {role: [config] for role in Role}, [Role.ACTOR] if model["lora"] else [])
-        except PlanError:
+        if not _is_legal(plan, model):
             continue
+        plan = _overlapping(random.Random(f"overlaps of {seed}"), plan, model)
+        made = ExecutionPlan.from_dict(plan)
         return {
             "seed": seed,
             "devices": devices,
             "plan": plan,
+            # the generation is run, by an engine that replays
+            "replays": bool(made.streamed) or made["actor.generate"].engine == "vllm",
             "model": model,
             "samples": draw.choice([8, 12, 16]),
             "mini_batches": draw.choice([1, 2, 3, 5]),
@@ -66,6 +66,16 @@ def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[
             },
         }
     raise AssertionError(f"no legal plan in 1000 draws from seed {seed}")
+
+
+def _is_legal(plan: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    try:
+        made = ExecutionPlan.from_dict(plan)
+        config = config_of(model, num_labels=1)
+        check_layouts(made, {role: [config] for role in Role}, [Role.ACTOR] if model["lora"] else [])
+    except PlanError:
+        return False
+    return True
 
 
 def config_of(model: Mapping[str, Any], **more: Any) -> Any:
@@ -98,6 +108,27 @@ def _plan(draw: random.Random, devices: int) -> dict[str, Any]:
     if draw.random() < 0.4:  # what is in place is drawn too seldom
         calls["critic.forward"] = {k: v for k, v in calls["critic.train"].items() if k != "micro_batch_tokens"}
     return {"cluster": {"nodes": 1, "devices_per_node": devices}, "calls": calls}
+
+
+def _overlapping(draw: random.Random, plan: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan with an engine for its generation, streams and a barrier. Has random numbers of its own, so that a plan
+    without them is the same as ever."""
+    generate = plan["calls"]["actor.generate"]
+    for _ in range(1000):
+        size = generate["dp"]
+        tp = draw.choice([t for t in (1, 1, 2) if size % t == 0])
+        vllm = {"engine": "vllm", "dp": size // tp, "tp": tp, "offload": draw.random() < 0.3}
+        here = {**generate, **draw.choice([{}, vllm, vllm, vllm])}
+        kinds: list[Any] = [False, True, {"deterministic": True}]
+        if here["engine"] == "vllm" and here["dp"] > 1:
+            threshold, engines = draw.choice([0.3, 0.6, 0.9]), draw.randint(1, here["dp"] - 1)
+            migration = {"threshold": threshold, "engines": engines, "least_tokens": draw.choice([1, 4])}
+            kinds += [{"migration": migration}] * 3
+        calls = {**plan["calls"], "actor.generate": here}
+        made = {**plan, "calls": calls, "streams": draw.choice(kinds), "barrier": draw.random() < 0.3}
+        if _is_legal(made, model):
+            return made
+    raise AssertionError(f"no legal streams in 1000 draws for {plan}")
 
 
 def _call(draw: random.Random, kind: CallKind, mesh: DeviceMesh) -> dict[str, Any]:

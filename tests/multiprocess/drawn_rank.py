@@ -17,21 +17,29 @@ import in_float64  # noqa: E402
 in_float64.read_float32_as_float64()  # before anything that computes is imported
 
 import json  # noqa: E402
+from collections import Counter  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
+from itertools import pairwise  # noqa: E402
 from typing import Any  # noqa: E402
 
 import tiny  # noqa: E402
 import torch  # noqa: E402
 from drawn import case_of, config_of  # noqa: E402
+from replaying import replay  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 
 from trl_realloc.algorithms.prompt_batches import PromptBatch  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
+from trl_realloc.engines.base import Completion  # noqa: E402
 from trl_realloc.plan.dataflow import Role  # noqa: E402
+from trl_realloc.planner.dispatcher import Continue, Score  # noqa: E402
+from trl_realloc.runtime.calls import sample_seed  # noqa: E402
 
 
 UPDATES = 2
+SEED = 42
+GENERATED = ("responses", "logprobs", "has_eos")
 
 
 def run(folder: Path, seeds: Sequence[int], whole: bool) -> None:
@@ -41,12 +49,14 @@ def run(folder: Path, seeds: Sequence[int], whole: bool) -> None:
         case = case_of(seed)
         made = trainer(folder, case, whole)
         before = weights(made) if whole else {}
-        metrics = [update(made, case, step) for step in range(UPDATES)]
+        flow = Counter[str]()
+        metrics = updates(made, case, case["replays"] and not whole, flow)
         for role, tensors in weights(made).items():
             if made.placement.group({"policy": "actor.train", "critic": "critic.train"}[role]).is_leader:
                 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{seed}.{role}")
                 if whole:
                     save_file(before[role], folder / f"{seed}.{role}.before")
+        (folder / f"{seed}.flow-{made.accelerator.process_index}").write_text(json.dumps(flow))
         made.accelerator.wait_for_everyone()
         made.close()
         if made.accelerator.process_index == 0:
@@ -62,6 +72,8 @@ def trainer(folder: Path, case: Mapping[str, Any], whole: bool) -> Any:
             name: {**line, "engine": "transformers"} if name == "actor.generate" else line for name in plan["calls"]
         }
         plan = {"cluster": {"nodes": 1, "devices_per_node": 1}, "calls": calls}
+    elif case["replays"]:
+        replay(records_of(case, SEED), case["seed"])
     model = case["model"]
     policy = model_of(model, "policy", 1)
     if model["lora"]:
@@ -77,6 +89,7 @@ def trainer(folder: Path, case: Mapping[str, Any], whole: bool) -> Any:
             "reward_model": model_of(model, "critic", 4),
         },
         plan=plan,
+        seed=SEED,
         per_device_train_batch_size=case["samples"] // devices,
         # Adam's default epsilon of 1e-8 makes a step of the rounding noise in a gradient that is 0
         adam_epsilon=1e-4,
@@ -101,25 +114,66 @@ def model_of(model: Mapping[str, Any], kind: str, seed: int) -> Any:
     return made
 
 
-def update(made: Any, case: Mapping[str, Any], step: int) -> dict[str, float]:
+def updates(made: Any, case: Mapping[str, Any], replays: bool, flow: Counter[str]) -> list[dict[str, float]]:
+    """The statistics of the case's updates.
+
+    Args:
+        replays: run the generation too, in engines that replay what is otherwise known.
+        flow: filled with the numbers of this rank's forwards ordered, samples moved and generations begun early.
+    """
+    rates, metrics = {Role.ACTOR: 1e-2, Role.CRITIC: 2e-2}, []
+    generated = [recorded(case, step) for step in range(UPDATES)]
+    batches = [batch_of(rows) for rows in generated]
+    for step, (batch, following) in enumerate(pairwise((*batches, None))):
+        assert batch is not None
+        known = {} if replays else {"actor.generate": generated[step].only(("index", *GENERATED))}
+        executor, following = made.executor, following if replays else None
+        metrics.append(executor.run(batch, step, rates, known=known, following=following).metrics)
+        flow["forwards"] += sum(isinstance(order, Score) for order in executor.orders)
+        flow["moved"] += sum(len(order.samples) for order in executor.orders if isinstance(order, Continue))
+        flow["early"] += executor._early is not None
+    return metrics
+
+
+def recorded(case: Mapping[str, Any], step: int) -> Rollouts:
+    """The prompts and what was generated for them."""
     draw = torch.Generator().manual_seed(1000 * case["seed"] + step)
     n = case["samples"]
     lengths = [1, 12, *torch.randint(1, 13, (n - 2,), generator=draw).tolist()]
     before = torch.randint(1, 9, (n,), generator=draw).tolist()
-    prompts = Ragged.of([torch.randint(2, 100, (k,), generator=draw) for k in before], torch.long)
-    responses = Ragged.of([torch.randint(2, 100, (k,), generator=draw) for k in lengths], torch.long)
+    rows = [torch.randint(2, 100, (k,), generator=draw) for k in lengths]
+    for row in rows:
+        if len(row) < 12:
+            row[-1] = tiny.EOS
+    responses = Ragged.of(rows, torch.long)
     noise = torch.randn(sum(lengths), generator=draw)
-    index = torch.arange(n)
-    generated = Rollouts(
-        index=index,
+    return Rollouts(
+        index=torch.arange(n),
+        prompts=Ragged.of([torch.randint(2, 100, (k,), generator=draw) for k in before], torch.long),
         responses=responses,
         logprobs=responses.like(-4.5 + 0.1 * noise),
         has_eos=torch.tensor([k < 12 for k in lengths]),
     )
-    batch = PromptBatch(Rollouts(index=index, prompts=prompts), [{} for _ in range(n)])
-    rates = {Role.ACTOR: 1e-2, Role.CRITIC: 2e-2}
-    metrics: dict[str, float] = made.executor.run(batch, step, rates, known={"actor.generate": generated}).metrics
-    return metrics
+
+
+def batch_of(samples: Rollouts) -> PromptBatch:
+    return PromptBatch(samples.only(("index", "prompts")), [{} for _ in range(len(samples))])
+
+
+def records_of(case: Mapping[str, Any], seed: int) -> dict[int, Completion]:
+    """What the engines replay.
+
+    Args:
+        seed: of the run.
+    """
+    made = {}
+    for step in range(UPDATES):
+        samples = recorded(case, step)
+        rows = zip(samples.ragged("responses").rows(), samples.ragged("logprobs").rows(), strict=True)
+        for index, (tokens, logprobs) in enumerate(rows):
+            completion = Completion(index, tuple(tokens.tolist()), tuple(logprobs.tolist()), len(tokens) < 12)
+            made[sample_seed(seed, step, index)] = completion
+    return made
 
 
 def weights(made: Any) -> dict[str, dict[str, torch.Tensor]]:

@@ -1,8 +1,9 @@
 """Contract 1 on random plans: `python tests/multiprocess/random_plans.py --count 300 --seed 0`.
 
 Every case (`drawn`) feeds two batches of recorded rollouts through its plan and through one process (`drawn_rank`), in
-float64, and compares the statistics and the parameters after two updates. A failure is printed with its seed and its
-plan; `--seed N --count 1` repeats it.
+float64, and compares the statistics and the parameters after two updates. Plans with streams or with a vLLM engine run
+their generation too, in engines that replay the rollouts at random speeds (`replaying`). A failure is printed with its
+seed and its plan; `--seed N --count 1` repeats it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,12 +60,13 @@ def too_far(found: Mapping[str, float]) -> list[str]:
     return [f"{found[name]:.2g}: {name}" for name in worst[:8]]
 
 
-def check(seeds: Sequence[int], limit_s: float, launch: Any) -> dict[int, dict[str, float]]:
+def check(seeds: Sequence[int], limit_s: float, launch: Any, flow: Counter[str]) -> dict[int, dict[str, float]]:
     """The cases' `differences`, by seed; of one that did not come to its end infinity, under its account of why.
 
     Args:
         limit_s: for one case, the start of its job included.
         launch: (script, processes, options, name) -> a started job, as `conftest.Job`.
+        flow: what streamed is added to it: `forwards`, samples `moved`, generations begun `early` (one on each rank).
     """
     found: dict[int, dict[str, float]] = {}
 
@@ -94,6 +97,8 @@ def check(seeds: Sequence[int], limit_s: float, launch: Any) -> dict[int, dict[s
         through([s for s in seeds if case_of(s)["devices"] == processes and s not in found], processes, False)
     for seed, folders in places.items():
         if len(folders) == 2:
+            for path in folders[False].glob(f"{seed}.flow-*"):
+                flow.update(json.loads(path.read_text()))
             found[seed] = differences(folders[False], folders[True], seed)
     return found
 
@@ -118,17 +123,21 @@ def main() -> int:
         return Job(folder / name, script, processes, options, None)
 
     found: dict[int, dict[str, float]] = {}
+    flow = Counter[str]()
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     for start in range(0, len(seeds), PER_LAUNCH):
         part = seeds[start : start + PER_LAUNCH]
-        here = check(part, arguments.limit, launch)
+        here = check(part, arguments.limit, launch, flow)
         for seed in here:
             if failed := too_far(here[seed]):
                 print(f"\nseed {seed}: {json.dumps(case_of(seed))}", *failed, sep="\n  ", flush=True)
         found |= here
         failures = sorted(seed for seed in found if too_far(found[seed]))
         largest = max((max(found[seed].values()) for seed in found if seed not in failures), default=0.0)
-        print(f"{start + len(part)} plans, {len(failures)} failed {failures}; others by {largest:.2g}", flush=True)
+        print(
+            f"{start + len(part)} plans, {len(failures)} failed {failures}; others by {largest:.2g}; {dict(flow)}",
+            flush=True,
+        )
     shutil.rmtree(folder, ignore_errors=True)
     return bool(failures)
 

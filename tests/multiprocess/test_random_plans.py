@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import count, islice
 from typing import Any
@@ -22,7 +23,9 @@ STAGES_2_AND_3 = 74
 
 def test_random_plans_learn_what_one_process_learns(start: Callable[..., Any]) -> None:
     seeds = [*islice((seed for seed in count() if case_of(seed)["devices"] == 4), 5), STAGES_2_AND_3]
-    found = check(seeds, 250, start)
+    flow = Counter[str]()
+    found = check(seeds, 250, start, flow)
     failures = {seed: failed for seed in seeds if (failed := too_far(found[seed]))}
     said = [f"seed {seed}: {json.dumps(case_of(seed))}\n  " + "\n  ".join(failures[seed]) for seed in failures]
     assert not failures, "\n".join(said)
+    assert min(flow["forwards"], flow["moved"], flow["early"]) > 0, flow
