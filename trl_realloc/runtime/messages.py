@@ -33,8 +33,8 @@ class Messages(Protocol):
 
 
 class GlooMessages:
-    """`Messages` over a gloo group, from host memory. A message is its length and its content, under two of the group's
-    tags.
+    """`Messages` over a gloo group, from host memory. A message is its length and, unless it is empty, its content,
+    under two of the group's tags.
 
     Args:
         group: a gloo group; `None` in a job of one process, which sends none.
@@ -45,9 +45,10 @@ class GlooMessages:
         self._sends: list[tuple[Any, torch.Tensor]] = []  # handles, and buffers that must live until these are done
 
     def send(self, content: bytes, rank: int, tag: int) -> None:
-        payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        size = torch.tensor([payload.numel()])
-        for part, buffer in ((2 * tag, size), (2 * tag + 1, payload)):
+        parts = [(2 * tag, torch.tensor([len(content)]))]
+        if content:
+            parts.append((2 * tag + 1, torch.frombuffer(bytearray(content), dtype=torch.uint8)))
+        for part, buffer in parts:
             work = dist.isend(buffer, rank, group=self.group, tag=part)
             assert work is not None, "both ranks are in the group"
             self._sends.append((work, buffer))
@@ -61,6 +62,8 @@ class GlooMessages:
     def _receive(self, rank: int | None, tag: int) -> tuple[int, bytes]:
         size = torch.zeros(1, dtype=torch.long)
         rank = dist.recv(size, rank, group=self.group, tag=2 * tag)
+        if not int(size):
+            return rank, b""
         payload = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(payload, rank, group=self.group, tag=2 * tag + 1)
         return rank, payload.numpy().tobytes()
