@@ -4,12 +4,15 @@ what was drawn, logged, called back and trained.
 Options: `config`, of all trainers; `plans`, by name a plan and its runs. A run has a name and may have `streams` and
 `barrier` (in place of the plan's), `resume` (a checkpoint's folder in this job's), and numbers of updates after which a
 callback acts: `saves`, `evaluates`, `stops`. `critic_s` are seconds that each optimizer step of the critic takes more.
+`kills` is true if an engine is killed as soon as it goes on with samples that another one has begun.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +28,8 @@ from transformers import TrainerCallback
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.streams import Streams
 from trl_realloc.planner.dispatcher import Continue, Score
+from trl_realloc.runtime.stream_messages import GoOn
+from trl_realloc.runtime.stream_worker import StreamWorker
 
 
 EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "epoch_end", "train_end")
@@ -94,6 +99,19 @@ def follow(made: Any, options: dict[str, Any]) -> None:
         part.plan = plan
 
 
+def kill_at_a_move(made: Any, folder: Path) -> None:
+    made._start()
+    engine = made.placement.generators["actor.generate"]
+    go_on = StreamWorker._go_on
+
+    def killed(worker: StreamWorker, task: GoOn) -> None:
+        go_on(worker, task)
+        (folder / "killed.json").write_text(json.dumps({"rank": worker.rank, "moved": len(task.samples)}))
+        os.kill(engine._process.pid, signal.SIGKILL)
+
+    StreamWorker._go_on = killed  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
 def slow_critic(made: Any, seconds: float) -> Iterator[None]:
     made._start()
@@ -119,6 +137,8 @@ def train(made: Any, folder: Path, options: dict[str, Any]) -> None:
     name, rank = options["name"], made.accelerator.process_index
     notes = Notes(made, options)
     made.add_callback(notes)
+    if options.get("kills"):
+        kill_at_a_move(made, folder)
     checkpoint = options.get("resume")
     with slow_critic(made, options.get("critic_s", 0.0)):
         made.train(resume_from_checkpoint=str(folder / checkpoint) if checkpoint else None)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from limits import patience
+from test_streamed import CONFIG, MIGRATION, TWO_ENGINES
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
@@ -65,6 +66,27 @@ def test_an_engine_killed_in_mid_run_is_reported_on_every_rank_and_nothing_stays
     reasons = [line for line in text.splitlines() if "SIGKILL" in line and "actor.generate engine" in line]
     for rank in (0, 1):
         assert any(f"[rank{rank}]" in line for line in reasons), text[-4000:]
+    assert job.gone_within(GONE_WITHIN_S), job.members()
+    assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+@pytest.mark.vllm
+def test_an_engine_killed_while_samples_move_to_it_ends_the_job(start: Callable[..., Any]) -> None:
+    shared_before = set(os.listdir("/dev/shm"))
+    plan = {"plan": TWO_ENGINES, "runs": [{"name": "killed", "streams": MIGRATION, "kills": True}]}
+    job = start("streamed.py", 2, {"config": CONFIG, "plans": {"two": plan}})
+    noted, deadline = job.folder / "killed.json", time.monotonic() + patience(90)
+    while not noted.exists():
+        assert job.process.poll() is None and time.monotonic() < deadline, job.text()[-3000:]
+        time.sleep(0.05)
+    begun = time.monotonic()
+    assert job.wait(REPORTED_WITHIN_S) != 0
+    text = job.text()
+    killed = json.loads(noted.read_text())["rank"]
+    for rank in (0, 1):
+        said = [line for line in text.splitlines() if f"[rank{rank}]" in line and "JobFailed" in line]
+        assert any("SIGKILL" in line and f"(rank {killed})" in line for line in said), text[-4000:]
+    assert time.monotonic() - begun < patience(15)
     assert job.gone_within(GONE_WITHIN_S), job.members()
     assert set(os.listdir("/dev/shm")) <= shared_before
 

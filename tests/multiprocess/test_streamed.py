@@ -70,11 +70,11 @@ class Run:
         return [(name, step) for name, step in self.notes["events"]]
 
     def overlaps(self) -> list[int]:
-        """The updates in which the critic trained when the next update's generation began."""
+        """The updates, from 0, whose generation began while the critic was trained in the one before."""
         spans = self.notes["spans"]
         ends = {step: end for call, _, _, end, step in spans if call == "critic.train"}
-        starts = {step: start for call, _, start, _, step in spans if call == "actor.generate"}
-        return [step + 1 for step in sorted(ends) if starts.get(step + 1, float("inf")) < ends[step]]
+        starts = [(step, start) for call, _, start, _, step in spans if call == "actor.generate"]
+        return sorted({step for step, start in starts if start < ends.get(step - 1, 0.0)})
 
 
 @pytest.fixture(scope="module")
