@@ -115,15 +115,16 @@ def _overlapping(draw: random.Random, plan: Mapping[str, Any], model: Mapping[st
     without them is the same as ever."""
     generate = plan["calls"]["actor.generate"]
     for _ in range(1000):
-        size = generate["dp"]
+        whole = Cluster(**plan["cluster"]).mesh
+        mesh, size = draw.choice([(generate["mesh"], generate["dp"]), (str(whole), whole.size)])
         tp = draw.choice([t for t in (1, 1, 2) if size % t == 0])
-        vllm = {"engine": "vllm", "dp": size // tp, "tp": tp, "offload": draw.random() < 0.3}
+        vllm = {"mesh": mesh, "engine": "vllm", "dp": size // tp, "tp": tp, "offload": draw.random() < 0.3}
         here = {**generate, **draw.choice([{}, vllm, vllm, vllm])}
         kinds: list[Any] = [False, True, {"deterministic": True}]
         if here["engine"] == "vllm" and here["dp"] > 1:
-            threshold, engines = draw.choice([0.3, 0.6, 0.9]), draw.randint(1, here["dp"] - 1)
+            threshold, engines = draw.choice([0.3, 0.6, 0.9, 0.95]), draw.randint(1, here["dp"] - 1)
             migration = {"threshold": threshold, "engines": engines, "least_tokens": draw.choice([1, 4])}
-            kinds += [{"migration": migration}] * 3
+            kinds += [{"migration": migration}] * 6
         calls = {**plan["calls"], "actor.generate": here}
         made = {**plan, "calls": calls, "streams": draw.choice(kinds), "barrier": draw.random() < 0.3}
         if _is_legal(made, model):
