@@ -258,13 +258,19 @@ def measure(processes: int, repeats: int, iterations: int, runs: Path | None = N
 
 
 def _summary(processes: int, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    import fusion_expected
+
+    from trl_realloc.plan.assignment import CACHED_TOKENS
+
     stage = [run for run in runs if not run["trains"]]
     lost = _lost(runs)
+    expected = fusion_expected.simulated(_plans(processes), stage, prompt=PROMPT, budget=CACHED_TOKENS)
+    simulated_s = {mode: statistics.median(seconds) for mode, seconds in expected.items()}
     migrated = [run for run in stage if run["mode"] == "migrated"]
     return {
         "processes": processes,
         "lengths": _lengths(stage),
-        "rows": [_row(processes, mode, stage) for mode in MODES],
+        "rows": [{**_row(processes, mode, stage), "simulated_s": simulated_s[mode]} for mode in MODES],
         "iterations": [_row(processes, mode, [r for r in runs if r["trains"]]) for mode in MODES],
         "migration": {
             "moved": sum(run["moved"] for run in migrated),
