@@ -100,3 +100,11 @@ def test_an_engine_has_room_for_all_samples_that_migration_may_give_it() -> None
     assert engine_samples(many, "actor.generate", 160) == 64
     two = replace(plan, streams=Streams(migration=Migration(0.4, engines=2)))
     assert engine_samples(two, "actor.generate", 160) == 32, "its part of those that move"
+
+
+def test_a_deterministic_run_gets_streams_whose_bits_do_not_depend_on_the_clock() -> None:
+    choice = choose_streams(priced(), deterministic=True)
+    assert choice.moved is None
+    assert choice.still is not None and choice.still.streams == Streams(deterministic=True)
+    best = choose(MODELS, costs(), deterministic=True, time_limit_s=2.0).best
+    assert best.streams in (None, Streams(deterministic=True))

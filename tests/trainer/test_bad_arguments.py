@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.streams import Streams
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.plan_checks import check_plan
 from trl_realloc.trainer.setup import frozen_in_part
@@ -111,6 +113,15 @@ def test_temperatures_that_vllm_cannot_sample_with_are_refused_before_it_starts(
     check_plan(args, flatten(Cluster(1, 1), generation_engine="transformers"), {}, [])
     with pytest.raises(ConfigError, match="temperature 0 is below the 0.01 that vLLM samples with"):
         check_plan(args, flatten(Cluster(1, 1)), {}, [])
+
+
+def test_streams_by_the_clock_are_refused_where_runs_are_to_be_equal(tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path)
+    args.full_determinism = True  # set afterwards, because the constructor switches this process to it
+    plan = flatten(Cluster(1, 2), generation_engine="transformers")
+    check_plan(args, replace(plan, streams=Streams(deterministic=True)), {}, [])
+    with pytest.raises(ConfigError, match="write streams: {deterministic: true}"):
+        check_plan(args, replace(plan, streams=Streams()), {}, [])
 
 
 def test_an_optimizer_on_an_nvme_drive_is_refused_because_it_could_not_be_saved(tmp_path: Path) -> None:

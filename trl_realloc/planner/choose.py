@@ -72,6 +72,7 @@ def choose(
     engines: Sequence[str] = ("zero", "megatron"),
     zero_stages: Sequence[int] | None = None,
     barrier: bool = False,
+    deterministic: bool = False,
     seed: int = 0,
     time_limit_s: float = 5.0,
 ) -> Decision:
@@ -83,6 +84,7 @@ def choose(
         zero_stages: stages that the engine zero may use. By default all of them where a device's memory is known, else
             0 alone, because the other stages save memory and cost time.
         barrier: the plan's iterations do not overlap.
+        deterministic: two runs of the plan give the same bits.
 
     Raises:
         PlanError: the models fit on no plan; names the smallest cluster on which they fit.
@@ -93,6 +95,7 @@ def choose(
         "engines": engines,
         "zero_stages": zero_stages,
         "barrier": barrier,
+        "deterministic": deterministic,
         "seed": seed,
         "time_limit_s": time_limit_s,
     }
@@ -118,6 +121,7 @@ def _choose(
     engines: Sequence[str],
     zero_stages: Sequence[int] | None,
     barrier: bool,
+    deterministic: bool,
     seed: int,
     time_limit_s: float,
 ) -> Decision:
@@ -133,7 +137,7 @@ def _choose(
     ranked = sorted(searched, key=lambda plan: plan.seconds)
     best = ranked[0] if is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
     best = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best])
-    streams = _streamed([best, *presets, *ranked[:2]], time_limit_s) if is_small else None
+    streams = _streamed([best, *presets, *ranked[:2]], time_limit_s, deterministic) if is_small else None
     whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
     if best is not whole:
         reason = f"without streams; {streams.sentence if streams is not None else ''}"
@@ -156,16 +160,16 @@ def _preferred(plans: Sequence[PricedPlan]) -> PricedPlan:
     return next(plan for plan in plans if plan.seconds <= fastest * (1 + plan.space.pricing.rates.error))
 
 
-def _streamed(plans: Sequence[PricedPlan], time_limit_s: float) -> StreamChoice:
+def _streamed(plans: Sequence[PricedPlan], time_limit_s: float, deterministic: bool) -> StreamChoice:
     """What streams are worth for the plan that is fastest with its best streams. An earlier plan is preferred if the
     difference is within the error of the estimates."""
     deadline = time.perf_counter() + STREAMS_SHARE * time_limit_s
-    choices = [choose_streams(plans[0], deadline)]
+    choices = [choose_streams(plans[0], deadline, deterministic=deterministic)]
     error = plans[0].space.pricing.rates.error
     for plan in plans[1:]:
         known = any(plan.calls == other.whole.calls for other in choices)
         if not known and plan.seconds <= plans[0].seconds * (1 + WORSE) and time.perf_counter() < deadline:
-            choices.append(choose_streams(plan, deadline))
+            choices.append(choose_streams(plan, deadline, deterministic=deterministic))
     best = choices[0]
     for choice in choices[1:]:
         if choice.fastest is not choice.whole and choice.fastest.seconds * (1 + error) < best.fastest.seconds:

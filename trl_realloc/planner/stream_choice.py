@@ -72,12 +72,13 @@ def _gain(plan: PricedPlan, whole: PricedPlan) -> str:
     return f"saves {share:.1%} of an iteration" if share > 0 else f"costs {-share:.1%} of an iteration"
 
 
-def choose_streams(whole: PricedPlan, deadline: float = math.inf) -> StreamChoice:
+def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> StreamChoice:
     """The streams of a plan, by simulation.
 
     Args:
         whole: a plan without streams.
         deadline: of `time.perf_counter`, after which no further migration is tried.
+        deterministic: only streams that give the same bits in two runs; so no sample moves.
     """
     try:
         still = replace(whole, streams=Streams())
@@ -89,7 +90,9 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf) -> StreamChoic
     if not streamed or not _can_gain(whole, streamed):
         reason = "scoring while others generate could save no more than estimates are good for"
         return StreamChoice(whole, reason=reason)
-    still = whole.with_streams(Streams())
+    still = whole.with_streams(Streams(deterministic=deterministic))
+    if deterministic:
+        return StreamChoice(whole, still)
     sweep = MigrationSweep(whole, streamed, deadline)
     return StreamChoice(whole, still, sweep.best() if sweep.engines > 1 else None)
 

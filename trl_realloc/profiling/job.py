@@ -38,6 +38,7 @@ class Job:
         vllm_sleeps: whether vLLM engines give their memory back between their calls; `None` if no plan fits otherwise.
         headroom: share of a device's memory that a plan leaves free.
         engines: that may score and train.
+        deterministic: two runs are to give the same bits.
         check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
     """
 
@@ -51,6 +52,7 @@ class Job:
     headroom: float = HEADROOM
     vllm_sleeps: bool | None = None
     engines: tuple[str, ...] = ("zero", "megatron")
+    deterministic: bool = False
     check: Callable[[ExecutionPlan], None] = any_plan
 
     def choose(self, profile: Profile, workload: Workload | None = None, *, time_limit_s: float) -> Decision:
@@ -68,6 +70,7 @@ class Job:
             generation_engine=self.engine,
             engines=self.engines,
             zero_stages=self.zero_stages,
+            deterministic=self.deterministic,
             time_limit_s=time_limit_s,
         )
 

@@ -59,7 +59,19 @@ def make_job(
     sleeps = args.vllm_enable_sleep_mode
     # megatron does not scale losses, as fp16 needs (`plan_checks`)
     engines = ("zero",) if compute_dtype(args) is torch.float16 else ("zero", "megatron")
-    return Job(cluster, rank, generation_engine, models, options, workload, share, headroom, sleeps, engines)
+    return Job(
+        cluster,
+        rank,
+        generation_engine,
+        models,
+        options,
+        workload,
+        share,
+        headroom,
+        sleeps,
+        engines,
+        deterministic=args.full_determinism,
+    )
 
 
 def engine_options(

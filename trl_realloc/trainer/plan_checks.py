@@ -44,6 +44,11 @@ def check_plan(
             f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
             f"it, or set generation_engine='transformers'."
         )
+    if args.full_determinism and plan.streams is not None and not plan.streams.deterministic:
+        raise ConfigError(
+            "full_determinism asks that two runs give the same bits, and this plan's streams score the samples of one "
+            "forward as they come; write streams: {deterministic: true}, or leave streams out."
+        )
     stages = {name: a.strategy.zero_stage for name, a in plan.assignments.items() if a.strategy.zero_stage}
     if stages and not deepspeed_compat.is_installed():
         name, stage = next(iter(stages.items()))
