@@ -114,6 +114,7 @@ def run(
     reward: object = None,
     updates: int = 1,
     trains: bool = False,
+    then: ExecutionPlan | None = None,
     clock: Clock = REAL,
     delay_s: float = 0.0,
     forward_s: Callable[[str, Sequence[int]], float] | None = None,
@@ -123,6 +124,7 @@ def run(
     Args:
         trains: run the training calls too. The next generation may begin early, and the critic's training waits for it
             unless the plan has a barrier.
+        then: the plan of the iterations after the first.
         delay_s: how much later than the one before each engine begins its first step.
         forward_s: seconds of a forward, from the call and the tokens of its samples; by default `token_s` for each.
     """
@@ -170,6 +172,8 @@ def run(
         try:
             for step, (batch, following) in enumerate(pairwise((*batches, None))):
                 early = following if trains else None
+                if step == 1 and then is not None:
+                    executors[rank].follow(then)
                 done = executors[rank].run(batch, step, {}, only=None if trains else SCORING, following=early)
                 outcomes[rank, step] = done
         except Exception as error:
@@ -347,3 +351,14 @@ def test_an_iteration_that_was_not_expected_drops_what_was_begun() -> None:
     assert begun is not None and begun.generation is not None
     executor.cancel_early()
     assert begun.generation.closed and executor._early is None
+
+
+def test_a_run_goes_on_under_a_plan_that_overlaps_otherwise() -> None:
+    lengths, plan = [5, 40, 7, 3, 22, 9, 4, 31], PLANS["flat"]
+    streamed = replace(plan, streams=Streams(migration=Migration(0.5)))
+    stayed = run(plan, lengths, updates=2)
+    changed, back = run(plan, lengths, updates=2, then=streamed), run(streamed, lengths, updates=2, then=plan)
+    assert not changed.errors and not back.errors
+    for out in (changed, back):
+        assert_equal(stayed.updates[1].samples, out.updates[1].samples)
+    assert changed.executors[0].orders and changed.executors[0].exchange.plan is streamed

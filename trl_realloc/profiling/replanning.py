@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..common.errors import PlanError
+from ..plan.dataflow import CallKind
+from ..plan.execution_plan import ExecutionPlan
 from ..planner.profile import Profile
 from ..planner.specification import rates_of
+from ..planner.stream import engine_samples
 from ..runtime.process_groups import from_first_rank
 from .auto_plan import JobPlan, estimate_at_lengths
 from .job import Job
@@ -21,6 +24,21 @@ from .run_observer import RunObserver
 
 WINDOW = 4  # updates whose response lengths are used
 SEARCH_SHARE = 0.02  # of the updates that are left: the longest time of one search
+
+
+def suits(now: ExecutionPlan, other: ExecutionPlan, episodes: int) -> bool:
+    """Whether the engines and groups of a plan suit another one: the plans differ in how calls overlap alone, and no
+    generation engine gets more samples than it has been made for.
+
+    Args:
+        episodes: samples of a batch.
+    """
+    if (now.cluster, now.assignments, now.graph) != (other.cluster, other.assignments, other.graph):
+        return False
+    return all(
+        engine_samples(other, call, episodes) <= engine_samples(now, call, episodes)
+        for call in now.graph.calls_of(CallKind.GENERATE)
+    )
 
 
 class Replanner:
@@ -79,10 +97,12 @@ class Replanner:
         self._searched_at = current.seconds
         try:
             decision = self.job.choose(profile, self.job.workload.of_lengths(lengths), time_limit_s=time_limit_s)
-            worth = max(current.seconds * rates_of(profile).error, move_seconds / max(1, updates_left))
-            if current.seconds - decision.best.seconds < worth:
+            least = current.seconds * rates_of(profile).error
+            if current.seconds - decision.best.seconds < least:
                 return None
             found = JobPlan.of(decision, profile).allowed(self.job.check)
+            keeps = suits(self.observer.job_plan.plan, found.plan, self.job.workload.episodes)
+            worth = least if keeps else max(least, move_seconds / max(1, updates_left))
         except (PlanError, ValueError):  # no plan fits, or the run can have none of those that do
             return None
         if current.seconds - _estimate(found) < worth:

@@ -19,6 +19,7 @@ from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
 from ..engines.base import EngineError, Rate, Sampling
 from ..plan.dataflow import Call, CallKind, Role
+from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import early_call
 from ..plan.timeline import Span
 from ..planner.dispatcher import Dispatcher, Order
@@ -165,6 +166,12 @@ class Executor:
         if self._early is not None:
             self._early.close()
             self._early = None
+
+    def follow(self, plan: ExecutionPlan) -> None:
+        """Run the next iterations by another plan, which differs in how calls overlap alone. All ranks together."""
+        self.cancel_early()
+        self.exchange.flush()
+        self.plan = self.placement.plan = self.exchange.plan = plan
 
     # --- one call at a time -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..plan.dataflow import Role
 from ..profiling.auto_plan import JobPlan, measured_plan
 from ..profiling.late_measuring import LateMeasuring
-from ..profiling.replanning import Replanner
+from ..profiling.replanning import Replanner, suits
 from ..profiling.run_observer import RunObserver
 from ..runtime.executor import Executor
 from ..runtime.failures.alarm import Alarm
@@ -98,8 +98,13 @@ class PlanChangeMixin:
 
     def _move_to(self, job_plan: JobPlan) -> None:
         """Close the engines and build those of another plan, with the same parameters, optimizer states and random
-        states."""
-        self._rebuild(lambda: job_plan)
+        states. Engines that suit the other plan too are kept."""
+        if not suits(self.setup.plan, job_plan.plan, self.setup.job.workload.episodes):
+            self._rebuild(lambda: job_plan)
+            return
+        self.executor.follow(job_plan.plan)
+        self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan)
+        self._follow(job_plan)
 
     def _rebuild(self, next_plan: Callable[[], JobPlan]) -> None:
         """Move to the plan that `next_plan` returns. It is called on all ranks together, while no engine exists and the
@@ -118,12 +123,17 @@ class PlanChangeMixin:
         self._place()
         self._start()
         run_state.load_into(self.placement)
+        self._follow(job_plan)
+
+    def _follow(self, job_plan: JobPlan) -> None:
+        """Watch the plan that the run has now, and say so."""
         if self.replanner is not None:
             self.replanner.follow(job_plan)
         self.observer.follow(job_plan)
         if self.accelerator.is_main_process:
             expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""
-            logger.warning(f"update {self.state.global_step}: the plan is now {job_plan.plan.name}{expected}.")
+            how = f" ({job_plan.plan.streams})" if job_plan.plan.streams else ""
+            logger.warning(f"update {self.state.global_step}: the plan is now {job_plan.plan.name}{how}{expected}.")
 
     def _let_go(self) -> None:
         """Put structures without weights into `self.model`, in place of the modules of the old plan."""
