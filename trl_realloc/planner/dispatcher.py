@@ -19,9 +19,7 @@ from .stream import Stream, StreamedGeneration, StreamedScoring
 
 
 DEPTH = 2  # forwards that a rank is given at a time, so that the next one is there when it ends one
-SHARES = (
-    4  # forwards that each team would run of a call, if all had the same number of tokens and the budget allowed it
-)
+SHARES = 4  # forwards of each team and call, if all had the same number of tokens and the budget allowed it
 
 
 @dataclass(frozen=True)

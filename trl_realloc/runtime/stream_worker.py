@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..algorithms.prompt_batches import PromptBatch
@@ -32,7 +32,7 @@ from .reallocation import Moved
 from .routes import is_divided_by_each, replica, replica_ranks, sources
 from .shares import rows_of, shares_of_samples
 from .stream_leader import StreamLink
-from .stream_messages import End, Failed, Finished, Forward, GoOn, Joined, Left, Rows, Scored, Task, Withdrawn
+from .stream_messages import End, Failed, Finished, Forward, GoOn, Joined, Left, Scored, Task, Withdrawn
 
 
 POLL_S = 0.01  # time between two looks for tasks while the engine generates
@@ -259,8 +259,7 @@ class StreamWorker:
         self.link.report(Withdrawn(name, replica(self.plan, name, self.rank), tuple(stopped)))
 
     def _release(self, task: Release) -> None:
-        """End a generation, and begin the next one of this rank. The engine may go to sleep, so that the memory of its
-        device can be used for scoring."""
+        """End the generation. The engine may go to sleep, so that the memory of its device can be used for scoring."""
         first, *others = replica_ranks(self.plan, task.call, self.rank)
         if self.rank == first and self._generation is not None:
             with self._catching(task.call), self.placement.resident(task.call):
@@ -275,8 +274,6 @@ class StreamWorker:
             else:
                 self.messages.receive(first, self.tag)
         self._generating = ""
-        if self._waiting:
-            self._start(self._waiting[0])
 
     def _forward(self, task: Forward) -> None:
         """Run one forward on this rank's replica."""
@@ -305,9 +302,9 @@ class StreamWorker:
         rows = task.rows
         if self.rank == first:
             for rank in others:
-                self.messages.send(_packed(rows), rank, self.tag)
+                self.messages.send(pickle.dumps(rows), rank, self.tag)
         else:
-            rows = _unpacked(self.messages.receive(first, self.tag))
+            rows = pickle.loads(self.messages.receive(first, self.tag))  # safe: from another rank of this job
         columns: dict[str, Any] = {}
         for of_call in rows.values():
             made = Rollouts.cat([Rollouts.from_bytes(of_call[index]) for index in sorted(of_call)])
@@ -331,12 +328,3 @@ class StreamWorker:
             self._unfinished.clear()
             assert self.link is not None
             self.link.report(Failed((failure,)))
-
-
-def _packed(rows: Mapping[str, Rows]) -> bytes:
-    return pickle.dumps(rows)
-
-
-def _unpacked(content: bytes) -> Mapping[str, Rows]:
-    rows: Mapping[str, Rows] = pickle.loads(content)  # safe: from another rank of this job
-    return rows
