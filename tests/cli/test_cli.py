@@ -180,6 +180,21 @@ def test_a_recipe_is_planned_for_a_cluster_one_does_not_have(
     assert {row["name"] for row in trace["traceEvents"]} >= set(ppo_graph().order)
 
 
+def test_a_recipe_that_corrects_its_rollouts_is_planned_with_the_proximal_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], printed: None
+) -> None:
+    recipe, path = tmp_path / "ppo.yaml", tmp_path / "plan.yaml"
+    demo = RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent))
+    recipe.write_text(demo)
+    asked = ["plan", str(recipe), "--cluster", "h100:8", "-o", str(path), "--explain", "actor.forward"]
+    assert main(asked) == 2
+    assert "there is no call 'actor.forward'" in capsys.readouterr().err
+    recipe.write_text(demo + "\nvllm_importance_sampling_correction: true\n")
+    assert main(asked) == 0
+    assert re.search(r"actor\.forward, .* s: \d+%", capsys.readouterr().out)
+    assert ExecutionPlan.load(path).graph == ppo_graph(proximal=True)
+
+
 def test_planning_a_recipe_leaves_torch_out(tmp_path: Path) -> None:
     output = str(tmp_path / "plan.yaml")
     code = (

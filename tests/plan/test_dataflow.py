@@ -42,6 +42,7 @@ def test_ppo_runs_its_six_calls_in_the_order_of_the_papers() -> None:
     assert graph.roles == ("actor", "reference", "reward", "critic")
     assert [name for name in graph.order if graph.call(name).trains] == ["actor.train", "critic.train"]
     assert graph == ppo_graph()
+    assert graph != ppo_graph(proximal=True)
     assert hash(graph) == hash(ppo_graph())
 
 

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, PlanError, check_mesh, halves
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.plan.presets import PRESETS, flatten, interleave, resolve_plan, separate
+from trl_realloc.plan.presets import (
+    PRESETS,
+    flatten,
+    interleave,
+    resolve_plan,
+    separate,
+    with_proximal,
+    without_proximal,
+)
+from trl_realloc.plan.streams import Streams
 
 
 ENGINES = ("vllm", "transformers")
@@ -44,6 +55,41 @@ def test_every_preset_is_legal_with_every_engine_and_stage(
         if call.name != "actor.generate":
             expected = stage if call.trains or stage == 3 else 0
             assert plan[call.name].strategy.zero_stage == expected, call.name
+
+
+@given(presets, clusters, engines, stages)
+def test_with_the_proximal_policy_a_preset_has_one_more_call_for_which_no_parameters_move(
+    preset: str, cluster: Cluster, engine: str, stage: int
+) -> None:
+    plain = PRESETS[preset](cluster, generation_engine=engine, zero_stage=stage)
+    plan = PRESETS[preset](cluster, generation_engine=engine, zero_stage=stage, proximal=True)
+    assert plan.graph == ppo_graph(proximal=True)
+    assert plan.order == (*plain.order[:4], "actor.forward", *plain.order[4:])
+    assert {name: plan[name] for name in plain.order} == dict(plain.assignments)
+    assert plan.mesh("actor.forward") == plan.mesh("actor.train")
+    assert plan.reallocations == plain.reallocations
+    assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan and "graph:" not in plan.to_yaml()
+    assert without_proximal(plan) == plain and with_proximal(plain) == plan == with_proximal(plan)
+
+
+@pytest.mark.parametrize(
+    "training", [{"tp": 2, "dp": 1, "zero_stage": 0}, {"pp": 2, "dp": 1, "micro_batch_tokens": 64}]
+)
+def test_the_proximal_policy_is_computed_in_the_layout_of_the_training(training: dict[str, int]) -> None:
+    plan = flatten(Cluster(1, 2)).to_dict()
+    plan["calls"]["actor.train"] = {"mesh": "0-1", "engine": "megatron", **training}
+    placed = with_proximal(ExecutionPlan.from_dict(plan))
+    assert placed["actor.forward"] == placed["actor.train"]
+    assert "actor.forward" not in {edge.target for edge in placed.reallocations}
+
+
+def test_a_plan_without_the_proximal_policy_does_not_stream_it() -> None:
+    plan = separate(Cluster(1, 2), proximal=True)
+    both = replace(plan, streams=Streams(("actor.forward", "reference.forward")))
+    assert without_proximal(both).streams == Streams(("reference.forward",))
+    assert without_proximal(replace(plan, streams=Streams())).streams == Streams()
+    with pytest.raises(PlanError, match="the plan streams actor.forward alone, which this run does not have"):
+        without_proximal(replace(plan, streams=Streams(("actor.forward",))))
 
 
 @given(clusters, engines, stages)

@@ -266,3 +266,17 @@ def test_three_calls_that_wait_for_the_same_one_are_put_side_by_side() -> None:
     best = search(wide).states[0]
     meshes = [choice.assignment.mesh for name, choice in zip(wide.names, best, strict=True) if name.endswith("forward")]
     assert all(not one.overlaps(other) for one, other in itertools.combinations(meshes, 2))
+
+
+def test_the_proximal_policys_forward_is_chosen_and_priced_as_any_forward() -> None:
+    graph = ppo_graph(proximal=True)
+    prices = pricing()
+    chosen = choose(specs(7, 7, graph), prices, graph=graph, time_limit_s=2)
+    assert chosen.best.plan.graph == graph
+    named = {alternative.name.partition(",")[0] for alternative in chosen.alternatives} | {chosen.best.name}
+    assert named & {"flatten", "interleave"}, "presets for this graph are compared with"
+    flat = Assignment(DeviceMesh(0, 8), ParallelStrategy(8), "zero")
+    costs = [prices.price(graph.call(name), [llama(7)], flat) for name in ("actor.forward", "reference.forward")]
+    assert costs[0] == costs[1] and costs[0].seconds > 0
+    plain = choose(specs(7, 7), prices, time_limit_s=2)
+    assert chosen.best.seconds > plain.best.seconds

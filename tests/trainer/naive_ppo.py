@@ -36,6 +36,9 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-4
     seed: int = 42
+    correction: str = ""  # how importance weights are bounded, by TRL's names
+    clip_max: float = 3.0
+    clip_min: float = 0.0
 
 
 @dataclass
@@ -63,6 +66,10 @@ def ppo(policy: Any, reference: Any, critic: Any, batches: Sequence[Batch], s: S
         old[is_token] = torch.cat(list(batch.logprobs))
         with torch.no_grad():
             ref, _ = logprobs_of(reference, batch, range(n), s)
+            drawn, weights = old, torch.ones_like(old)
+            if s.correction:
+                old, _ = logprobs_of(policy, batch, range(n), s)
+                weights = importance(drawn, old, is_token, s)
             old_values = values_of(critic, batch, range(n), s) * is_state
         log_ratio = (ref - old) * is_token
         kl = torch.exp(log_ratio) - 1 - log_ratio if s.k3 else -log_ratio
@@ -90,7 +97,7 @@ def ppo(policy: Any, reference: Any, critic: Any, batches: Sequence[Batch], s: S
                 ratio = torch.exp(difference)
                 plain = -advantages[at] * ratio
                 clipped = -advantages[at] * ratio.clamp(1 - s.cliprange, 1 + s.cliprange)
-                loss = mean(torch.max(plain, clipped), mask)
+                loss = mean(torch.max(plain, clipped) * weights[at], mask)
                 loss.backward()
                 values, before = values_of(critic, batch, at, s), old_values[at]
                 near = torch.clamp(values, before - s.cliprange_value, before + s.cliprange_value)
@@ -116,13 +123,23 @@ def ppo(policy: Any, reference: Any, critic: Any, batches: Sequence[Batch], s: S
                 **{name: float(np.mean(values)) for name, values in told.items()},
                 "val/ratio_var": float(np.var(told["val/ratio"], ddof=1)) if len(told["val/ratio"]) > 1 else 0.0,
                 "objective/kl": mean_kl,
-                "objective/entropy": float((-old * is_token).sum(1).mean()),
+                "objective/entropy": float((-drawn * is_token).sum(1).mean()),
                 "objective/non_score_reward": -s.kl_coef * mean_kl,
                 "objective/rlhf_reward": -s.kl_coef * mean_kl + float(scores.mean()),
                 "objective/scores": float(scores.mean()),
             }
         )
     return rows
+
+
+def importance(drawn: Tensor, proximal: Tensor, mask: Tensor, s: Settings) -> Tensor:
+    """π_proximal / π_behaviour of each token, or of its whole response; bounded. (n, limit + 1)."""
+    ratios = torch.where(mask, torch.exp(proximal - drawn), 1.0)
+    if s.correction.startswith("sequence"):
+        ratios = ratios.prod(1, keepdim=True).expand_as(ratios)
+    if s.correction.endswith("truncate"):
+        return ratios.clamp(s.clip_min, s.clip_max)
+    return ratios * ((ratios >= s.clip_min) & (ratios <= s.clip_max))
 
 
 def mean(values: Tensor, mask: Tensor) -> Tensor:

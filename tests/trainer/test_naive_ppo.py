@@ -51,6 +51,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"cliprange": 0.02, "cliprange_value": 0.01, "vf_coef": 1.0, "temperature": 0.6, "seed": 7},
         {"cliprange": 0.02, "cliprange_value": 0.01, "vf_coef": 1.0, "temperature": 0.6 + 1e-7, "seed": 7},
     ),
+    "rollouts of another policy, weighted by sequences": (
+        {"vllm_importance_sampling_correction": True, "kl_coef": 0.5},
+        {"correction": "sequence_mask", "kl_coef": 0.5},
+    ),
+    "rollouts of another policy, weighted by tokens, mini-batches": (
+        {
+            "vllm_importance_sampling_correction": True,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 1.1,
+            "vllm_importance_sampling_clip_min": 0.9,
+            "kl_estimator": "k3",
+        },
+        {"correction": "token_truncate", "clip_max": 1.1, "clip_min": 0.9, "k3": True, "mini_batches": 2},
+    ),
 }
 
 

@@ -37,6 +37,7 @@ CALL_COLUMNS = {
     "logprobs": "a log-probability of actor.generate",
     "ref_logprobs": "a log-probability of reference.forward",
     "values": "a value of critic.forward",
+    "proximal_logprobs": "a log-probability of actor.forward",
 }
 # Columns that are computed from them.
 DERIVED_COLUMNS = {

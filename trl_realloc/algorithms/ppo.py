@@ -3,7 +3,8 @@ them to the executor. GAE and whitening are in `advantages`, the trainer in `tra
 
 A loss is a weighted sum over the tokens of one global mini-batch. The weights are computed before the mini-batch is
 divided into micro-batches, so the loss does not depend on the plan. Formulas: PPO (Schulman et al. 2017, arXiv
-1707.06347), with the details of TRL 1.12 ("The N Implementation Details of RLHF with PPO", Huang et al. 2023).
+1707.06347), with the details of TRL 1.12 ("The N Implementation Details of RLHF with PPO", Huang et al. 2023). The
+weights of rollouts that another policy has drawn are in `corrections`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.algorithm_graphs import ppo_graph
+from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS, ppo_graph
 from ..plan.dataflow import DataflowGraph, Role
 from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
 from .base import TrainingLoss
+from .corrections import WEIGHTS, Correction, Mode, correction_metrics, importance_weights
 from .rollout import Ragged, Rollouts
 
 
@@ -33,6 +35,8 @@ class PPOSettings:
         match_trl: reproduce the parts of TRL 1.12's arithmetic that depend on the layout of the batch: whitening per
             rank, a loss that is the mean over micro-batches of their token means, statistics over padded positions, and
             the longest response of the rank's batch in place of `response_length`.
+        vllm_importance_sampling_correction: correct for rollouts that the policy before the updates has not drawn.
+            `None` is False.
     """
 
     response_length: int
@@ -50,6 +54,26 @@ class PPOSettings:
     local_batch_size: int = 0
     per_device_train_batch_size: int = 0
     match_trl: bool = False
+    vllm_importance_sampling_correction: bool | None = None
+    vllm_importance_sampling_mode: Mode = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+
+    @property
+    def correction(self) -> Correction | None:
+        """The correction of rollouts; `None` if they are trained on as they are."""
+        if not self.vllm_importance_sampling_correction:
+            return None
+        return Correction(
+            self.vllm_importance_sampling_mode,
+            self.vllm_importance_sampling_clip_max,
+            self.vllm_importance_sampling_clip_min,
+        )
+
+    @property
+    def graph(self) -> DataflowGraph:
+        """PPO's calls, with `actor.forward` if there is a correction."""
+        return ppo_graph(proximal=self.correction is not None)
 
 
 # --- advantages ------------------------------------------------------------------------------------------------------
@@ -78,10 +102,14 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
     (n,) bool. Adds `penalized_scores` (n,), `kl` and `advantages` (per response token), `old_values` and `returns` (per
     position of `value_lengths`).
 
+    With a correction it also reads `proximal_logprobs`, and adds `importance_sampling_ratio` (per response token). The
+    KL penalty is then that of the proximal policy: the penalty of the engine's or an older policy would reward the
+    policy for what it no longer does. Values and advantages are not weighted.
+
     Args:
         samples: the whole global batch, because whitening is over all of it.
     """
-    logprobs, lengths = samples.ragged("logprobs"), value_lengths(samples, settings)
+    logprobs, lengths = samples.ragged(old_logprobs(settings)), value_lengths(samples, settings)
     scores = samples.tensor("scores").clone()
     if settings.missing_eos_penalty is not None:
         scores -= settings.missing_eos_penalty * (~samples.tensor("has_eos")).float()
@@ -96,7 +124,16 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
     advantages = advantages.crop(logprobs.lengths)
     all_tokens = torch.ones_like(advantages.values, dtype=torch.bool)
     advantages = whiten(advantages, all_tokens, shift_mean=True, group_size=group_size)
-    return samples.plus(penalized_scores=scores, kl=kl, advantages=advantages, old_values=values, returns=returns)
+    samples = samples.plus(penalized_scores=scores, kl=kl, advantages=advantages, old_values=values, returns=returns)
+    if settings.correction is None:
+        return samples
+    return samples.plus(**{WEIGHTS: importance_weights(samples, settings.correction)})
+
+
+def old_logprobs(settings: PPOSettings) -> str:
+    """The column of the policy that PPO's ratio is taken to: the proximal policy if rollouts are corrected, and
+    otherwise the behaviour policy."""
+    return "logprobs" if settings.correction is None else PROXIMAL_LOGPROBS
 
 
 # --- mini-batches and weights ----------------------------------------------------------------------------------------
@@ -194,18 +231,34 @@ class PolicyLoss:
 
     max(-A·r, -A·clip(r, 1-ε, 1+ε)) with r = exp(logp' - logp). Reads the columns `logprobs`, `advantages` and
     `policy_weight`, and the outputs `logprobs` and `entropy`.
+
+    With a correction r = π / π_p and the loss of a token is multiplied by w = π_p / μ, as in decoupled PPO (Hilton et
+    al. 2022, arXiv 2110.00641), with the weights of `corrections`. At r = 1 the gradient is then that of r·w = π / μ,
+    while the clip range lies around π_p. The loss is divided by the number of tokens that were drawn, masked ones
+    included (`sample_weights`), as without a correction: an importance-weighted mean over n draws has the divisor n.
+    Division by Σw or by the number of unmasked tokens would make the step larger the fewer samples are of use, and
+    would bias it.
+
+    Args:
+        old: the column of logp.
+        weights: the column of w; `None` for no weights.
     """
 
     cliprange: float
+    old: str = "logprobs"
+    weights: str | None = None
 
     def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         new = outputs["logprobs"]
-        difference = new.values - samples.ragged("logprobs").values
+        difference = new.values - samples.ragged(self.old).values
         ratio = torch.exp(difference)
         advantages = samples.ragged("advantages").values
         unclipped = -advantages * ratio
         clipped = -advantages * torch.clamp(ratio, 1.0 - self.cliprange, 1.0 + self.cliprange)
-        per_sample = new.like(torch.max(unclipped, clipped)).sum()
+        per_token = torch.max(unclipped, clipped)
+        if self.weights is not None:
+            per_token = per_token * samples.ragged(self.weights).values
+        per_sample = new.like(per_token).sum()
         with torch.no_grad():
             statistics = {
                 "policy_loss": per_sample.detach(),
@@ -313,7 +366,7 @@ class PPO:
 
     @property
     def graph(self) -> DataflowGraph:
-        return ppo_graph()
+        return self.settings.graph
 
     def prepare(self, samples: Rollouts) -> Rollouts:
         if self.settings.match_trl:
@@ -327,11 +380,15 @@ class PPO:
 
     def loss(self, call: str) -> TrainingLoss:
         if self.graph.call(call).role is Role.ACTOR:
-            return TrainingLoss("policy", "policy_loss", PolicyLoss(self.settings.cliprange))
+            weights = None if self.settings.correction is None else WEIGHTS
+            of_tokens = PolicyLoss(self.settings.cliprange, old_logprobs(self.settings), weights)
+            return TrainingLoss("policy", "policy_loss", of_tokens)
         return TrainingLoss("value", "value_loss", ValueLoss(self.settings.cliprange_value, self.settings.vf_coef))
 
     def sample_metrics(self, samples: Rollouts) -> dict[str, float]:
-        return objective_metrics(samples, self.settings, self.eos_token_id)
+        metrics = objective_metrics(samples, self.settings, self.eos_token_id)
+        correction = self.settings.correction
+        return metrics if correction is None else metrics | correction_metrics(samples, correction)
 
     def update_metrics(self, steps: Sequence[tuple[Rollouts, Mapping[str, Tensor]]]) -> dict[str, float]:
         return update_metrics([(SampleWeights.of(batch), statistics) for batch, statistics in steps])

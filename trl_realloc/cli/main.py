@@ -133,7 +133,10 @@ def plan(
         output = output or Path("plan.yaml")
         _check_output(output, "the plan")
         _check_request(cluster, measured, devices, nodes, time_limit, calls)
-        chosen = _choose(read_recipe(what, prompt_tokens), cluster, measured, devices, nodes, time_limit)
+        recipe = read_recipe(what, prompt_tokens)
+        for call in calls:
+            recipe.graph.call(call)  # the run may have no actor.forward
+        chosen = _choose(recipe, cluster, measured, devices, nodes, time_limit)
         _show_choice(chosen, calls, output)
         return
     written = PRESETS[what](_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
@@ -177,7 +180,7 @@ def _check_request(
         problems.append(f"--devices and --nodes are 1 or more, not {devices} and {nodes}.")
     for call in calls:
         with problems.of("--explain"):
-            ppo_graph().call(call)
+            ppo_graph(proximal=True).call(call)
     problems.refuse()
 
 
@@ -201,7 +204,7 @@ def _choose(
         pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if profile.is_accelerator else None)
         cap = None if profile.is_accelerator else CACHED_TOKENS
         pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
-    return choose(recipe.specs(), pricing, generation_engine=recipe.engine, time_limit_s=time_limit)
+    return choose(recipe.specs(), pricing, graph=recipe.graph, generation_engine=recipe.engine, time_limit_s=time_limit)
 
 
 def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None) -> Pricing:

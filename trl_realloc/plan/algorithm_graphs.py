@@ -9,18 +9,29 @@ from .dataflow import Call, CallKind, DataflowGraph, Role
 
 _SAMPLE = ("prompts", "responses")
 _TRAINING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")
+PROXIMAL_LOGPROBS = "proximal_logprobs"
+PROXIMAL_CALL = "actor.forward"
 
 
-def ppo_graph() -> DataflowGraph:
-    """PPO's six calls."""
+def ppo_graph(*, proximal: bool = False) -> DataflowGraph:
+    """PPO's six calls.
+
+    Args:
+        proximal: with a seventh, `actor.forward`, which computes the log-probabilities of the responses under the
+            policy as it is before the iteration's training. The correction for old rollouts needs them
+            (`algorithms.corrections`).
+    """
+    training = (*_TRAINING, PROXIMAL_LOGPROBS) if proximal else _TRAINING
+    recomputed = (Call(Role.ACTOR, CallKind.FORWARD, _SAMPLE, (PROXIMAL_LOGPROBS,)),) if proximal else ()
     return DataflowGraph(
         (
             Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
             Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
             Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
             Call(Role.CRITIC, CallKind.FORWARD, _SAMPLE, ("values",)),
-            Call(Role.ACTOR, CallKind.TRAIN, _TRAINING),
-            Call(Role.CRITIC, CallKind.TRAIN, _TRAINING),
+            *recomputed,
+            Call(Role.ACTOR, CallKind.TRAIN, training),
+            Call(Role.CRITIC, CallKind.TRAIN, training),
         )
     )
 

@@ -17,7 +17,7 @@ import yaml
 
 from ..common.errors import PlanError, Problems, nearest, shown, suggest, unknown_keys
 from ..common.files import parse_yaml, read_text
-from .algorithm_graphs import ppo_graph
+from .algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from .assignment import ENGINES, RELEASE_FLAGS, Assignment, ParallelStrategy, assignment_problems, engines_for, in_place
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge
@@ -122,10 +122,11 @@ class ExecutionPlan:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, from which `from_dict` makes an equal plan. PPO's graph is left out."""
+        """The plan as plain values, from which `from_dict` makes an equal plan. PPO's graphs are left out, because its
+        calls tell which of the two it is."""
         cluster = {name: value for name, value in vars(self.cluster).items() if value is not None}
         calls = {name: assignment.to_dict() for name, assignment in self.assignments.items()}
-        graph = {} if self.graph == ppo_graph() else {"graph": self.graph.to_dict()}
+        graph = {} if self.graph == _ppo_graph_of(self.assignments) else {"graph": self.graph.to_dict()}
         return {"name": self.name, "cluster": cluster, **graph, **self._overlap(), "calls": calls}
 
     def _overlap(self) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class ExecutionPlan:
         with problems.of():
             cluster = _read_cluster(value.get("cluster"))
         with problems.of():
-            graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else ppo_graph()
+            graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else _ppo_graph_of(value.get("calls"))
         streams, barrier = None, value.get("barrier", False)
         with problems.of():
             streams = Streams.from_dict(value.get("streams"))
@@ -233,6 +234,11 @@ def _problems(
                 if getattr(known[target], flag)
             ]
     return problems
+
+
+def _ppo_graph_of(calls: object) -> DataflowGraph:
+    """PPO's graph for a plan with these calls: with `actor.forward` if they have it."""
+    return ppo_graph(proximal=isinstance(calls, Mapping) and PROXIMAL_CALL in calls)
 
 
 def _read_cluster(value: object) -> Cluster:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ..common.errors import PlanError, nearest, shown
 from ..common.files import exists
-from .algorithm_graphs import ppo_graph
+from .algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from .cluster import Cluster, DeviceMesh, halves
 from .dataflow import CallKind, DataflowGraph, Role
 from .execution_plan import Assignment, ExecutionPlan, ParallelStrategy
@@ -21,32 +21,42 @@ from .execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 class Preset(Protocol):
     """Makes a plan for a cluster."""
 
-    def __call__(self, cluster: Cluster, *, generation_engine: str = ..., zero_stage: int = ...) -> ExecutionPlan: ...
+    def __call__(
+        self, cluster: Cluster, *, generation_engine: str = ..., zero_stage: int = ..., proximal: bool = ...
+    ) -> ExecutionPlan: ...
 
 
-def flatten(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+def flatten(
+    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, proximal: bool = False
+) -> ExecutionPlan:
     """Every call on all devices, one after the other, as TRL does."""
-    return _data_parallel("flatten", cluster, {}, generation_engine, zero_stage)
+    plan = _data_parallel("flatten", cluster, {}, generation_engine, zero_stage)
+    return with_proximal(plan) if proximal else plan
 
 
-def interleave(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+def interleave(
+    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, proximal: bool = False
+) -> ExecutionPlan:
     """The reference scores on one half of the devices while the reward model scores on the other half. Every other call
     is on all devices. On one device this is `flatten`."""
     if cluster.size == 1:
-        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage, proximal=proximal)
     first, second = halves(cluster)
-    return _data_parallel(
-        "interleave", cluster, {Role.REFERENCE: first, Role.REWARD: second}, generation_engine, zero_stage
-    )
+    meshes = {Role.REFERENCE: first, Role.REWARD: second}
+    plan = _data_parallel("interleave", cluster, meshes, generation_engine, zero_stage)
+    return with_proximal(plan) if proximal else plan
 
 
-def separate(cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0) -> ExecutionPlan:
+def separate(
+    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, proximal: bool = False
+) -> ExecutionPlan:
     """Actor and critic train on one half of the devices. Generation and scoring are on the other half, with copies of
     both that are updated when they change. On one device this is `flatten`."""
     if cluster.size == 1:
-        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage, proximal=proximal)
     training, inference = halves(cluster)
-    return _data_parallel("separate", cluster, {}, generation_engine, zero_stage, training=training, other=inference)
+    plan = _data_parallel("separate", cluster, {}, generation_engine, zero_stage, training=training, other=inference)
+    return with_proximal(plan) if proximal else plan
 
 
 AUTO = "auto"  # the planner's choice, for which the cluster's size is not enough
@@ -60,6 +70,7 @@ def resolve_plan(
     *,
     generation_engine: str = "vllm",
     zero_stage: int = 0,
+    proximal: bool = False,
 ) -> ExecutionPlan:
     """The plan for a job on `cluster`.
 
@@ -67,12 +78,13 @@ def resolve_plan(
         plan: a preset's name, the path of a YAML file, a plan as a dictionary, or a plan.
         generation_engine: `vllm` or `transformers`; only for a preset.
         zero_stage: of the trained roles; only for a preset.
+        proximal: with `actor.forward`; only for a preset.
 
     Raises:
         PlanError: the preset or file does not exist, the plan is invalid, or it is for another number of devices.
     """
     if isinstance(plan, str) and plan in PRESETS:
-        return PRESETS[plan](cluster, generation_engine=generation_engine, zero_stage=zero_stage)
+        return PRESETS[plan](cluster, generation_engine=generation_engine, zero_stage=zero_stage, proximal=proximal)
     if isinstance(plan, (str, Path)):
         resolved = load_plan(plan)
     elif isinstance(plan, Mapping):
@@ -93,6 +105,37 @@ def with_sleeping_engines(plan: ExecutionPlan) -> ExecutionPlan:
         for name, a in plan.assignments.items()
     }
     return replace(plan, assignments=assignments)
+
+
+def with_proximal(plan: ExecutionPlan) -> ExecutionPlan:
+    """A plan of PPO with `actor.forward`: as the plan has it, or, where it does not, on the mesh of `actor.train` and
+    in its layout, so that no parameters move."""
+    if PROXIMAL_CALL in plan.assignments:
+        return plan
+    training = plan["actor.train"]
+    # stages 1 and 2 shard what a forward does not have
+    stage = training.strategy.zero_stage if training.strategy.zero_stage == 3 else 0
+    in_place = Assignment(training.mesh, replace(training.strategy, zero_stage=stage), training.engine)
+    assignments = {**plan.assignments, PROXIMAL_CALL: in_place}
+    return replace(plan, assignments=assignments, graph=ppo_graph(proximal=True))
+
+
+def without_proximal(plan: ExecutionPlan) -> ExecutionPlan:
+    """A plan of PPO without `actor.forward`.
+
+    Raises:
+        PlanError: `actor.forward` is the only call that the plan streams.
+    """
+    streams = plan.streams
+    if streams is not None and streams.calls == (PROXIMAL_CALL,):
+        raise PlanError(
+            f"the plan streams {PROXIMAL_CALL} alone, which this run does not have; leave streams out of the plan, or "
+            f"set vllm_importance_sampling_correction."
+        )
+    if streams is not None and streams.calls is not None:
+        streams = replace(streams, calls=tuple(name for name in streams.calls if name != PROXIMAL_CALL))
+    assignments = {name: assignment for name, assignment in plan.assignments.items() if name != PROXIMAL_CALL}
+    return replace(plan, assignments=assignments, graph=ppo_graph(), streams=streams)
 
 
 def load_plan(path: str | Path) -> ExecutionPlan:

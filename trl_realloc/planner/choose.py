@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.errors import PlanError
-from ..plan.algorithm_graphs import ppo_graph
+from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
@@ -184,11 +184,12 @@ def _price_presets(
     fitting: list[PricedPlan] = []
     too_large: list[Alternative] = []
     cluster = problem.space.cluster
-    for name, preset in PRESETS.items() if problem.space.graph == ppo_graph() else ():
+    proximal = PROXIMAL_CALL in problem.space.graph.order
+    for name, preset in PRESETS.items() if problem.space.graph == ppo_graph(proximal=proximal) else ():
         by_stage = []
         for stage in stages:
             label = name if stage == 0 else f"{name}, ZeRO-{stage}"
-            plan = preset(cluster, generation_engine=generation_engine, zero_stage=stage)
+            plan = preset(cluster, generation_engine=generation_engine, zero_stage=stage, proximal=proximal)
             if problem.space.pricing.vllm_sleeps:
                 plan = with_sleeping_engines(plan)
             by_stage.append(problem.priced_plan(problem.state_of(plan.assignments), label, exact=is_small))

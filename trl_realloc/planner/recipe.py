@@ -13,7 +13,7 @@ from ..common.files import exists, read_json_mapping, read_yaml_mapping, shorten
 from ..common.settings import SETTINGS, number_of_text, read_settings
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
-from ..plan.dataflow import CallKind, Role
+from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import Head, ModelSpec
 from .device_memory import HEADROOM
 from .workload import Workload
@@ -31,6 +31,7 @@ DEFAULTS: Mapping[str, Any] = {
     "generation_engine": "vllm",
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_enable_sleep_mode": None,
+    "vllm_importance_sampling_correction": None,
     "memory_headroom": HEADROOM,
     "bf16": True,
     "fp16": False,
@@ -61,6 +62,10 @@ class Recipe:
     def engine(self) -> str:
         return str(self.settings["generation_engine"] or "vllm")
 
+    @property
+    def graph(self) -> DataflowGraph:
+        return ppo_graph(proximal=bool(self.settings["vllm_importance_sampling_correction"]))
+
     def specs(self) -> dict[str, Sequence[ModelSpec]]:
         """The parameter specs of each call's models, by the call's name, in the dtypes of a run: trained models in
         float32, frozen ones in their checkpoint's dtype, vLLM's in the dtype of mixed precision.
@@ -70,7 +75,7 @@ class Recipe:
         """
         mixed = 2 if self.settings["bf16"] or self.settings["fp16"] else 0
         specs: dict[str, Sequence[ModelSpec]] = {}
-        for call in ppo_graph().calls:
+        for call in self.graph.calls:
             path = self.folders[call.role] / "config.json"
             config = read_json_mapping(path, "the model's config")
             head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"

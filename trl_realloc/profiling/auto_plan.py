@@ -91,7 +91,8 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
         PlanError, ValueError: the models fit on no plan, or on none that the run can have.
     """
     if job.cluster.size == 1:
-        plan = flatten(job.cluster, generation_engine=job.engine)  # one device has one plan
+        # one device has one plan
+        plan = flatten(job.cluster, generation_engine=job.engine, proximal=job.has_proximal)
         return JobPlan(with_sleeping_engines(plan) if job.vllm_sleeps else plan).allowed(job.check)
     profile, is_new = cached_profile(job) if measure_first else (starting_profile(job), False)
     if not profile.observations:

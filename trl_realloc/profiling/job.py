@@ -6,12 +6,14 @@ Planning and measuring are handed a `Job`. `trainer.job_builder` builds it from 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..engines.device import memory_bytes
 from ..engines.training import deepspeed_compat
+from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
+from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
@@ -39,6 +41,7 @@ class Job:
         headroom: share of a device's memory that a plan leaves free.
         engines: that may score and train.
         deterministic: two runs are to give the same bits.
+        graph: of the run. Short runs, which measure, have PPO's graph without the proximal policy, whatever this is.
         check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
     """
 
@@ -53,6 +56,7 @@ class Job:
     vllm_sleeps: bool | None = None
     engines: tuple[str, ...] = ("zero", "megatron")
     deterministic: bool = False
+    graph: DataflowGraph = field(default_factory=ppo_graph)
     check: Callable[[ExecutionPlan], None] = any_plan
 
     def choose(self, profile: Profile, workload: Workload | None = None, *, time_limit_s: float) -> Decision:
@@ -67,12 +71,18 @@ class Job:
         return choose(
             self.models.specs,
             self.pricing(profile, workload),
+            graph=self.graph,
             generation_engine=self.engine,
             engines=self.engines,
             zero_stages=self.zero_stages,
             deterministic=self.deterministic,
             time_limit_s=time_limit_s,
         )
+
+    @property
+    def has_proximal(self) -> bool:
+        """Whether the run has the call `actor.forward`."""
+        return PROXIMAL_CALL in self.graph.order
 
     @property
     def zero_stages(self) -> tuple[int, ...]:

@@ -57,9 +57,41 @@ def _problems(args: Any) -> Iterator[str]:
         yield f"vllm_enable_sleep_mode must be true, false or None, not {shown(args.vllm_enable_sleep_mode)}."
     if not isinstance(args.vllm_repeatable_sampling, bool):
         yield f"vllm_repeatable_sampling must be true or false, not {shown(args.vllm_repeatable_sampling)}."
+    yield from _correction_problems(args)
     if args.vllm_engine_kwargs is not None:
         on_cpu = bool(args.use_cpu) or not torch.accelerator.is_available()
         yield from engine_argument_problems(_read_json(args.vllm_engine_kwargs), on_cpu)
+
+
+def _correction_problems(args: Any) -> Iterator[str]:
+    """Sentences about `max_staleness` and the `vllm_importance_sampling_*` settings."""
+    corrects, mode = args.vllm_importance_sampling_correction, args.vllm_importance_sampling_mode
+    least, most = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    if not isinstance(corrects, bool | None):
+        yield f"vllm_importance_sampling_correction must be true, false or None, not {shown(corrects)}."
+        return
+    if _is_finite(args.max_staleness) and args.max_staleness > 0 and corrects is None:
+        yield (
+            f"max_staleness is {args.max_staleness}, so older policies draw some of the samples, and PPO must be told "
+            "what to do with them: vllm_importance_sampling_correction true weights them by how likely the trained "
+            "policy would have drawn them; false takes PPO's ratio to the policy that has drawn them, and clips around "
+            "that one. Neither is right for every task (docs/old_rollouts.md)."
+        )
+    if corrects and args.match_trl is True:
+        yield (
+            "match_trl reproduces TRL's PPO, which corrects for nothing; leave out match_trl or "
+            "vllm_importance_sampling_correction."
+        )
+    if _is_finite(least) and _is_finite(most) and least >= most:
+        yield (
+            f"vllm_importance_sampling_clip_min {least:g} must be below vllm_importance_sampling_clip_max {most:g}; "
+            "every weight would be outside of them."
+        )
+    if corrects and least is None and most is None and str(mode).endswith("_truncate"):
+        yield (
+            f"vllm_importance_sampling_mode {mode} needs a bound to truncate weights at; set "
+            "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min."
+        )
 
 
 def _read_json(value: object) -> object:

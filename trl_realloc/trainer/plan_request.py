@@ -12,13 +12,15 @@ from typing import Any
 from transformers.utils import logging
 
 from ..common.errors import PlanError
+from ..common.notices import notice
 from ..engines.device import is_accelerator
 from ..engines.generation.vllm_support import is_vllm_available, why_not_served, why_not_this_class
 from ..engines.models import read_config
-from ..plan.algorithm_graphs import ppo_graph
+from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from ..plan.cluster import Cluster
+from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import AUTO, resolve_plan, with_sleeping_engines
+from ..plan.presets import AUTO, resolve_plan, with_proximal, with_sleeping_engines, without_proximal
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
 from .accelerate_plugin import ReallocationPlugin
@@ -73,7 +75,8 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
         logger.warning(f"generation_engine is transformers, which is slower than vLLM: {problem}.")
     processes = meet() if is_accelerator(args.device) else without_gpus(meet())
     cluster = cluster_of(processes)
-    plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin)
+    graph = args.ppo_settings().graph
+    plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph)
     if plan is not None and args.vllm_enable_sleep_mode:
         plan = with_sleeping_engines(plan)
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
@@ -86,28 +89,67 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
         raise ConfigError(f"{problem}; set generation_engine: transformers.")
     if "vllm" not in engines and args.vllm_engine_kwargs and world.is_main_process:
         logger.warning("vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine.")
+    if args.max_staleness > 0 and not args.vllm_importance_sampling_correction and world.is_main_process:
+        logger.warning(
+            f"vllm_importance_sampling_correction is false at max_staleness {args.max_staleness}: the KL penalty and "
+            f"PPO's ratio are those of the policies that drew the tokens, and updates are clipped around these."
+        )
     return PlanRequest(plan, cluster, engine, processes, config if isinstance(model, str) else None)
 
 
-def _requested_plan(plugin: ReallocationPlugin, cluster: Cluster, engine: str, deepspeed: Any) -> ExecutionPlan | None:
+def _requested_plan(
+    plugin: ReallocationPlugin, cluster: Cluster, engine: str, deepspeed: Any, graph: DataflowGraph
+) -> ExecutionPlan | None:
     """The user's plan. `None` where the planner is to choose it.
 
     Args:
         deepspeed: Accelerate's DeepSpeed plugin, or `None`; its ZeRO stage is that of the presets.
+        graph: of this run.
 
     Raises:
         PlanError: there is no such plan, or it is for another number of processes or another algorithm.
     """
     stage = 0 if deepspeed is None else int(deepspeed.zero_stage)
+    options: dict[str, Any] = {
+        "generation_engine": engine,
+        "zero_stage": stage,
+        "proximal": PROXIMAL_CALL in graph.order,
+    }
     if plugin.plan != AUTO:
-        plan = resolve_plan(plugin.plan, cluster, generation_engine=engine, zero_stage=stage)
+        plan = resolve_plan(plugin.plan, cluster, **options)
     elif stage or cluster.size == 1:  # launching with ZeRO is a choice of the user's; one device leaves no choice
-        plan = resolve_plan("flatten", cluster, generation_engine=engine, zero_stage=stage)
+        plan = resolve_plan("flatten", cluster, **options)
     else:
         return None
-    if plan.graph != ppo_graph():
-        raise PlanError(
-            f"the plan's graph has the calls {', '.join(plan.graph.order)}, but this trainer runs PPO, with the calls "
-            f"{', '.join(ppo_graph().order)}; leave graph out of the plan."
+    return _for_graph(plan, graph)
+
+
+def _for_graph(plan: ExecutionPlan, graph: DataflowGraph) -> ExecutionPlan:
+    """The plan with `actor.forward` if the run corrects its rollouts, and without it otherwise. A notice says what was
+    changed, so that one plan serves runs with and without the correction.
+
+    Args:
+        graph: of the run.
+
+    Raises:
+        PlanError: the plan is for another algorithm, or it would stream nothing without `actor.forward`.
+    """
+    if plan.graph == graph:
+        return plan
+    if plan.graph == ppo_graph():
+        notice(
+            f"the plan has no {PROXIMAL_CALL}, which vllm_importance_sampling_correction needs; it runs on the mesh of "
+            f"actor.train and in its layout, {with_proximal(plan).mesh(PROXIMAL_CALL)} "
+            f"({with_proximal(plan)[PROXIMAL_CALL].strategy})"
         )
-    return plan
+        return with_proximal(plan)
+    if plan.graph == ppo_graph(proximal=True):
+        notice(
+            f"the plan's {PROXIMAL_CALL} is left out, because this run does not correct its rollouts "
+            f"(vllm_importance_sampling_correction)"
+        )
+        return without_proximal(plan)
+    raise PlanError(
+        f"the plan's graph has the calls {', '.join(plan.graph.order)}, but this trainer runs PPO, with the calls "
+        f"{', '.join(graph.order)}; leave graph out of the plan."
+    )

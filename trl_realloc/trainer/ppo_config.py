@@ -43,6 +43,21 @@ class PPOConfig(TRLPPOConfig):
         match_trl (`bool`, *optional*, defaults to `False`):
             Reproduce what in TRL 1.12's arithmetic depends on how a batch is laid out; see
             docs/differences.md.
+        max_staleness (`int`, *optional*, defaults to `0`):
+            The most updates that a token may be older than the policy that is trained on it; 0 is synchronous. Above 0
+            `vllm_importance_sampling_correction` must be set.
+        vllm_importance_sampling_correction (`bool`, *optional*):
+            Whether to weight the loss by how likely the trained policy would have drawn what the generation engine
+            drew, as TRL's GRPO does: for rollouts of an older policy, and for engines that compute in another
+            precision. The plan then has the call `actor.forward`. `False`: PPO's ratio is to the policy that drew the
+            tokens. Default: `False` if `max_staleness` is 0; otherwise to be chosen. See docs/old_rollouts.md.
+        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"sequence_mask"`):
+            `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`: a weight for each token or one for
+            each response; weights outside the bounds are set to the bound or to 0.
+        vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
+            Upper bound of a weight. `None`: no bound.
+        vllm_importance_sampling_clip_min (`float`, *optional*):
+            Lower bound of a weight. `None`: no bound.
         vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
             Share of a GPU's memory that a vLLM engine takes beside training.
         vllm_enable_sleep_mode (`bool`, *optional*):
@@ -105,6 +120,35 @@ class PPOConfig(TRLPPOConfig):
             "help": "Reproduce what in TRL 1.12's arithmetic depends on how a batch is laid out; see "
             "docs/differences.md."
         },
+    )
+    max_staleness: int = field(
+        default=0,
+        metadata={
+            "help": "The most updates that a token may be older than the policy that is trained on it; 0 is "
+            "synchronous. Above 0 `vllm_importance_sampling_correction` must be set."
+        },
+    )
+    vllm_importance_sampling_correction: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Weight the loss by how likely the trained policy would have drawn what the generation engine "
+            "drew; see docs/old_rollouts.md. Default: no, if `max_staleness` is 0; otherwise to be chosen."
+        },
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="sequence_mask",
+        metadata={
+            "help": "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`: a weight for each token "
+            "or response; weights outside the bounds are set to the bound or to 0."
+        },
+    )
+    vllm_importance_sampling_clip_max: float | None = field(
+        default=3.0,
+        metadata={"help": "Upper bound of a weight. None: no bound."},
+    )
+    vllm_importance_sampling_clip_min: float | None = field(
+        default=None,
+        metadata={"help": "Lower bound of a weight. None: no bound."},
     )
     vllm_gpu_memory_utilization: float = field(
         default=0.3,

@@ -216,7 +216,7 @@ def _describe_job(
     """What the planner needs to know of this run."""
     mixed, peft_config = compute_dtype(args), inputs.peft_config
     adapted_head = adapts_head(inputs.model, configs[Role.ACTOR][0], peft_config)
-    specs = specs_of(configs, mixed=mixed, adapts_head=adapted_head)
+    specs = specs_of(configs, args.ppo_settings().graph, mixed, adapts_head=adapted_head)
     return make_job(
         args,
         plugin,
