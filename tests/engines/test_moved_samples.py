@@ -81,6 +81,7 @@ def assert_same(got: dict[int, Completion], expected: Sequence[Completion]) -> N
     for completion in expected:
         other = got[completion.index]
         assert (other.token_ids, other.stopped) == (completion.token_ids, completion.stopped)
+        assert len(other.versions) == len(other.token_ids)
         assert other.logprobs == pytest.approx(completion.logprobs, abs=1e-5)
 
 
@@ -142,7 +143,7 @@ def test_a_sample_can_be_continued_after_each_of_its_tokens(one: VLLMEngine) -> 
     (request,) = (request for request in asked if request.index == whole.index)
     generation = one.start([], STOPPING)
     for count in range(len(whole.token_ids)):  # the last one has the stop token alone left to draw
-        begun = Unfinished(whole.index, whole.token_ids[:count], whole.logprobs[:count])
+        begun = Unfinished(whole.index, whole.token_ids[:count], whole.logprobs[:count], whole.versions[:count])
         generation.add([replace(request, begun=begun)])
         assert_same(the_rest(generation), [whole])
     generation.close()
@@ -231,7 +232,7 @@ def test_a_generation_that_is_closed_in_the_middle_leaves_the_engine_free(
     one.load(buckets(other), 2)
     assert worst_difference(other, requests(8), samples(one, requests(8), LONG), 0.7) < 1e-4
     left = one.start(requests(64), LONG)
-    one.load(buckets(model), 3)
+    one.load(buckets(model), 1)
     with pytest.raises(EngineError, match="was ended by a later call"):
         left.poll(1)
     left.close()
@@ -241,11 +242,15 @@ def test_a_generation_that_is_closed_in_the_middle_leaves_the_engine_free(
 @pytest.mark.parametrize(
     ("begun", "complaint"),
     [
-        (Unfinished(100, (5,) * 64, (-1.0,) * 64), "request 100 has begun with 64 tokens, and max_tokens is 64"),
-        (Unfinished(100, (5, 3), (-1.0, -1.0)), "request 100 has begun with the stop token"),
-        (Unfinished(101, (5,), (-1.0,)), "request 100 has begun with the tokens of 101"),
-        (Unfinished(100, (5, 6), (-1.0,)), "2 tokens and 1 log-probabilities"),
-        (Unfinished(100, (5, 128), (-1.0, -1.0)), "outside the model's vocabulary of 128"),
+        (
+            Unfinished(100, (5,) * 64, (-1.0,) * 64, (1,) * 64),
+            "request 100 has begun with 64 tokens, and max_tokens is 64",
+        ),
+        (Unfinished(100, (5, 3), (-1.0, -1.0), (1, 1)), "request 100 has begun with the stop token"),
+        (Unfinished(101, (5,), (-1.0,), (1,)), "request 100 has begun with the tokens of 101"),
+        (Unfinished(100, (5, 6), (-1.0,), (1, 1)), "2 tokens and 1 log-probabilities"),
+        (Unfinished(100, (5, 6), (-1.0, -1.0), (1,)), "2 tokens and 1 versions"),
+        (Unfinished(100, (5, 128), (-1.0, -1.0), (1, 1)), "outside the model's vocabulary of 128"),
     ],
 )
 def test_what_has_finished_elsewhere_or_is_torn_is_refused(one: VLLMEngine, begun: Unfinished, complaint: str) -> None:
@@ -263,7 +268,7 @@ def test_generation_by_transformers_takes_no_samples_of_others(model: LlamaForCa
     assert not isinstance(engine, BackgroundEngine)
     (request,) = requests(1)
     with pytest.raises(EngineError, match="request 100 was begun by another engine"):
-        list(engine.generate([replace(request, begun=Unfinished(100, (5,), (-1.0,)))], LONG))
+        list(engine.generate([replace(request, begun=Unfinished(100, (5,), (-1.0,), (1,)))], LONG))
 
 
 def test_another_releases_vllm_fails_loudly_and_steps_under_way_are_waited_for() -> None:
@@ -289,18 +294,20 @@ def test_another_releases_vllm_fails_loudly_and_steps_under_way_are_waited_for()
             else:
                 raise AssertionError("no error")
 
-        under_way = deque(["a step", "the next"])
-        drain(Double(engine_core=Double(engine_core=Double(batch_queue=under_way)), step=under_way.pop))
-        assert not under_way
-        drain(Double(engine_core=Double(engine_core=Double(batch_queue=None))))
+        under_way, calls = deque([["a sample"], []]), []
+        core = Double(batch_queue=under_way, resume_scheduler=lambda: calls.append("resume"),
+                      pause_scheduler=lambda mode, clear_cache: calls.append((mode, clear_cache)))
+        assert drain(Double(engine_core=Double(engine_core=core), step=under_way.pop)) == ["a sample"]
+        assert not under_way and calls == [("keep", False), "resume"]
+        assert drain(Double(engine_core=Double(engine_core=Double(batch_queue=None)))) == []
         """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
 
 COUNT = """
 import json, random, sys
-from trl_realloc.engines.generation.vllm_generation import RunningRequests
 from trl_realloc.engines.generation.vllm_host import build
+from trl_realloc.engines.generation.vllm_requests import RunningRequests
 
 settings = dict(model=sys.argv[1], max_model_len=256, max_num_seqs=16, tensor_parallel_size=1, dtype="float32",
                 kv_cache_gib=0.25, gpu_memory_utilization=0.3, repeatable_sampling=False, sleep_level=0,
@@ -316,15 +323,15 @@ if __name__ == "__main__":
         return outputs
 
     core.get_output = counted
-    running = RunningRequests(llm, dict(max_tokens=64, temperature=0.7, stop_token_id=3), by_seed=True)
+    running = RunningRequests(llm, dict(max_tokens=64, temperature=0.7, stop_token_id=3), by_seed=True, version=1)
     prompts = {index: [index + 1, 2, 3] for index in range(24)}
     begun, complete, moves = {index: [] for index in prompts}, {}, 0
     running.add([(index, prompt, index, 0) for index, prompt in prompts.items()])
     while running:
-        for index, tokens, logprobs, stopped in running.step():
+        for index, tokens, logprobs, stopped, _ in running.step():
             assert len(logprobs) == len(tokens)
             complete[index] = begun[index] + tokens
-        for index, tokens, logprobs in running.withdraw(chance.sample(sorted(prompts), chance.randrange(4)), 1):
+        for index, tokens, logprobs, _ in running.withdraw(chance.sample(sorted(prompts), chance.randrange(4)), 1):
             assert len(logprobs) == len(tokens)
             begun[index] += tokens
             running.add([(index, prompts[index] + begun[index], index, len(begun[index]))])

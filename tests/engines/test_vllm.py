@@ -176,7 +176,7 @@ def test_a_generation_left_unfinished_is_ended_by_the_next_call(loaded: VLLMEngi
     short_and_long = loaded.generate(requests(64), Sampling(max_tokens=200, temperature=0.7, stop_token_id=3))
     next(short_and_long)
     short_and_long.close()  # type: ignore[attr-defined]
-    loaded.load(buckets(model), 4)
+    loaded.load(buckets(model), 1)
     assert samples(loaded, requests(8)) == expected
 
 
@@ -271,7 +271,7 @@ def test_two_tensor_parallel_processes_hold_the_same_model(pair: VLLMEngine, mod
         assert worst_difference(weights, asked, got, 0.7) < 1e-4
     with pytest.raises(EngineError, match="weights of version 9"):
         pair.load([list(model.named_parameters())[3:]], 9)
-    pair.load(buckets(model), 10)
+    pair.load(buckets(model), 2)
     assert samples(pair, asked) == got
     # nothing of what the processes share has a name, so nothing can be left behind whoever is killed
     mapped = Path(f"/proc/{pair._process.pid}/maps").read_text().splitlines()
@@ -348,7 +348,7 @@ def test_an_engine_wakes_for_weights_and_for_samples(start: Start, model: LlamaF
     assert engine.version == -1
     with pytest.raises(EngineError, match="no complete weights"):
         engine.generate(requests(1), SAMPLING)
-    engine.load(buckets(model), 2)
+    engine.load(buckets(model), 1)
     assert samples(engine, requests(8)) == expected
     left = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
     engine.sleep()  # ends it

@@ -171,7 +171,8 @@ def records_of(case: Mapping[str, Any], seed: int) -> dict[int, Completion]:
         samples = recorded(case, step)
         rows = zip(samples.ragged("responses").rows(), samples.ragged("logprobs").rows(), strict=True)
         for index, (tokens, logprobs) in enumerate(rows):
-            completion = Completion(index, tuple(tokens.tolist()), tuple(logprobs.tolist()), len(tokens) < 12)
+            drawn, versions = tuple(tokens.tolist()), (step,) * len(tokens)
+            completion = Completion(index, drawn, tuple(logprobs.tolist()), len(tokens) < 12, versions)
             made[sample_seed(seed, step, index)] = completion
     return made
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trl_realloc.engines.base import Bucket, Completion, GenerationRequest, Sampling, Unfinished
+from trl_realloc.engines.base import Bucket, Completion, GenerationRequest, Sampling, Unfinished, Updates
 
 
 Records = Mapping[int, Completion]  # by the seed of the request; `index` is not of any request
@@ -27,6 +27,11 @@ class _Running:
     record: Completion
     drawn: int
     speed: float
+
+
+def _so_far(index: int, sample: _Running) -> Unfinished:
+    record, drawn = sample.record, sample.drawn
+    return Unfinished(index, record.token_ids[:drawn], record.logprobs[:drawn], record.versions[:drawn])
 
 
 class ReplayedGeneration:
@@ -47,7 +52,7 @@ class ReplayedGeneration:
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         assert not self.closed
         for request in requests:
-            record, begun = self.records[request.seed], request.begun or Unfinished(request.index, (), ())
+            record, begun = self.records[request.seed], request.begun or Unfinished(request.index, (), (), ())
             assert request.index not in self.running
             drawn = len(begun.token_ids)
             assert (begun.token_ids, begun.logprobs) == (record.token_ids[:drawn], record.logprobs[:drawn])
@@ -65,7 +70,7 @@ class ReplayedGeneration:
                 break
             time.sleep(2e-4)
         self.ended_at = time.time() if ended else self.ended_at
-        return [Completion(index, r.token_ids, r.logprobs, r.stopped) for index, r in ended.items()]
+        return [replace(record, index=index) for index, record in ended.items()]
 
     def withdraw(self, indices: Collection[int], least_tokens: int = 1) -> list[Unfinished]:
         assert not self.closed
@@ -74,9 +79,12 @@ class ReplayedGeneration:
             sample = self.running.get(index)
             if sample is not None and self.limit - sample.drawn >= least_tokens:
                 del self.running[index]
-                record, drawn = sample.record, sample.drawn
-                stopped.append(Unfinished(index, record.token_ids[:drawn], record.logprobs[:drawn]))
+                stopped.append(_so_far(index, sample))
         return stopped
+
+    def peek(self) -> list[Unfinished]:
+        assert not self.closed
+        return [_so_far(index, sample) for index, sample in self.running.items()]
 
     def close(self) -> None:
         self.closed = True
@@ -94,11 +102,14 @@ class ReplayingEngine:
 
     def __init__(self, records: Records, seed: str, *, loses: bool) -> None:
         self.records, self.draw, self.loses = records, random.Random(seed), loses
-        self.version = -1
+        self.version, self.stopped_s = -1, 0.0
         self.generation: ReplayedGeneration | None = None
 
-    def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> ReplayedGeneration:
+    def start(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, updates: Updates = Updates.END
+    ) -> ReplayedGeneration:
         assert self.version >= 0, "there are no parameters to generate with"
+        assert updates is Updates.END, "what is replayed was drawn with one version"
         self._end()
         self.generation = ReplayedGeneration(self.records, self.draw, sampling.max_tokens, requests)
         return self.generation

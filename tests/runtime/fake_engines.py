@@ -13,7 +13,8 @@ from typing import Any
 from virtual_clock import REAL, Clock
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, places
-from trl_realloc.engines.base import Completion, EngineDied, GenerationRequest, Sampling, Unfinished
+from trl_realloc.engines.base import Completion, EngineDied, GenerationRequest, Sampling, Unfinished, Updates
+from trl_realloc.engines.generation.sample_versions import VersionMarks, versions_of
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 
@@ -34,9 +35,11 @@ class FakeGeneration:
     """`base.Generation` by the clock: every unfinished sample gets a token in each step. Samples come and go between
     two steps, as in vLLM."""
 
-    def __init__(self, engine: FakeEngine, requests: Sequence[GenerationRequest]) -> None:
-        self.engine, self.clock = engine, engine.clock
+    def __init__(self, engine: FakeEngine, requests: Sequence[GenerationRequest], updates: Updates) -> None:
+        self.engine, self.clock, self.updates = engine, engine.clock, updates
         self.running: dict[int, tuple[int, int]] = {}  # sample -> (tokens it began with, steps that were done then)
+        self.begun_versions: dict[int, tuple[int, ...]] = {}  # of the tokens that unfinished samples began with
+        self.marks: dict[int, VersionMarks] = {}  # of unfinished samples
         self.finished: list[int] = []  # not yet returned by `poll`
         self.begun_at, self.steps_done = self.clock.monotonic() + engine.delay_s, 0
         self.ended_at = self.clock.time()
@@ -60,6 +63,8 @@ class FakeGeneration:
                 assert begun.token_ids == tuple(token(request.index, at) for at in range(drawn))
                 assert begun.logprobs == tuple(logprob(request.index, at) for at in range(drawn))
             self.running[request.index] = drawn, first
+            self.begun_versions[request.index] = begun.versions if begun is not None else ()
+            self.marks[request.index] = VersionMarks(self.engine.version)
 
     def _steps(self) -> float:
         return (self.clock.monotonic() - self.begun_at) / self.engine.step_s
@@ -106,7 +111,33 @@ class FakeGeneration:
             tuple(token(index, at) for at in length),
             tuple(logprob(index, at) for at in length),
             stopped=True,
+            versions=self._versions(index, len(length), pop=True),
         )
+
+    def _versions(self, index: int, drawn: int, pop: bool) -> tuple[int, ...]:
+        begun, marks = self.begun_versions[index], self.marks[index]
+        if pop:
+            del self.begun_versions[index], self.marks[index]
+        return begun + versions_of(marks.runs(drawn - len(begun)))
+
+    def update(self, version: int) -> None:
+        """The engine has new parameters. They take no time, and a step under way is of the old ones."""
+        if self.running:
+            self._sleep_until(self._next_step())
+        self._advance()
+        for index in self.running:
+            self.marks[index].change(self._drawn(index) - len(self.begun_versions[index]), version)
+
+    def _so_far(self, index: int, drawn: int, pop: bool) -> Unfinished:
+        places = range(drawn)
+        tokens, logprobs = tuple(token(index, at) for at in places), tuple(logprob(index, at) for at in places)
+        return Unfinished(index, tokens, logprobs, self._versions(index, drawn, pop))
+
+    def peek(self) -> list[Unfinished]:
+        if self.running:
+            self._sleep_until(self._next_step())
+        self._advance()
+        return [self._so_far(index, self._drawn(index), pop=False) for index in self.running]
 
     def withdraw(self, indices: Collection[int], least_tokens: int = 1) -> list[Unfinished]:
         if self.running:
@@ -119,13 +150,7 @@ class FakeGeneration:
             drawn = self._drawn(index)
             del self.running[index]
             self.engine.moved[index] = drawn
-            stopped.append(
-                Unfinished(
-                    index,
-                    tuple(token(index, at) for at in range(drawn)),
-                    tuple(logprob(index, at) for at in range(drawn)),
-                )
-            )
+            stopped.append(self._so_far(index, drawn, pop=True))
         return stopped
 
     def close(self) -> None:
@@ -157,10 +182,16 @@ class FakeEngine:
         self.clock, self.delay_s = clock, delay_s
         self.version, self.moved = 0, dict[int, int]()
         self.started: list[float] = []
+        self.stopped_s, self.generation = 0.0, None
 
-    def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> FakeGeneration:
+    generation: FakeGeneration | None  # the latest
+
+    def start(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, updates: Updates = Updates.END
+    ) -> FakeGeneration:
         self.started.append(self.clock.time())
-        return FakeGeneration(self, requests)
+        self.generation = FakeGeneration(self, requests, updates)
+        return self.generation
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
         generation = self.start(requests, sampling)
@@ -168,6 +199,9 @@ class FakeEngine:
             yield from generation.poll(1.0)
 
     def load(self, buckets: Any, version: int) -> None:
+        generation = self.generation
+        if generation is not None and not generation.closed and generation.updates is not Updates.END:
+            generation.update(version)
         self.version = version
 
     def narrower(self, dtypes: Mapping[str, Any]) -> dict[str, Any]:

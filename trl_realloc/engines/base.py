@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 
@@ -57,19 +58,29 @@ class Sampling:
     stop_token_id: int | None = None
 
 
+class Updates(StrEnum):
+    """What a `load` does to a generation that runs."""
+
+    END = "end"  # ends it
+    KEEP = "keep"  # decoding goes on, with the keys and values that the parameters before have computed
+    RECOMPUTE = "recompute"  # decoding goes on, after all keys and values have been computed again
+
+
 @dataclass(frozen=True)
 class Unfinished:
-    """A response that was withdrawn before its end.
+    """A response before its end: it has been withdrawn, or is still being generated (`Generation.peek`).
 
     Args:
         index: of its request.
         token_ids: all tokens that have been drawn, also those that earlier engines had drawn.
         logprobs: of each token, as in `Completion`.
+        versions: of each token, as in `Completion`.
     """
 
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,12 +108,14 @@ class Completion:
         token_ids: with the stop token, if it `stopped`, and with those that the request had `begun` with.
         logprobs: of each token, natural logarithms, under the distribution after temperature that it was drawn from.
         stopped: whether it ended with the stop token.
+        versions: of the parameters that each token was drawn with: the engine's `version` at that time.
     """
 
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stopped: bool
+    versions: tuple[int, ...]
 
 
 @runtime_checkable
@@ -190,6 +203,14 @@ class Generation(Protocol):
             EngineError, EngineDied: as for `poll`.
         """
 
+    def peek(self) -> list[Unfinished]:
+        """What every request has drawn so far, between two decode steps. Nothing is stopped. Requests that have
+        finished are left out, because they come out of `poll`.
+
+        Raises:
+            EngineError, EngineDied: as for `poll`.
+        """
+
     def close(self) -> None:
         """End the generation. Requests that are unfinished are aborted. May be called twice. The engine can then load,
         generate or sleep."""
@@ -197,13 +218,27 @@ class Generation(Protocol):
 
 @runtime_checkable
 class BackgroundEngine(GenerationEngine, Protocol):
-    """An engine that can generate in the background."""
+    """An engine that can generate in the background.
 
-    def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Generation:
-        """Begin to generate. The next `load`, `generate`, `start` or `sleep` closes the generation.
+    Attributes:
+        stopped_s: for how long the last `load` stopped a generation, in seconds: from the end of the last decode step
+            before it to its own end, after which the next step begins. 0 if no request was being generated.
+    """
+
+    stopped_s: float
+
+    def start(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, updates: Updates = Updates.END
+    ) -> Generation:
+        """Begin to generate. The next `generate`, `start` or `sleep` closes the generation, and so does the next
+        `load` with `Updates.END`.
+
+        Otherwise a `load` leaves it open. The engine decodes until the first bucket has arrived, and again from the
+        last one on: all tokens drawn then are of the new version. A `load` that fails closes the generation.
 
         Args:
             requests: may be empty, for an engine that takes the samples of others (`Generation.add`).
+            updates: what a `load` does to the generation.
 
         Raises:
             EngineError, EngineDied: as for `generate`.

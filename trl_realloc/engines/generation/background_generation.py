@@ -11,9 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..base import Completion, EngineError, Generation, GenerationRequest, Sampling, Unfinished
+from ..base import Completion, EngineError, Generation, GenerationRequest, Sampling, Unfinished, Updates
 from .engine_process import EngineProcess
 from .request_checks import RequestChecks
+from .sample_versions import Run, versions_of
 
 
 class BackgroundGeneration:
@@ -23,6 +24,7 @@ class BackgroundGeneration:
     Args:
         process: of an engine that has started and has no other generation.
         requests: have been checked by `checks`.
+        version: of the engine's parameters.
     """
 
     def __init__(
@@ -31,13 +33,15 @@ class BackgroundGeneration:
         checks: RequestChecks,
         requests: Sequence[GenerationRequest],
         sampling: Sampling,
+        updates: Updates,
+        version: int,
     ) -> None:
-        self._process, self._checks, self._sampling = process, checks, sampling
+        self._process, self._checks, self._sampling, self._updates = process, checks, sampling, updates
         self._begun: dict[int, Unfinished] = {}  # what each unfinished request has begun with, by its index
         self._finished: list[Completion] = []  # not yet returned by `poll`
         self._closed: str | None = None  # how the generation ended
         self._ended_at = time.time()
-        process.send("generate", asdict(sampling))
+        process.send("generate", asdict(sampling), str(updates), version)
         self._send(requests)
 
     @property
@@ -50,6 +54,11 @@ class BackgroundGeneration:
         """See `base.Generation`."""
         return self._ended_at
 
+    @property
+    def takes_updates(self) -> bool:
+        """Whether it goes on when the engine loads new parameters."""
+        return self._closed is None and self._updates is not Updates.END
+
     def poll(self, timeout_s: float) -> list[Completion]:
         """See `base.Generation`."""
         self._refuse_closed()
@@ -61,7 +70,7 @@ class BackgroundGeneration:
             message = self._process.receive_within(max(0.0, wait_s), "generating", limit_s)
             if message is None:
                 break
-            self._take(message)
+            self.take(message)
         finished, self._finished = self._finished, []
         for completion in finished:
             del self._begun[completion.index]
@@ -79,14 +88,15 @@ class BackgroundGeneration:
         asked = [index for index in dict.fromkeys(indices) if index in self._begun]
         if not asked:
             return []
-        self._process.send("withdraw", asked, least_tokens)
-        while (message := self._process.receive("withdrawing samples", self._process.limits.step))[0] != "withdrawn":
-            self._take(message)
-        return [
-            Unfinished(index, begun.token_ids + tuple(tokens), begun.logprobs + tuple(logprobs))
-            for index, tokens, logprobs in message[1]
-            for begun in [self._begun.pop(index)]
-        ]
+        withdrawn = self._ask("withdrawn", "withdrawing samples", "withdraw", asked, least_tokens)
+        for unfinished in withdrawn:
+            del self._begun[unfinished.index]
+        return withdrawn
+
+    def peek(self) -> list[Unfinished]:
+        """See `base.Generation`. Waits for the end of the decode step that is under way."""
+        self._refuse_closed()
+        return [] if self._is_idle else self._ask("peeked", "looking at samples", "peek")
 
     def close(self) -> None:
         """See `base.Generation`."""
@@ -96,11 +106,42 @@ class BackgroundGeneration:
         """Close the generation. `how`, as a predicate, is in the messages of later calls."""
         if self._closed is not None:
             return
-        self._closed = how
+        self.was_ended(how)
         if self._process.is_running:
             self._process.send("end")
             passing = ("samples", "progress")
             self._process.expect("generated", "ending a generation", self._process.limits.step, passing)
+
+    def was_ended(self, how: str) -> None:
+        """The engine's process has ended the generation, or is about to."""
+        self._closed = how
+
+    def take(self, message: tuple[Any, ...]) -> bool:
+        """Take the samples of a message; a message of progress has none. Returns whether it is one of the two."""
+        if message[0] == "samples":
+            _, samples, self._ended_at = message
+            for index, tokens, logprobs, stopped, runs in samples:
+                whole = self._with_begun(index, tokens, logprobs, runs)
+                self._finished.append(Completion(index, whole.token_ids, whole.logprobs, stopped, whole.versions))
+        return message[0] in ("samples", "progress")
+
+    def _ask(self, word: str, doing: str, *message: Any) -> list[Unfinished]:
+        """What the engine's process answers: samples that have not finished, in a message with this word."""
+        self._process.send(*message)
+        (samples,) = self._process.expect(word, doing, self._process.limits.step, take=self.take)
+        return [self._with_begun(*sample) for sample in samples]
+
+    def _with_begun(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], runs: Sequence[Run]
+    ) -> Unfinished:
+        """A sample with the tokens that it has begun with. The arguments are of those drawn here."""
+        begun = self._begun[index]
+        return Unfinished(
+            index,
+            begun.token_ids + tuple(tokens),
+            begun.logprobs + tuple(logprobs),
+            begun.versions + versions_of(runs),
+        )
 
     @property
     def _is_idle(self) -> bool:
@@ -117,7 +158,7 @@ class BackgroundGeneration:
             return
         if self._is_idle:
             self._process.expect_message()
-        begun = {request.index: request.begun or Unfinished(request.index, (), ()) for request in requests}
+        begun = {request.index: request.begun or Unfinished(request.index, (), (), ()) for request in requests}
         sent = [
             (
                 request.index,
@@ -129,16 +170,6 @@ class BackgroundGeneration:
         ]
         self._process.send("add", sent)
         self._begun |= begun
-
-    def _take(self, message: tuple[Any, ...]) -> None:
-        """Take the samples of a message; a message of progress has none."""
-        if message[0] != "samples":
-            return
-        _, samples, self._ended_at = message
-        for index, tokens, logprobs, stopped in samples:
-            begun = self._begun[index]
-            token_ids, all_logprobs = begun.token_ids + tuple(tokens), begun.logprobs + tuple(logprobs)
-            self._finished.append(Completion(index, token_ids, all_logprobs, stopped))
 
 
 if TYPE_CHECKING:  # the type checker proves that the protocol is kept

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from multiprocessing.connection import Connection
@@ -128,14 +128,26 @@ class EngineProcess:
         except OSError:
             self._lose(f"sending {message[0]!r}", None)
 
-    def expect(self, word: str, doing: str, limit_s: float, passing: Sequence[str] = ()) -> list[Any]:
-        """The arguments of the next message, whose word must be `word`. Messages with a word of `passing` are passed
-        over."""
+    def expect(
+        self,
+        word: str,
+        doing: str,
+        limit_s: float,
+        passing: Sequence[str] = (),
+        take: Callable[[tuple[Any, ...]], bool] = lambda message: False,
+    ) -> list[Any]:
+        """The arguments of the next message, whose word must be `word`.
+
+        Args:
+            passing: messages with these words are passed over.
+            take: is given every other message that comes before. Returns whether it took it.
+        """
         while True:
-            got, *arguments = self.receive(doing, limit_s)
+            message = self.receive(doing, limit_s)
+            got, *arguments = message
             if got == word:
                 return arguments
-            if got not in passing:
+            if got not in passing and not take(message):
                 self._lose(doing, f"sent {got!r} instead of {word!r}")
 
     def receive(self, doing: str, limit_s: float) -> tuple[Any, ...]:

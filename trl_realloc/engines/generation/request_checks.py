@@ -76,6 +76,11 @@ class RequestChecks:
                 f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens and "
                 f"{len(begun.logprobs)} log-probabilities; each token needs one."
             )
+        if len(begun.token_ids) != len(begun.versions):
+            raise EngineError(
+                f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens and "
+                f"{len(begun.versions)} versions; each token needs one."
+            )
         if len(begun.token_ids) >= sampling.max_tokens:
             raise EngineError(
                 f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens, and max_tokens is "

@@ -122,7 +122,8 @@ class TransformersEngine:
             ends = (row == sampling.stop_token_id).nonzero() if sampling.stop_token_id is not None else row[:0]
             stopped = len(ends) > 0
             length = int(ends[0]) + 1 if stopped else len(row)
-            yield Completion(request.index, tuple(row[:length].tolist()), tuple(values[:length].tolist()), stopped)
+            drawn, logprobs_of = tuple(row[:length].tolist()), tuple(values[:length].tolist())
+            yield Completion(request.index, drawn, logprobs_of, stopped, (self.version,) * length)
 
     def close(self) -> None:
         pass

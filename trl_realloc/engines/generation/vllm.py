@@ -17,12 +17,13 @@ import torch
 from transformers.utils import logging
 
 from ...common.notices import working
-from ..base import BackgroundEngine, Bucket, Completion, EngineError, GenerationRequest, Sampling
+from ..base import BackgroundEngine, Bucket, Completion, EngineError, GenerationRequest, Sampling, Updates
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
 from .request_checks import RequestChecks
 from .vllm_support import is_vllm_available
 from .weight_buffers import WeightBuffers, by_cuda_ipc
+from .weight_sender import send_weights
 
 
 logger = logging.get_logger(__name__)
@@ -81,7 +82,7 @@ class VLLMEngine:
     ) -> None:
         self.name = name
         self.limits = TimeLimits(start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s)
-        self.version = -1
+        self.version, self.stopped_s = -1, 0.0
         vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
         self._checks = RequestChecks(name, max_model_len, vocabulary)
         self._generation: BackgroundGeneration | None = None  # the latest
@@ -175,34 +176,25 @@ class VLLMEngine:
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
         """See `base.GenerationEngine`. Needs memory for two buckets in this process and for a layer in the engine.
-        After an error `version` is -1 and `generate` is refused until a load succeeds.
+        After an error `version` is -1 and `generate` is refused until a load succeeds. Of a generation that goes on,
+        the samples that finish meanwhile come out of its `poll`.
 
         Raises:
             EngineError: a parameter was missing, unknown or of the wrong shape.
             EngineDied: the engine's process ended.
         """
-        self._settle()
-        self.version = -1
-        self._process.send("load")
-        free = [0, 1]
-        complete = False
+        if self._generation is None or not self._generation.takes_updates:
+            self._settle()
+        generation, self.version, self.stopped_s = self._generation, -1, 0.0
+        take = (lambda message: False) if generation is None else generation.take
         try:
-            for bucket in buckets:
-                if not free:
-                    free.append(self._process.expect("free", "loading weights", self.limits.load)[0])
-                slot = free.pop(0)
-                filled = self._buffers.fill(slot, bucket)
-                if filled.tensors:
-                    self._process.send("bucket", slot, *filled)
-                else:
-                    free.append(slot)
-            complete = True
-        finally:
-            if self._process.is_running:
-                self._process.send("done")
-                (problem,) = self._process.expect("loaded", "loading weights", self.limits.load, passing=("free",))
-        if complete and problem is not None:
-            raise EngineError(f"{self.name}: vLLM could not load the weights of version {version}: {problem}")
+            problem, self.stopped_s = send_weights(self._process, self._buffers, buckets, version, take)
+            if problem is not None:
+                raise EngineError(f"{self.name}: vLLM could not load the weights of version {version}: {problem}")
+        except BaseException as error:
+            if generation is not None:  # the engine's process has ended it
+                generation.was_ended(f"was ended, because it did not get the weights of version {version}: {error}")
+            raise
         self.version = version
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
@@ -215,13 +207,15 @@ class VLLMEngine:
         """
         return _completions(self.start(requests, sampling)) if requests else iter(())
 
-    def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> BackgroundGeneration:
+    def start(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, updates: Updates = Updates.END
+    ) -> BackgroundGeneration:
         """See `base.BackgroundEngine`."""
         if self.version < 0:
             raise EngineError(f"{self.name}: no complete weights; load() has not been called, or has failed.")
         self._checks.check(requests, sampling)
         self._settle()
-        self._generation = BackgroundGeneration(self._process, self._checks, requests, sampling)
+        self._generation = BackgroundGeneration(self._process, self._checks, requests, sampling, updates, self.version)
         return self._generation
 
     def _settle(self) -> None:

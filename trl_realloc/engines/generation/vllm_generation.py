@@ -1,156 +1,120 @@
-"""One generation in a vLLM engine's process: decode steps, and between them requests that come and go.
+"""One generation in a vLLM engine's process: decode steps, and between them requests that come and go, and new
+parameters.
 
 The process's main program is in `vllm_host`; the owner's side of a generation in `background_generation`.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
-
-from .sample_seeds import seed_arguments
-from .vllm_compat import abort, drain, drawn_so_far, draws_by_position
+from ..base import Updates
+from .vllm_requests import RunningRequests, Sample
+from .vllm_update import Channel, take_buckets
 
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from vllm import LLM
 
-# index, prompt and the tokens that the response has begun with, seed, number of these tokens
-Request = tuple[int, list[int], int, int]
-Sample = tuple[int, list[int], list[float], bool]  # index, tokens drawn here, their log-probabilities, stopped
 
-
-class Channel(Protocol):
-    """`vllm_host.Channel`."""
-
-    @property
-    def connection(self) -> Connection[Any, Any]: ...
-    def send(self, *message: Any) -> None: ...
-    def progress(self) -> None: ...
-
-
-class RunningRequests:
-    """The unfinished requests of a generation inside vLLM.
+class RunningGeneration:
+    """A generation from its first request to its end.
 
     Args:
-        sampling: the fields of `base.Sampling`.
+        slots: see `vllm_update.take_buckets`.
         by_seed: whether tokens are drawn by `vllm_sampler`.
+        sampling: the fields of `base.Sampling`.
+        updates: a value of `base.Updates`.
+        version: of the engine's parameters.
     """
 
-    def __init__(self, llm: LLM, sampling: dict[str, Any], by_seed: bool) -> None:
-        self._engine, self._sampling, self._by_seed = llm.llm_engine, sampling, by_seed
-        self._by_position = not by_seed and draws_by_position(self._engine)
-        # The name of a request in vLLM is used once: vLLM may still be computing a token of the one that was withdrawn
-        # when the request comes back.
-        self._names = map(str, itertools.count())
-        self._running: dict[str, tuple[int, int]] = {}  # by name: index, number of tokens that it has begun with
-        self._name_of: dict[int, str] = {}  # by index
+    def __init__(
+        self,
+        llm: LLM,
+        channel: Channel,
+        slots: Sequence[int],
+        by_seed: bool,
+        sampling: dict[str, Any],
+        updates: str,
+        version: int,
+    ) -> None:
+        self._llm, self._channel, self._slots, self._updates = llm, channel, slots, Updates(updates)
+        self._next_version = version
+        # its keys and values are of the weights before; and a call must not depend on the calls before it
+        self._reset_cache(running=False)
+        self._requests = RunningRequests(llm, sampling, by_seed, version)
 
-    def __bool__(self) -> bool:
-        return bool(self._running)
-
-    def add(self, requests: Sequence[Request]) -> None:
-        stop = self._sampling["stop_token_id"]
-        for index, prompt, seed, begun in requests:
-            name = next(self._names)
-            params = SamplingParams(
-                temperature=self._sampling["temperature"],
-                max_tokens=self._sampling["max_tokens"] - begun,
-                stop_token_ids=None if stop is None else [stop],
-                ignore_eos=True,
-                detokenize=False,
-                logprobs=0,
-                flat_logprobs=True,
-                # DELTA makes Python objects for each token: with a tiny model on the CPU a step of 64 requests takes
-                # 0.5 ms (10 %) longer, one of 256 requests 3.0 ms (21 %)
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **seed_arguments(seed, begun, self._by_seed, self._by_position),
-            )
-            self._engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, params)
-            self._running[name], self._name_of[index] = (index, begun), name
-
-    def step(self) -> list[Sample]:
-        """Decode one token of each running request. Returns the samples that this has finished."""
-        samples = []
-        for output in self._engine.step():
-            (sample,) = output.outputs
-            stopped = sample.finish_reason == "stop"
-            if not stopped and sample.finish_reason != "length":  # vLLM aborted the request
-                raise RuntimeError(f"vLLM ended request {output.request_id} early: {sample.finish_reason}")
-            index, _ = self._running.pop(output.request_id)
-            del self._name_of[index]
-            samples.append((index, list(sample.token_ids), sample.logprobs.logprobs, stopped))
-        return samples
-
-    def withdraw(self, indices: Sequence[int], least_tokens: int) -> list[tuple[int, list[int], list[float]]]:
-        """Abort these requests, except those that have finished and those with fewer than `least_tokens` tokens left.
-
-        With asynchronous scheduling (vLLM's default on a GPU) the next decode step has been launched already. vLLM
-        drops its tokens of requests that have been aborted (`Scheduler.update_from_output`). They are not in what is
-        returned here, so the engine that goes on draws them again, with the same random numbers: the last token of a
-        sample may be computed twice, and none is lost or counted twice.
+    def run(self) -> bool:
+        """Generate for requests that come as messages, until the generation is ended. The samples that a step finishes
+        are sent at once, with the time. When all have finished, wait for more.
 
         Returns:
-            The index, the tokens that were drawn here and their log-probabilities.
+            Whether the engine is to be closed.
         """
-        withdrawn = []
-        for index in indices:
-            name = self._name_of.get(index)
-            if name is None:
-                continue
-            tokens, logprobs = drawn_so_far(self._engine, name)
-            _, begun = self._running[name]
-            if self._sampling["max_tokens"] - begun - len(tokens) >= least_tokens:
-                withdrawn.append((index, tokens, logprobs))
-        self._abort([self._name_of[index] for index, _, _ in withdrawn])
-        return withdrawn
+        while True:
+            if self._requests:
+                self._send(self._requests.step())
+                self._channel.progress()
+            while not self._requests or self._channel.connection.poll():
+                message = self._channel.connection.recv()
+                if message[0] == "close":
+                    return True
+                if not self._goes_on_after(message):
+                    return False
 
-    def end(self) -> None:
-        """Abort all requests, and wait for the decode step that is under way."""
-        self._abort(list(self._running))
-        drain(self._engine)
+    def _goes_on_after(self, message: tuple[Any, ...]) -> bool:
+        word, *arguments = message
+        if word == "add":
+            self._requests.add(*arguments)
+        elif word == "withdraw":
+            self._channel.send("withdrawn", self._requests.withdraw(*arguments))
+        elif word == "peek":
+            self._channel.send("peeked", self._requests.peek())
+        elif word == "load":  # decoding goes on until the first bucket comes
+            (self._next_version,) = arguments
+        elif word in ("bucket", "done"):
+            return self._update(message)
+        else:
+            assert word == "end", f"a generation got {word!r}"
+            self._requests.end()
+            self._channel.send("generated")
+            return False
+        return True
 
-    def _abort(self, names: Sequence[str]) -> None:
-        abort(self._engine, names)
-        for name in names:
-            index, _ = self._running.pop(name)
-            del self._name_of[index]
+    def _update(self, first: tuple[Any, ...]) -> bool:
+        """Take new parameters between two decode steps. Without all of them no step follows: the generation ends.
 
+        Args:
+            first: the first message about them after `load`.
 
-def generate(llm: LLM, channel: Channel, sampling: dict[str, Any], by_seed: bool) -> bool:
-    """Generate for requests that come as messages, until the generation is ended. The samples that a step finishes are
-    sent at once, with the time. When all have finished, wait for more.
+        Returns:
+            Whether the generation goes on.
+        """
+        decodes = bool(self._requests)
+        self._send(self._requests.settle())
+        problem = take_buckets(self._llm, self._channel, self._slots, first)
+        if problem is None:
+            self._requests.updated(self._next_version, keep=self._updates is Updates.KEEP)
+            if self._updates is Updates.RECOMPUTE:
+                self._reset_cache(running=True)
+        else:
+            self._requests.end()
+        self._channel.send("loaded", problem, time.monotonic() - self._requests.step_ended if decodes else 0.0)
+        return problem is None
 
-    Returns:
-        Whether the engine is to be closed.
-    """
-    # its keys and values are of the weights before; and a call must not depend on the calls before it
-    if not llm.reset_prefix_cache():
-        raise RuntimeError(
-            "vLLM did not reset its prefix cache, which has keys and values of earlier weights: blocks are in use"
-        )
-    requests = RunningRequests(llm, sampling, by_seed)
-    while True:
-        if requests:
-            if samples := requests.step():
-                channel.send("samples", samples, time.time())
-            channel.progress()
-        while not requests or channel.connection.poll():
-            word, *arguments = channel.connection.recv()
-            if word == "add":
-                requests.add(*arguments)
-            elif word == "withdraw":
-                channel.send("withdrawn", requests.withdraw(*arguments))
-            elif word == "end":
-                requests.end()
-                channel.send("generated")
-                return False
-            else:
-                return True
+    def _reset_cache(self, running: bool) -> None:
+        """Drop all keys and values. Those of requests that are decoded are computed again in their next step.
+
+        Args:
+            running: whether there may be such requests.
+        """
+        if not self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True):
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache, which has keys and values of earlier weights: blocks are in use"
+            )
+
+    def _send(self, samples: list[Sample]) -> None:
+        if samples:
+            self._channel.send("samples", samples, time.time())

@@ -3,18 +3,20 @@
 socket, and ends vLLM's workers.
 
 The parent (`vllm`) has checked all arguments, so every exception here ends the process. Generating is in
-`vllm_generation`, the code that runs in vLLM's workers in `vllm_worker`.
+`vllm_generation`, loading weights in `vllm_update`, the code that runs in vLLM's workers in `vllm_worker`.
 
 Messages are tuples whose first element is a word:
 
 | from the parent | to the parent |
 | --- | --- |
 | | `ready` (dtype, wider parameters) once; `failed` (why) at any time, and the end |
-| `load`, then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
-| `done` after the last | `loaded` (problem or None) |
-| `generate` (sampling) | |
+| `load` (version), then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
+| `done` (whether that is all) after the last | `loaded` (problem or None, seconds without decoding) |
+| `generate` (sampling, what a load does to it, version) | |
 | then `add` (requests)... | `samples` (list, time) and `progress`... while there are unfinished requests |
 | and `withdraw` (indices, least tokens)... | `withdrawn` (list) |
+| and `peek`... | `peeked` (list) |
+| and `load`... as above | `loaded`; if it has a problem, the generation has ended |
 | `end` of the generation, at any time | `generated` |
 | `sleep` | `asleep` |
 | `probe` (handle) | `probed` (why a worker cannot open the handle, or None) |
@@ -206,40 +208,23 @@ def tie_to_workers(channel: Channel) -> threading.Event:
     return closing
 
 
-def load(llm: LLM, channel: Channel, slots: list[int]) -> None:
-    """Load buckets into vLLM as they arrive, through its weight-transfer interface."""
-    llm.start_weight_update()
-    while True:
-        word, *arguments = channel.connection.recv()
-        if word == "bucket":
-            slot, size, tensors, handle = arguments
-            path = f"/proc/{os.getpid()}/fd/{slots[slot]}"
-            llm.update_weights({"update_info": {"path": path, "size": size, "tensors": tensors, "handle": handle}})
-            channel.send("free", slot)
-            continue
-        llm.finish_weight_update()  # also after an incomplete update: vLLM needs it before the next one
-        problems = [problem for problem in llm.collective_rpc("weight_problem") if problem]
-        channel.send("loaded", problems[0] if problems else None)
-        return
-
-
 def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
     """Run commands until `close`, or until the parent ends (EOFError)."""
     from vllm.platforms import current_platform
 
-    from .vllm_generation import generate
+    from .vllm_generation import RunningGeneration
+    from .vllm_update import take_buckets
 
-    memory = Memory(llm, settings["sleep_level"])
+    memory, slots = Memory(llm, settings["sleep_level"]), settings["slots"]
     by_seed = draws_by_seed(settings, current_platform.is_cpu())
     while True:
         word, *arguments = channel.connection.recv()
         if word == "load":
             memory.wake("weights")  # the cache's memory is not needed yet
-            load(llm, channel, settings["slots"])
+            channel.send("loaded", take_buckets(llm, channel, slots, channel.connection.recv()), 0.0)
         elif word == "generate":
             memory.wake("weights", "kv_cache")
-            (sampling,) = arguments
-            if generate(llm, channel, sampling, by_seed):
+            if RunningGeneration(llm, channel, slots, by_seed, *arguments).run():
                 return
         elif word == "sleep":
             memory.sleep()

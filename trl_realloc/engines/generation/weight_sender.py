@@ -1,0 +1,46 @@
+"""Sends the parameters of a `load` to a vLLM engine's process, bucket by bucket. The process's side is in
+`vllm_update`, the memory that they go through in `weight_buffers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..base import Bucket
+from .engine_process import EngineProcess
+from .weight_buffers import WeightBuffers
+
+
+def send_weights(
+    process: EngineProcess,
+    buffers: WeightBuffers,
+    buckets: Iterable[Bucket],
+    version: int,
+    take: Callable[[tuple[Any, ...]], bool],
+) -> tuple[str | None, float]:
+    """Send all buckets. While one is loaded the next one is filled.
+
+    Args:
+        take: see `EngineProcess.expect`; takes what a generation sends meanwhile.
+
+    Returns:
+        Why the engine could not load them, or `None`, and for how many seconds it stopped decoding.
+    """
+    process.send("load", version)
+    limit_s, free, complete = process.limits.load, [0, 1], False
+    try:
+        for bucket in buckets:
+            if not free:
+                free += process.expect("free", "loading weights", limit_s, take=take)
+            slot = free.pop(0)
+            filled = buffers.fill(slot, bucket)
+            if filled.tensors:
+                process.send("bucket", slot, *filled)
+            else:
+                free.append(slot)
+        complete = True
+    finally:
+        if process.is_running:
+            process.send("done", complete)
+            problem, stopped_s = process.expect("loaded", "loading weights", limit_s, ("free",), take)
+    return problem, stopped_s
