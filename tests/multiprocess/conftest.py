@@ -1,4 +1,8 @@
-"""Launching ranks: each launch has a time limit and leaves no process behind."""
+"""Launching ranks: each launch has a time limit and leaves no process behind.
+
+Tests of launchers and of failures start their ranks by `accelerate launch` or `torchrun`. The ranks of the others are
+forked from processes that have imported what they need (`ranks`), which leaves out most of a launch's time.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,7 @@ from typing import Any
 
 import pytest
 from limits import patience
-
-
-HERE = Path(__file__).parent
+from ranks import HERE, SEARCHED, Ranks, RankServers
 
 
 def _free_port() -> int:
@@ -36,7 +38,8 @@ def slowness() -> float:
 
 class Job:
     """One launch of a script in `accelerate launch` (or alone, with one process; or in `torchrun`, which starts it
-    again so many times). All of it is marked by an environment variable, by which whatever it left running is found."""
+    again so many times; or by `servers`). All of it is marked by an environment variable, by which whatever it left
+    running is found, but for ranks of servers: these are found by their pids."""
 
     def __init__(
         self,
@@ -46,8 +49,25 @@ class Job:
         options: dict[str, Any],
         config: Path | None,
         restarts: int = 0,
+        servers: RankServers | None = None,
     ) -> None:
         self.folder, self.mark = folder, f"{folder}"
+        # what is not about the planner runs under a preset: measuring takes a while, and chooses what it likes
+        environment = {
+            "TRL_REALLOC_PLAN": "flatten",
+            **os.environ,
+            "PYTHONPATH": SEARCHED,
+            "TRL_REALLOC_TEST_JOB": self.mark,
+            "DS_ACCELERATOR": "cpu",
+        }
+        self.log = (folder / "log.txt").open("w+")
+        arguments = [str(folder), json.dumps(options)]
+        self.process: subprocess.Popen[bytes] | Ranks
+        if servers is not None:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if processes > 1 else {}
+            log = Path(self.log.name)
+            self.process = servers.launch(HERE / script, processes, arguments, log, **environment)
+            return
         command = [sys.executable]
         if restarts:
             command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
@@ -57,17 +77,7 @@ class Job:
             alone = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
             command += ["--config_file", str(config)] if config else alone
             command += ["--num_processes", str(processes), "--dynamo_backend", "no"]
-        command += [str(HERE / script), str(folder), json.dumps(options)]
-        # what is not about the planner runs under a preset: measuring takes a while, and chooses what it likes
-        environment = {
-            "TRL_REALLOC_PLAN": "flatten",
-            **os.environ,
-            # the tree that is tested, whichever one is installed
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent / folder) for folder in ("trainer", "runtime", "..")]),
-            "TRL_REALLOC_TEST_JOB": self.mark,
-        }
-        environment["DS_ACCELERATOR"] = "cpu"
-        self.log = (folder / "log.txt").open("w+")
+        command += [str(HERE / script), *arguments]
         self.process = subprocess.Popen(
             command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
         )
@@ -104,14 +114,24 @@ class Job:
         for pid in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if isinstance(self.process, Ranks):
+            self.process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[RankServers]:
+    made = RankServers()
+    yield made
+    made.close()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start a script of this folder on so many ranks; ended with the test, however that ends."""
+    """Start a script of this folder on so many ranks by a launcher; ended with the test, however that ends."""
     jobs = []
 
     def launch(
@@ -121,10 +141,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         name: str = "job",
         config: Path | None = None,
         restarts: int = 0,
+        servers: RankServers | None = None,
     ) -> Job:
         folder = tmp_path / name
         folder.mkdir()
-        jobs.append(Job(folder, script, processes, options, config, restarts))
+        jobs.append(Job(folder, script, processes, options, config, restarts, servers))
         return jobs[-1]
 
     yield launch
@@ -134,14 +155,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture
-def run(start: Callable[..., Job]) -> Callable[..., Path]:
-    """Start a script and wait for its good end, for `limit_s` seconds of an idle machine; returns the folder it wrote
-    to."""
+def run(start: Callable[..., Job], servers: RankServers) -> Callable[..., Path]:
+    """Run a script on so many ranks and wait for its good end, for `limit_s` seconds of an idle machine; returns the
+    folder it wrote to. A launcher starts them if `launched`, or if it has settings."""
 
     def to_the_end(
-        script: str, processes: int, options: dict[str, Any], name: str, limit_s: float = 200, **more: Any
+        script: str,
+        processes: int,
+        options: dict[str, Any],
+        name: str,
+        limit_s: float = 200,
+        launched: bool = False,
+        **more: Any,
     ) -> Path:
-        job = start(script, processes, options, name, **more)
+        job = start(script, processes, options, name, servers=None if launched or more else servers, **more)
         assert job.wait(limit_s * slowness()) == 0, job.text()[-4000:]
         return job.folder
 

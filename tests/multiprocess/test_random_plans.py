@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
 import pytest
 from drawn import case_of
 from random_plans import check, too_far
+from ranks import RankServers
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(600)]
@@ -21,10 +23,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeo
 STAGES_2_AND_3 = 74
 
 
-def test_random_plans_learn_what_one_process_learns(start: Callable[..., Any]) -> None:
+def test_random_plans_learn_what_one_process_learns(start: Callable[..., Any], servers: RankServers) -> None:
     seeds = [*islice((seed for seed in count() if case_of(seed)["devices"] == 4), 5), STAGES_2_AND_3]
     flow = Counter[str]()
-    found = check(seeds, 250, start, flow)
+    found = check(seeds, 250, partial(start, servers=servers), flow)
     failures = {seed: failed for seed in seeds if (failed := too_far(found[seed]))}
     said = [f"seed {seed}: {json.dumps(case_of(seed))}\n  " + "\n  ".join(failures[seed]) for seed in failures]
     assert not failures, "\n".join(said)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import RankServers
 from safetensors.torch import load_file
 from test_plans import plan, whole
 
@@ -78,13 +79,13 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> dict[str, Run]:
     from conftest import Job, slowness
 
     folder = tmp_path_factory.mktemp("streams")
     options = {"config": CONFIG, "plans": {"two": {"plan": TWO_ENGINES, "runs": SHARED}}}
     options["plans"]["apart"] = {"plan": APART, "runs": OVERLAPPED}
-    job = Job(folder, "streamed.py", 2, options, None)
+    job = Job(folder, "streamed.py", 2, options, None, servers=servers)
     try:
         assert job.wait(300 * slowness()) == 0, job.text()[-4000:]
     finally:

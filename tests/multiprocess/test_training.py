@@ -47,7 +47,7 @@ def close(first: list[dict[str, float]], second: list[dict[str, float]]) -> None
 def test_two_processes_train_save_and_resume_as_one_does(run: Callable[..., Path], tmp_path: Path) -> None:
     """Samples are drawn by their place in the batch: the same batch on two processes gives the same run."""
     alone = run("train.py", 1, {**STEPS, "per_device_train_batch_size": 8}, "alone")
-    two = run("train.py", 2, STEPS, "two")
+    two = run("train.py", 2, STEPS, "two", launched=True)
     close(log(alone), log(two))
     check_saved(two)
     again = run("train.py", 2, {**STEPS, "output_dir": str(two), "resume": str(two / "checkpoint-2")}, "again")

@@ -1,0 +1,156 @@
+"""A process that has imported what ranks import, and forks ranks: `python rank_server.py`.
+
+Importing torch, Transformers, TRL and DeepSpeed takes a rank of the tests longer than what it then does. Each line of
+the standard input asks for a rank (`script`, `arguments`, `environment`, `log`); the standard output names each forked
+process (`pid`), and its exit status when it has ended (`pid`, `code`). The client is in `ranks`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+
+def imports() -> None:
+    """What the scripts of this folder import at the latest when they train."""
+    import peft  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import tiny  # noqa: F401
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401
+
+    import trl_realloc.engines.training.megatron  # noqa: F401
+    import trl_realloc.trainer.ppo_trainer  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import deepspeed  # noqa: F401
+
+
+class Server:
+    """Forks ranks until its standard input ends, and ends them then.
+
+    Args:
+        asked: file descriptor of the requests.
+        told: file descriptor of the replies.
+    """
+
+    def __init__(self, asked: int, told: int) -> None:
+        self.asked, self.told = asked, told
+        self.running: set[int] = set()
+        self.pid = os.getpid()
+        self.ended, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Returns in each rank with its request, and in this process at the end with `None`."""
+        handler = signal.signal(signal.SIGCHLD, lambda *_: None)
+        wakeup = signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
+        rest = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.asked, selectors.EVENT_READ)
+            selector.register(self.ended, selectors.EVENT_READ)
+            while True:
+                ready = [key.fd for key, _ in selector.select()]
+                if self.ended in ready:
+                    os.read(self.ended, 4096)
+                    self._reap()
+                if self.asked not in ready:
+                    continue
+                content = os.read(self.asked, 1 << 16)
+                if not content:
+                    self._end()
+                    return None
+                *lines, rest = (rest + content).split(b"\n")
+                for line in lines:
+                    pid = os.fork()
+                    if pid == 0:
+                        signal.set_wakeup_fd(wakeup)
+                        signal.signal(signal.SIGCHLD, handler)
+                        return json.loads(line)
+                    self.running.add(pid)
+                    self._tell(pid=pid)
+
+    def _tell(self, **reply: int) -> None:
+        os.write(self.told, json.dumps(reply).encode() + b"\n")
+
+    def _reap(self) -> None:
+        for pid in sorted(self.running):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self.running.remove(pid)
+                self._tell(pid=pid, code=os.waitstatus_to_exitcode(status))
+
+    def _end(self) -> None:
+        for pid in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def become(rank: dict[str, Any], server: Server) -> None:
+    """Make of this fork a process as if it had been started by itself: its environment, output, session and random
+    numbers."""
+    import numpy
+
+    from trl_realloc.engines.child_process import die_with_parent
+
+    os.setsid()
+    die_with_parent(server.pid)
+    for descriptor in (server.asked, server.told, server.ended, server.wake):
+        os.close(descriptor)
+    log = os.open(rank["log"], os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(rank["environment"])
+    numpy.random.seed()
+    sys.argv = [rank["script"], *rank["arguments"]]
+
+
+def run(script: Path) -> int:
+    """Run a script as the main module; its exit status. Without the end of the interpreter, which would take apart all
+    that was imported for as long as a short training takes."""
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module
+    code = 0
+    try:
+        exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), vars(module))
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def main() -> None:
+    asked, told = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    imports()
+    gc.freeze()  # a collection in a rank would copy the memory of all that was imported
+    os.write(told, b"{}\n")
+    server = Server(asked, told)
+    rank = server.serve()
+    if rank is None:
+        os._exit(0)
+    become(rank, server)
+    os._exit(run(Path(rank["script"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Forked ranks are as ranks that a launcher starts (`ranks`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Job
+from limits import patience
+from ranks import Ranks, RankServers
+
+from trl_realloc.engines.child_process import session_members
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+
+def launch(servers: RankServers, folder: Path, code: str, processes: int, **variables: str) -> Ranks:
+    (folder / "script.py").write_text(textwrap.dedent(code))
+    (folder / "log.txt").touch()
+    environment = {**os.environ, **variables}
+    return servers.launch(folder / "script.py", processes, [str(folder)], folder / "log.txt", **environment)
+
+
+def test_each_rank_is_a_process_with_its_own_session_variables_and_random_numbers(
+    servers: RankServers, tmp_path: Path
+) -> None:
+    code = """
+        import json, os, random, sys
+        import numpy
+        from pathlib import Path
+        found = {"draws": [random.random(), numpy.random.random()], "hash": hash("a name"), "rank": os.environ["RANK"]}
+        found |= {"world": os.environ["WORLD_SIZE"], "given": os.environ["GIVEN"], "file": __file__}
+        found |= {"session": os.getsid(0) == os.getpid(), "module": __name__, "arguments": sys.argv}
+        Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(found))
+    """
+    assert launch(servers, tmp_path, code, 2, GIVEN="so").wait(patience(60)) == 0, (tmp_path / "log.txt").read_text()
+    first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
+    assert first.pop("hash") != second.pop("hash"), "the order of a set is not the same on both"
+    for one, other in zip(first.pop("draws"), second.pop("draws"), strict=True):
+        assert one != other
+    assert (first.pop("rank"), second.pop("rank")) == ("0", "1")
+    script = str(tmp_path / "script.py")
+    same = {"world": "2", "given": "so", "file": script, "session": True, "module": "__main__"}
+    assert first == second == {**same, "arguments": [script, str(tmp_path)]}
+
+
+def test_one_process_is_no_rank(servers: RankServers, tmp_path: Path) -> None:
+    code = "import os; assert not {'RANK', 'WORLD_SIZE', 'MASTER_ADDR'} & os.environ.keys()"
+    assert launch(servers, tmp_path, code, 1).wait(patience(60)) == 0, (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("end", "status"), [("raise ValueError('no')", 1), ("sys.exit(7)", 7), ("os.abort()", -6)])
+def test_a_rank_that_fails_ends_the_others_after_what_it_does_at_its_exit(
+    servers: RankServers, tmp_path: Path, end: str, status: int
+) -> None:
+    code = f"""
+        import atexit, os, sys, time
+        if os.environ["RANK"] == "0":
+            time.sleep(200)
+        atexit.register(print, "at the exit")
+        {end}
+    """
+    ranks, begun = launch(servers, tmp_path, code, 2), time.monotonic()
+    assert ranks.wait(patience(60)) == status
+    assert time.monotonic() - begun < patience(60)
+    for _, pid in ranks.members:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    log = (tmp_path / "log.txt").read_text()
+    assert ("at the exit" in log) == (status > 0)
+    assert ("ValueError: no" in log) == (status == 1)
+
+
+def test_a_killed_job_leaves_no_process_of_its_ranks(servers: RankServers, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (tmp_path / "sleeps.py").write_text(
+        "import subprocess, sys, time\nfrom pathlib import Path\n"
+        "child = subprocess.Popen(['sleep', '200'], start_new_session=True)\n"
+        "Path(sys.argv[1], f'{child.pid}.pid').touch()\ntime.sleep(200)\n"
+    )
+    job = Job(folder, str(tmp_path / "sleeps.py"), 2, {}, None, servers=servers)
+    end = time.monotonic() + patience(60)
+    while len(found := [*folder.glob("*.pid")]) < 2:
+        assert time.monotonic() < end and job.process.poll() is None, job.text()
+        time.sleep(0.05)
+    job.kill()
+    job.log.close()
+    assert job.gone_within(10), "what they have started in other sessions too"
+    assert not any(session_members(int(path.stem)) for path in found)
