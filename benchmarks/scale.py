@@ -52,7 +52,8 @@ from trl_realloc.realloc.layout import layout_of  # noqa: E402
 from trl_realloc.realloc.schedule import make_schedule  # noqa: E402
 from trl_realloc.realloc.transfer import TransferOptions  # noqa: E402
 from trl_realloc.runtime import process_groups  # noqa: E402
-from trl_realloc.runtime.calls import CallSettings  # noqa: E402
+from trl_realloc.runtime.call_runner import CallRunner  # noqa: E402
+from trl_realloc.runtime.calls import CallSettings, Step  # noqa: E402
 from trl_realloc.runtime.exchange import Exchange  # noqa: E402
 from trl_realloc.runtime.executor import Executor  # noqa: E402
 from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
@@ -130,12 +131,12 @@ class NoEngines:
         return contextlib.nullcontext()
 
 
-class CountedExecutor(Executor):
-    """The executor, whose calls return columns of the right shapes at once."""
+class CountedRunner(CallRunner):
+    """Runs calls that return columns of the right shapes at once."""
 
     lengths: torch.Tensor
 
-    def _run_call(self, call: Call, share: Share) -> Rollouts:
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         if call.kind is CallKind.TRAIN:
             name = self.algorithm.loss(call.name).statistic
             names = ("policy_loss", "clipped", "approxkl", "excess_ratio", "entropy")
@@ -188,8 +189,10 @@ def update(plan: ExecutionPlan) -> Mailboxes:
         try:
             placement: Any = NoEngines(plan, rank)
             exchange = Exchange(plan, rank, messages=boxes.of(rank))
-            executor = CountedExecutor(placement, exchange, PPO(PPOSettings(LIMIT)), settings, Alarm())
-            executor.lengths = lengths
+            algorithm, alarm = PPO(PPOSettings(LIMIT)), Alarm()
+            runner = CountedRunner(placement, algorithm, settings, alarm)
+            runner.lengths = lengths
+            executor = Executor(placement, exchange, algorithm, settings, alarm, runner)
             executor.run(batch, 0, {Role.ACTOR: 0.0, Role.CRITIC: 0.0})
             for tag, (source, target) in enumerate(plan.reallocations, 1 << 20):
                 ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})

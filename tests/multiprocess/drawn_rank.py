@@ -19,7 +19,6 @@ in_float64.read_float32_as_float64()  # before anything that computes is importe
 import json  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
-from itertools import pairwise  # noqa: E402
 from typing import Any  # noqa: E402
 
 import tiny  # noqa: E402
@@ -124,14 +123,13 @@ def updates(made: Any, case: Mapping[str, Any], replays: bool, flow: Counter[str
     rates, metrics = {Role.ACTOR: 1e-2, Role.CRITIC: 2e-2}, []
     generated = [recorded(case, step) for step in range(UPDATES)]
     batches = [batch_of(rows) for rows in generated]
-    for step, (batch, following) in enumerate(pairwise((*batches, None))):
-        assert batch is not None
+    for step, batch in enumerate(batches):
         known = {} if replays else {"actor.generate": generated[step].only(("index", *GENERATED))}
-        executor, following = made.executor, following if replays else None
+        executor, following = made.executor, batches[step + 1 : step + 2] if replays else ()
         metrics.append(executor.run(batch, step, rates, known=known, following=following).metrics)
         flow["forwards"] += sum(isinstance(order, Score) for order in executor.orders)
         flow["moved"] += sum(len(order.samples) for order in executor.orders if isinstance(order, Continue))
-        flow["early"] += executor._early is not None
+        flow["early"] += executor.runner.early is not None
     return metrics
 
 

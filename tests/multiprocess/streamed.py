@@ -68,7 +68,7 @@ class Notes(TrainerCallback):
         self.events.append((name, state.global_step))
         if name != "step_end":
             return
-        early, done = self.trainer.executor._early, state.global_step
+        early, done = self.trainer.executor.runner.early, state.global_step
         if early is not None and early.generation is not None:
             self.early.append(done)
         for action, what in (("saves", "save"), ("evaluates", "evaluate"), ("stops", "training_stop")):
@@ -144,7 +144,7 @@ def train(made: Any, folder: Path, options: dict[str, Any]) -> None:
         made.train(resume_from_checkpoint=str(folder / checkpoint) if checkpoint else None)
     made.remove_callback(notes)
     notes.end()
-    assert made.executor._early is None, "what has begun is closed at the end"
+    assert made.executor.runner.early is None, "what has begun is closed at the end"
     kept = ("samples", "events", "spans", "early", "moved", "forwards")
     written = {"log": tiny.updates(made), **{key: getattr(notes, key) for key in kept}}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(written))

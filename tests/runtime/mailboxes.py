@@ -60,3 +60,6 @@ class Mailbox:
 
     def flush(self) -> None:
         pass
+
+    def twin(self) -> Mailbox:
+        return Mailbox(self.boxes, self.rank)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +29,8 @@ from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.dispatcher import Score, Withdraw
 from trl_realloc.planner.stream import stream_of
 from trl_realloc.runtime import stream_leader, stream_worker
-from trl_realloc.runtime.calls import CallSettings
+from trl_realloc.runtime.call_runner import CallRunner
+from trl_realloc.runtime.calls import CallSettings, Step
 from trl_realloc.runtime.exchange import Exchange
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm, JobFailed
@@ -42,8 +42,8 @@ LIMIT = 60
 SCORING = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
 
 
-class TimedExecutor(Executor):
-    """The executor with training that takes a time, and no model.
+class TimedRunner(CallRunner):
+    """Runs calls, with training that takes a time, and no model.
 
     Attributes:
         generates_early: whether the critic's training lasts until the next update's generation has begun.
@@ -55,11 +55,11 @@ class TimedExecutor(Executor):
     started: Sequence[Sequence[float]] = ()
     updates = 1
 
-    def _run_call(self, call: Call, share: Share) -> Rollouts:
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         if not call.trains:
-            return super()._run_call(call, share)
+            return super().compute(call, share, step)
         self.placement.clock.sleep(0.05)
-        following = self._step.number + 1
+        following = step.number + 1
         if call.name == "critic.train" and self.generates_early and following < self.updates:
             end = time.monotonic() + 10
             while any(len(started) <= following for started in self.started):
@@ -67,9 +67,9 @@ class TimedExecutor(Executor):
                 time.sleep(1e-3)
         policy = ("policy_loss", "clipped", "approxkl", "excess_ratio", "entropy")
         names = policy if call.name == "actor.train" else ("value_loss", "value_clipped")
-        steps = [step.tensor("index") for step in share.mini_batches()]
-        update = [torch.full_like(index, number) for number, index in enumerate(steps)]
-        index = torch.cat(steps)
+        parts = [part.tensor("index") for part in share.mini_batches()]
+        update = [torch.full_like(index, number) for number, index in enumerate(parts)]
+        index = torch.cat(parts)
         return Rollouts(index=index, update=torch.cat(update), **{name: torch.zeros(len(index)) for name in names})
 
 
@@ -153,25 +153,19 @@ def run(
     algorithm = PPO(PPOSettings(LIMIT), 0, None)
     outcomes: dict[tuple[int, int], Iteration] = {}
     errors: dict[int, Exception] = {}
-    executors = [
-        TimedExecutor(
-            FakePlacement(plan, rank, engines.get(rank), forward_s, barriers, teams, clock),
-            Exchange(plan, rank, messages=boxes.of(rank)),
-            algorithm,
-            settings,
-            Alarm(None),
-        )
-        for rank in ranks
-    ]
-
-    for executor in executors:
-        executor.generates_early, executor.updates = trains and not plan.barrier, updates
-        executor.started = [engine.started for engine in engines.values()]
+    executors = []
+    for rank in ranks:
+        placement = FakePlacement(plan, rank, engines.get(rank), forward_s, barriers, teams, clock)
+        runner = TimedRunner(placement, algorithm, settings, Alarm(None))
+        runner.generates_early, runner.updates = trains and not plan.barrier, updates
+        runner.started = [engine.started for engine in engines.values()]
+        exchange = Exchange(plan, rank, messages=boxes.of(rank))
+        executors.append(Executor(placement, exchange, algorithm, settings, runner.alarm, runner))
 
     def play(rank: int) -> None:
         try:
-            for step, (batch, following) in enumerate(pairwise((*batches, None))):
-                early = following if trains else None
+            for step, batch in enumerate(batches):
+                early = batches[step + 1 : step + 2] if trains else ()
                 if step == 1 and then is not None:
                     executors[rank].follow(then)
                 done = executors[rank].run(batch, step, {}, only=None if trains else SCORING, following=early)
@@ -347,10 +341,10 @@ def test_an_iteration_that_was_not_expected_drops_what_was_begun() -> None:
     out = run(plan, lengths, updates=1, trains=True)
     executor = out.executors[0]
     executor._begin_early(batch_of(8, 5))
-    begun = executor._early
+    begun = executor.runner.early
     assert begun is not None and begun.generation is not None
     executor.cancel_early()
-    assert begun.generation.closed and executor._early is None
+    assert begun.generation.closed and executor.runner.early is None
 
 
 def test_a_run_goes_on_under_a_plan_that_overlaps_otherwise() -> None:

@@ -104,13 +104,16 @@ def test_no_pass_of_a_seed_is_a_pass_of_another() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 7), (1, 5), (3, 4), (4, 4)])
 def test_batches_go_on_where_they_stopped(start: int, stop: int) -> None:
-    def read(first: int, last: int) -> list[tuple[list[int], bool, list[int] | None]]:
+    def read(first: int, last: int, ahead: int = 1) -> list[tuple[list[int], bool, bool, list[list[int]]]]:
         loader: Any = DataLoader(range(9), batch_size=3, sampler=SeededOrder(9, 1), drop_last=True)
-        batches: Any = batches_of(loader, first, last)
-        return [(batch.tolist(), begins, None if then is None else then.tolist()) for batch, begins, then in batches]
+        batches: Any = batches_of(loader, first, last, ahead)
+        return [(u.batch.tolist(), u.is_first, u.is_last, [f.tolist() for f in u.following]) for u in batches]
 
     whole, part = read(0, 9), read(start, stop)
-    assert [batch for batch, _, _ in part] == [batch for batch, _, _ in whole[start:stop]]
-    assert [begins for _, begins, _ in part] == [at == start or at % 3 == 0 for at in range(start, stop)]
-    for at, (_, _, following) in enumerate(part, start):
-        assert following == (None if (at + 1) % 3 == 0 or at + 1 == stop else whole[at + 1][0])
+    steps = range(start, stop)
+    assert [batch for batch, *_ in part] == [batch for batch, *_ in whole[start:stop]]
+    assert [begins for _, begins, _, _ in part] == [at == start or at % 3 == 0 for at in steps]
+    assert [ends for _, _, ends, _ in part] == [at % 3 == 2 or at == stop - 1 for at in steps]
+    for ahead in (0, 1, 4):
+        for at, (*_, following) in zip(steps, read(start, stop, ahead), strict=True):
+            assert following == [batch for batch, *_ in whole[at + 1 : min(stop, at + 1 + ahead)]]

@@ -5,9 +5,10 @@ A data set is tokenized and checked in `prompts`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice, pairwise
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,23 +100,44 @@ def prompt_loader(
     )
 
 
-def batches_of(
-    loader: DataLoader[PromptBatch], start: int, stop: int
-) -> Iterator[tuple[PromptBatch, bool, PromptBatch | None]]:
+class Upcoming(NamedTuple):
+    """The batch of one update.
+
+    Args:
+        is_first, is_last: of those that are read in its pass over the data.
+        following: the batches of the next updates, also those of the next passes.
+    """
+
+    batch: PromptBatch
+    is_first: bool
+    is_last: bool
+    following: tuple[PromptBatch, ...]
+
+
+def batches_of(loader: DataLoader[PromptBatch], start: int, stop: int, ahead: int = 1) -> Iterator[Upcoming]:
     """The batches of updates `start` to `stop`, in as many passes over the data as they need.
 
-    Yields:
-        A batch, whether it is the first one read in its pass, and the next one of its pass; `None` if it is the last.
+    Args:
+        ahead: most batches that are read before their update.
     """
-    per_pass = len(loader)
-    step = start
+    window: deque[tuple[PromptBatch, bool, bool]] = deque()
+    source = _in_passes(loader, start, stop)
+    while True:
+        window.extend(islice(source, ahead + 1 - len(window)))
+        if not window:
+            return
+        batch, is_first, is_last = window.popleft()
+        yield Upcoming(batch, is_first, is_last, tuple(of_next for of_next, _, _ in window))
+
+
+def _in_passes(loader: DataLoader[PromptBatch], start: int, stop: int) -> Iterator[tuple[PromptBatch, bool, bool]]:
+    """Each batch, and whether it is the first and the last one of its pass."""
+    per_pass, step = len(loader), start
     while step < stop:
         if isinstance(loader.sampler, SeededOrder):
             loader.sampler.epoch = step // per_pass
-        is_first, first_position = True, step % per_pass
-        batches = islice(loader, first_position, first_position + min(stop - step, per_pass - first_position))
-        for batch, following in pairwise(chain(batches, (None,))):
-            assert batch is not None, "the end follows the last batch"
-            step += 1
-            yield batch, is_first, following
-            is_first = False
+        first_position = step % per_pass
+        count = min(stop - step, per_pass - first_position)
+        for at, batch in enumerate(islice(loader, first_position, first_position + count)):
+            yield batch, not at, at == count - 1
+        step += count

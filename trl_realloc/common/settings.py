@@ -126,7 +126,7 @@ SETTINGS: Mapping[str, Setting] = {
     "vf_coef": _number(least=0),
     "gamma": _number(least=0, most=1),
     "lam": _number(least=0, most=1),
-    "max_staleness": _whole(0),
+    "max_staleness": _whole(0, 64),
     "vllm_importance_sampling_mode": _one_of("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "vllm_importance_sampling_clip_max": _number(above=0, optional=True),
     "vllm_importance_sampling_clip_min": _number(least=0, optional=True),

@@ -21,6 +21,7 @@ from .algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from .assignment import ENGINES, RELEASE_FLAGS, Assignment, ParallelStrategy, assignment_problems, engines_for, in_place
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge
+from .staleness import Staleness, staleness_problems
 from .streams import Streams, stream_problems, streamed_calls
 
 
@@ -65,6 +66,7 @@ class ExecutionPlan:
         streams: how scoring begins while samples are being generated; `None` if every call waits for whole batches.
         barrier: an iteration begins when the one before has ended on every device. Otherwise generation begins when its
             parameters have been trained.
+        staleness: how far generation and scoring run ahead of the training.
 
     Raises:
         PlanError: with a sentence for each problem of the plan.
@@ -76,12 +78,14 @@ class ExecutionPlan:
     name: str = ""
     streams: Streams | None = None
     barrier: bool = False
+    staleness: Staleness = Staleness()
 
     def __post_init__(self) -> None:
         problems = Problems(_problems(self.cluster, self.assignments, self.graph))
         problems += stream_problems(self.graph, self.assignments, self.streams)
         if not isinstance(self.barrier, bool):
             problems.append(f"barrier is true or false, not {shown(self.barrier)}.")
+        problems += staleness_problems(self.graph, self.assignments, self.staleness, self.streams, self.barrier)
         problems.refuse()
         ordered = Assignments({name: self.assignments[name] for name in self.graph.order})
         object.__setattr__(self, "assignments", ordered)
@@ -132,7 +136,8 @@ class ExecutionPlan:
     def _overlap(self) -> dict[str, Any]:
         """The fields that say how calls overlap, without those that are the default."""
         streams = {} if self.streams is None else {"streams": self.streams.to_dict() or True}
-        return {**streams, **({"barrier": True} if self.barrier else {})}
+        staleness = {"staleness": self.staleness.to_dict()} if self.staleness != Staleness() else {}
+        return {**streams, **({"barrier": True} if self.barrier else {}), **staleness}
 
     @staticmethod
     def from_dict(value: object) -> ExecutionPlan:
@@ -150,9 +155,11 @@ class ExecutionPlan:
             cluster = _read_cluster(value.get("cluster"))
         with problems.of():
             graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else _ppo_graph_of(value.get("calls"))
-        streams, barrier = None, value.get("barrier", False)
+        streams, barrier, staleness = None, value.get("barrier", False), Staleness()
         with problems.of():
             streams = Streams.from_dict(value.get("streams"))
+        with problems.of():
+            staleness = Staleness.from_dict(value.get("staleness", 0))
         calls = value.get("calls")
         if not isinstance(calls, Mapping):
             problems.append(
@@ -172,7 +179,7 @@ class ExecutionPlan:
         problems.refuse()
         assert cluster is not None
         assert graph is not None
-        return ExecutionPlan(cluster, assignments, graph, name, streams, barrier)
+        return ExecutionPlan(cluster, assignments, graph, name, streams, barrier, staleness)
 
     def to_yaml(self) -> str:
         """The plan as YAML: a line for each call, after a comment that explains the fields."""
@@ -265,8 +272,10 @@ _HEADER = f"""\
 #     migration: {{threshold: 0.2, engines: 1}}: when less than a fifth is unfinished, one engine takes it
 #     deterministic: true repeats a run bit for bit; calls: [reference.forward] streams these alone
 #   barrier: true begins no iteration before the one before has ended everywhere
+#   staleness: 1 generates for the next batch while this one trains, on devices on which nothing trains; a token is
+#     trained at most so many updates after the policy that drew it
 """
-_KEYS = ("name", "cluster", "graph", "streams", "barrier", "calls")
+_KEYS = ("name", "cluster", "graph", "streams", "barrier", "staleness", "calls")
 
 
 def _flow(value: object) -> str:

@@ -33,7 +33,12 @@ def suits(now: ExecutionPlan, other: ExecutionPlan, episodes: int) -> bool:
     Args:
         episodes: samples of a batch.
     """
-    if (now.cluster, now.assignments, now.graph) != (other.cluster, other.assignments, other.graph):
+    if (now.cluster, now.assignments, now.graph, now.staleness) != (
+        other.cluster,
+        other.assignments,
+        other.graph,
+        other.staleness,
+    ):
         return False
     return all(
         engine_samples(other, call, episodes) <= engine_samples(now, call, episodes)

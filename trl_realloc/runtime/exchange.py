@@ -95,12 +95,20 @@ class Exchange:
         rank: this process.
         group: a gloo group over all ranks; `None` in a job of one process.
         messages: replaces those over `group`.
+        first_tag: of the messages; two exchanges that are used at the same time have different ones.
     """
 
-    def __init__(self, plan: ExecutionPlan, rank: int, group: Any = None, messages: Messages | None = None) -> None:
-        self.plan, self.rank = plan, rank
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        rank: int,
+        group: Any = None,
+        messages: Messages | None = None,
+        first_tag: int = 0,
+    ) -> None:
+        self.plan, self.rank, self.first_tag = plan, rank, first_tag
         self.messages = GlooMessages(group) if messages is None else messages
-        self._tags = {name: at for at, name in enumerate(plan.order)}
+        self._tags = {name: first_tag + at for at, name in enumerate(plan.order)}
         self._collected: dict[str, CallOutput | Failures] = {}
         self._own_outputs: dict[str, CallOutput | Failures] = {}
         self._running: frozenset[str] = frozenset()
@@ -211,19 +219,36 @@ class Exchange:
             self.messages.send(content, rank, self._share_tag(call))
 
     def _share_tag(self, call: str) -> int:
-        return len(self._tags) + self._tags[call]
+        return len(self._tags) + self._tags[call]  # after those of the outputs
 
     @property
     def stream_tag(self) -> int:
         """The first of three tags of the messages of streamed calls."""
-        return 2 * len(self._tags) + 2  # `spread` has the one before, and uses the next one too
+        return self.first_tag + 2 * len(self._tags) + 2  # `spread` has the one before, and uses the next one too
+
+    @property
+    def free_tag(self) -> int:
+        """The first tag that is not used by this exchange."""
+        return self.stream_tag + 3
+
+    def of_iteration(self, running: Collection[str], first_tag: int) -> Exchange:
+        """An exchange for one iteration of several that are under way. Messages of two iterations with the same tag
+        arrive in the order in which they were sent, so each rank publishes and collects a call's outputs iteration by
+        iteration.
+
+        Args:
+            running: as of `begin`.
+        """
+        exchange = Exchange(self.plan, self.rank, messages=self.messages.twin(), first_tag=first_tag)
+        exchange._running = frozenset(running)
+        return exchange
 
     # --- results ----------------------------------------------------------------------------------------------------
 
     def spread(self, value: Any) -> Any:
         """Rank 0's value, on every rank. All ranks together."""
         assert RESULTS == 0, "the first of the ranks"
-        return spread(self.messages, range(self.plan.cluster.size), self.rank, value, 2 * len(self._tags))
+        return spread(self.messages, range(self.plan.cluster.size), self.rank, value, self.stream_tag - 2)
 
 
 def _pack(output: CallOutput | Failures) -> bytes:

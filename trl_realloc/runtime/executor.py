@@ -8,34 +8,33 @@ overlap. What a call does on one rank is in `calls`, what it reads in `call_inpu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..algorithms.base import Algorithm, training_inputs
-from ..algorithms.nonfinite import NonFiniteError, with_text
+from ..algorithms.base import Algorithm
+from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
-from ..engines.base import EngineError, Rate, Sampling
-from ..plan.dataflow import Call, CallKind, Role
+from ..engines.base import Rate, Sampling
+from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import early_call
-from ..plan.timeline import Span
 from ..planner.dispatcher import Dispatcher, Order
 from ..planner.stream import Stream, stream_of
 from . import calls
-from .call_inputs import CallInputs
+from .ahead_runs import AheadRuns
+from .call_runner import CallRunner
 from .calls import CallSettings, Step
+from .drawn_samples import DrawnSamples
 from .early_generation import EarlyGeneration
-from .exchange import CallFailure, CallOutput, CallsFailed, Exchange, Failures, failure_of
+from .exchange import CallsFailed, Exchange
 from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
+from .iteration_results import iteration_results
 from .placement import Placement
-from .reallocation import Moved
-from .results import Iteration, Statistics, add_statistics, observed, sample_metrics, update_metrics
+from .results import Iteration
 from .routes import RESULTS, replica
-from .shares import Share
 from .stream_leader import StreamLeader, StreamLink
 from .stream_worker import StreamWorker
 
@@ -49,20 +48,30 @@ class Executor:
         algorithm: what is computed between the calls, losses and metrics.
         settings: sampling and rewards.
         alarm: reports a failure here to the other ranks, and raises theirs here.
+        runner: of this rank's calls; by default a `CallRunner`.
 
     Attributes:
         orders: of the latest iteration's streams; on rank 0.
+        ahead: runs iterations of a plan with a staleness; `None` for another plan.
     """
 
     def __init__(
-        self, placement: Placement, exchange: Exchange, algorithm: Algorithm, settings: CallSettings, alarm: Alarm
+        self,
+        placement: Placement,
+        exchange: Exchange,
+        algorithm: Algorithm,
+        settings: CallSettings,
+        alarm: Alarm,
+        runner: CallRunner | None = None,
     ) -> None:
         self.placement, self.exchange, self.algorithm = placement, exchange, algorithm
         self.settings, self.alarm = settings, alarm
         self.plan, self.rank = placement.plan, placement.rank
         self.orders: Sequence[Order] = ()
-        self._failure: BaseException | None = None
-        self._early: EarlyGeneration | None = None
+        self.runner = runner or CallRunner(placement, algorithm, settings, alarm)
+        self.ahead = (
+            AheadRuns(placement, settings, alarm, self.runner, exchange) if self.plan.staleness.versions else None
+        )
 
     def run(
         self,
@@ -73,7 +82,7 @@ class Executor:
         known: Mapping[str, Rollouts] | None = None,
         only: Collection[str] | None = None,
         sampling: Sampling | None = None,
-        following: PromptBatch | None = None,
+        following: Sequence[PromptBatch] = (),
     ) -> Iteration:
         """Run one iteration.
 
@@ -84,8 +93,9 @@ class Executor:
             known: by call name, outputs of calls that are not run (replayed rollouts).
             only: the calls to run; by default all. An evaluation leaves out the training.
             sampling: replaces the run's sampling.
-            following: the next iteration's batch, if its generation may begin before this iteration has ended. If
-                another iteration is run next, what has been generated is dropped.
+            following: the next iterations' batches, whose generation may begin before this iteration has ended: one, or
+                with a staleness one more than that. If another iteration is run next, what has been generated is
+                dropped.
 
         Raises:
             JobFailed: a call failed here or on another rank. If it was a call before the training, nothing was trained
@@ -96,7 +106,12 @@ class Executor:
         streamed = self.plan.streamed if set(self.plan.streamed) <= set(names) else ()
         whole = [name for name in names if name not in streamed]
         this_step = Step(step, batch.rows, learning_rates, sampling)
-        if self._early is not None and not (self._early.is_of(this_step, batch) and self._early.call in names):
+        if self.ahead is not None and len(names) == len(self.plan.order):
+            return self._run_ahead(this_step, batch, following)
+        if self.ahead is not None:
+            self.ahead.stop()
+        early = self.runner.early
+        if early is not None and not (early.is_of(this_step, batch) and early.call in names):
             self.cancel_early()
         self.begin(this_step, whole)
         for name, samples in known.items():
@@ -105,16 +120,23 @@ class Executor:
         of_rank = [name for name in whole if self.placement.takes_part(name)]
         for name, next_name in zip_longest(of_rank, of_rank[1:]):
             call = self.plan.graph.call(name)
-            share = self.inputs.share(call, batch.prompts) if self.placement.has(name) else None
+            share = self._now.inputs.share(call, batch.prompts) if self.placement.has(name) else None
             if next_name is not None:
                 self.placement.prefetch(next_name)  # while this call runs
-            self._execute(call, share)
-        self._early = None
-        if following is not None:
-            self._begin_early(following)
+            self.runner.run(self._now, call, share)
+        self.runner.early = None
+        if following:
+            self._begin_early(following[0])
         if leader is not None:
             leader.wait()
         return self._finish(batch, names, known)
+
+    def _run_ahead(self, step: Step, batch: PromptBatch, following: Sequence[PromptBatch]) -> Iteration:
+        assert self.ahead is not None, "the plan has a staleness"
+        self.exchange.flush()
+        self.runner.failure = None
+        self._now = self.ahead.run(step, batch, following).running
+        return self._finish(batch, self.plan.order, ())
 
     def _run_streamed(self, batch: PromptBatch) -> StreamLeader | None:
         """Run the streamed calls of this rank, and publish their outputs. Returns the leader, on rank 0."""
@@ -135,20 +157,20 @@ class Executor:
                 self.exchange.stream_tag + 2,
                 link,
                 stream,
-                self._step,
+                self._now.step,
                 batch,
-                self._early,
+                self.runner.early,
             )
             for name, output in worker.run().items():
                 self.exchange.publish(name, output)
-            self._failure = worker.error
+            self.runner.failure = worker.error
         return leader
 
     def _stream(self, batch: PromptBatch) -> Stream:
         forwards = [n for n in self.plan.streamed if self.plan.graph.call(n).kind is CallKind.FORWARD]
         generate = self.plan.graph.call(self.plan.streamed[0])
         lengths = batch.prompts.ragged(generate.inputs[0]).lengths.tolist()
-        limit = calls.sampling_of(self.settings, generate, self._step).max_tokens
+        limit = calls.sampling_of(self.settings, generate, self._now.step).max_tokens
         return stream_of(self.plan, lengths, limit, {name: self.placement.budget(name) for name in forwards})
 
     def _begin_early(self, batch: PromptBatch) -> None:
@@ -157,21 +179,43 @@ class Executor:
             return
         name = early_call(self.plan.graph, self.plan.assignments)
         if name is not None and self.placement.takes_part(name):
-            step = Step(self._step.number + 1, batch.rows, {})
+            step = Step(self._now.step.number + 1, batch.rows, {})
             self.alarm.at(f"{name} of {step.name} (its parameters)")
-            self._early = EarlyGeneration(self.placement, self.settings, name, step, batch)
+            self.runner.early = EarlyGeneration(self.placement, self.settings, name, step, batch)
 
     def cancel_early(self) -> None:
-        """End a generation that has been begun for an iteration that is not run next."""
-        if self._early is not None:
-            self._early.close()
-            self._early = None
+        """Stop what has been begun for later iterations. With a staleness the next iteration goes on with it; otherwise
+        it is dropped."""
+        if self.runner.early is not None:
+            self.runner.early.close()
+            self.runner.early = None
+        if self.ahead is not None:
+            self.ahead.stop()
 
     def follow(self, plan: ExecutionPlan) -> None:
         """Run the next iterations by another plan, which differs in how calls overlap alone. All ranks together."""
         self.cancel_early()
         self.exchange.flush()
         self.plan = self.placement.plan = self.exchange.plan = plan
+
+    def samples_under_way(self, step: int) -> DrawnSamples | None:
+        """What has been drawn of the samples of later iterations, on rank 0; `None` on the others, and under a plan
+        without a staleness. All ranks together, between two iterations.
+
+        Args:
+            step: the number of the next iteration.
+        """
+        return None if self.ahead is None else self.ahead.drawn(step)
+
+    def go_on_with(self, drawn: DrawnSamples | None) -> None:
+        """Use samples that were under way in another run or plan. Before the first iteration, all ranks together. A
+        plan without a staleness draws them anew.
+
+        Args:
+            drawn: on rank 0; `None` if there are none.
+        """
+        if self.ahead is not None and (drawn := self.exchange.spread(drawn)) is not None:
+            self.ahead.restore(drawn)
 
     # --- one call at a time -----------------------------------------------------------------------------------------
 
@@ -181,13 +225,9 @@ class Executor:
         Args:
             running: the calls that read each other's outputs; none where each is run by `perform`.
         """
-        self._step = step
         self.exchange.begin(running)
-        self.inputs = self._new_inputs()
-        self._failure = None
-
-    def _new_inputs(self) -> CallInputs:
-        return CallInputs(self.exchange, self.algorithm, self.settings, self.alarm, self._step.number, self._step.name)
+        self._now = self.runner.begin(step, self.exchange)
+        self.runner.failure = None
 
     def perform(self, name: str, samples: Rollouts) -> Rollouts:
         """Run one call of the iteration that has begun, on any samples, and wait for its outputs. All ranks call this
@@ -207,89 +247,18 @@ class Executor:
         self.cancel_early()
         call = self.plan.graph.call(name)
         self.exchange.forget(name)
-        self.inputs = self._new_inputs()
+        self._now = self.runner.begin(self._now.step, self.exchange)
         of_rank = [replica(self.plan, name, self.rank)] if self.placement.has(name) else []
-        shares = self.inputs.divide(call, samples, of_rank)
+        shares = self._now.inputs.divide(call, samples, of_rank)
         if self.placement.takes_part(name):
-            self._execute(call, shares[0] if shares else None)
+            self.runner.run(self._now, call, shares[0] if shares else None)
         outcome: Rollouts | JobFailed | None = None
         if self.rank == RESULTS:
             try:
-                outcome = self.inputs.collect(name).samples
+                outcome = self._now.inputs.collect(name).samples
             except CallsFailed as failed:
                 outcome = JobFailed(str(failed), is_unharmed=all(f.is_unharmed for f in failed.failures))
         return self._from_results(outcome)
-
-    # --- running a call ---------------------------------------------------------------------------------------------
-
-    def _run_call(self, call: Call, share: Share) -> Rollouts:
-        """Run a call of any kind on this rank's share."""
-        placement, settings, step = self.placement, self.settings, self._step
-        match call.kind:
-            case CallKind.GENERATE:
-                early = self._early_of(call.name)
-                begun = early.generation if early is not None else None
-                return calls.generate(placement, settings, call, share.samples, step, self.alarm.check, begun)
-            case CallKind.FORWARD:
-                return calls.forward(placement, settings, call, share.samples, step)
-            case CallKind.TRAIN:
-                loss = self.algorithm.loss(call.name).of_tokens
-                return calls.train(placement, settings, loss, call, share.mini_batches(), step)
-
-    def _early_of(self, name: str) -> EarlyGeneration | None:
-        return self._early if self._early is not None and self._early.call == name else None
-
-    def _refresh(self, name: str) -> Moved | None:
-        """Update the parameters that a call uses, unless this was done before the iteration began."""
-        early = self._early_of(name)
-        return self.placement.refresh(name) if early is None else early.refreshed()
-
-    def _execute(self, call: Call, share: Share | CallsFailed | None) -> None:
-        """Run a call, and publish its outputs or its failure. A call whose inputs have failed publishes their failures,
-        so that every rank gets the messages that it waits for, and learns of the failure at the iteration's end.
-
-        A failure inside a call with collectives is raised at once. The other ranks of its mesh wait in one of them, and
-        the next collective of this rank on the same process group would be taken for it.
-
-        Args:
-            share: `None` on a rank that only sends parameters.
-        """
-        output: CallOutput | Failures
-        name, step = call.name, self._step.number
-        is_collective = True  # the code that runs now contains collectives
-        try:
-            self.alarm.at(f"{name} of {self._step.name} (its parameters)")
-            try:
-                moved = self._refresh(name)
-            # an engine refused the parameters; every rank knows it, and the collectives are complete
-            except EngineError:
-                is_collective = False
-                raise
-            is_collective = self.placement.has_collectives(name)
-            self.alarm.at(f"{name} of {self._step.name}")
-            spans = (Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes),) if moved else ()
-            early, start = self._early_of(name), time.time()
-            if share is None:
-                return
-            if isinstance(share, CallsFailed) or share.is_skipped:
-                output = share.failures if isinstance(share, CallsFailed) else CallOutput(Rollouts(), spans)
-            else:
-                self.placement.check_fresh(name)
-                with self.placement.resident(name):
-                    outputs = self._run_call(call, share)
-                has_tokens = call.kind is CallKind.GENERATE and len(outputs) > 0
-                tokens = int(outputs.ragged(call.outputs[0]).lengths.sum()) if has_tokens else 0
-                end = max(start, time.time())
-                if early is not None and early.generation is not None:
-                    start, end = early.start, max(early.start, early.generation.ended_at)
-                samples = 0 if call.trains else len(outputs)
-                output = CallOutput(outputs, (*spans, Span(name, self.rank, start, end, step, tokens, samples=samples)))
-        except JobFailed:
-            raise
-        except Exception as error:
-            self._failure = error
-            output = (failure_of(error, self.rank, name, is_collective=is_collective),)
-        self.exchange.publish(name, output)
 
     # --- the results of an iteration ----------------------------------------------------------------------------------
 
@@ -298,7 +267,7 @@ class Executor:
         outcome: Iteration | JobFailed | NonFiniteError | None = None
         if self.rank == RESULTS:
             try:
-                outcome = self._results(batch, names, known)
+                outcome = iteration_results(self._now, self.algorithm, self.settings, batch, names, known)
             except (JobFailed, NonFiniteError) as error:
                 outcome = error
         sent = outcome.for_other_ranks() if isinstance(outcome, Iteration) else outcome
@@ -307,69 +276,11 @@ class Executor:
 
     def _from_results(self, outcome: Any) -> Any:
         """What rank 0 has computed, on every rank. Raises it there if it is an exception."""
-        self.alarm.at(f"waiting for the results of {self._step.name}")
+        self.alarm.at(f"waiting for the results of {self._now.step.name}")
         outcome = self.exchange.spread(outcome)
         if isinstance(outcome, Exception):
-            raise outcome from self._failure
+            raise outcome from self.runner.failure
         return outcome
-
-    def _results(self, batch: PromptBatch, names: Sequence[str], known: Collection[str]) -> Iteration:
-        """Collect the outputs of all calls. Only on rank 0.
-
-        Raises:
-            JobFailed: a call failed; after the outputs or the failures of all calls have arrived.
-            NonFiniteError: a number of the samples is not finite.
-        """
-        samples, spans, failures = batch.prompts, list[Span](), list[CallFailure]()
-        refused: NonFiniteError | None = None
-        statistics: Statistics = {}
-        has_trained = False
-        for name in (*known, *names):
-            trains = self.plan.graph.call(name).trains
-            if trains and not failures and refused is None:
-                try:
-                    self.inputs.prepare(samples)  # also where rank 0 trains nothing: a batch may be refused or skipped
-                except NonFiniteError as error:
-                    refused = error
-            try:
-                output = self.inputs.collect(name)
-            except CallsFailed as failed:
-                failures += failed.failures
-                continue
-            spans += output.spans
-            if trains:
-                has_trained |= len(output.samples) > 0
-                add_statistics(output.samples, len(batch), statistics)
-            else:
-                samples = samples.plus(**output.samples)
-        if refused is not None:
-            raise refused
-        if failures:
-            raise self._job_failed(failures, samples, has_trained)
-        metrics: dict[str, float] = {}
-        if training_inputs(self.algorithm.graph) <= set(samples):
-            samples = samples.plus(**self.inputs.prepare(samples))  # a training call may have read fewer columns
-            metrics = sample_metrics(self.algorithm, samples, only_finite=self.inputs.skips_training)
-        trainings = [name for name in names if self.plan.graph.call(name).trains]
-        if trainings:
-            counts, step = self.settings.skip_nonfinite, self._step.number
-            metrics |= update_metrics(self.algorithm, trainings, samples, step, statistics, counts_skipped=counts)
-        tokens = samples.tokens if "responses" in samples else 0
-        return Iteration(metrics, observed(samples, spans), tokens, samples, tuple(spans))
-
-    def _job_failed(self, failures: Sequence[CallFailure], samples: Rollouts, has_trained: bool) -> JobFailed:
-        """The exception for failed calls, with the text of the samples at fault. Of ranks that say the same of a call,
-        it names the first."""
-        texts, first = [], dict[tuple[str, str], CallFailure]()
-        for failure in failures:
-            first.setdefault((failure.call, failure.message), failure)
-        for failure in first.values():
-            error = NonFiniteError(str(failure), failure.sample)
-            has_text = failure.sample >= 0 and "responses" in samples
-            texts.append(str(with_text(error, samples, self.settings.processing_class) if has_text else error))
-        return JobFailed(
-            "; ".join(texts), is_unharmed=not has_trained and all(f.is_unharmed for f in failures), is_shared=True
-        )
 
 
 def make_executor(placement: Placement, algorithm: Algorithm, settings: CallSettings) -> Executor:

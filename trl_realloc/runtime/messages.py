@@ -31,6 +31,9 @@ class Messages(Protocol):
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
 
+    def twin(self) -> Messages:
+        """Another object for the same connections, whose `flush` waits for its own messages alone."""
+
 
 class GlooMessages:
     """`Messages` over a gloo group, from host memory. A message is its length and, unless it is empty, its content,
@@ -67,6 +70,9 @@ class GlooMessages:
         payload = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(payload, rank, group=self.group, tag=2 * tag + 1)
         return rank, payload.numpy().tobytes()
+
+    def twin(self) -> GlooMessages:
+        return GlooMessages(self.group)
 
     def flush(self) -> None:
         for work, _buffer in self._sends:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,10 @@ from ..algorithms.base import Algorithm
 from ..algorithms.rollout import Rollouts
 from ..plan.timeline import Span
 
+
+POLICY_VERSIONS = "policy_versions"  # column: of each response token, updates of the policy that drew it
+IN_FLIGHT_S = "in_flight_s"  # column: seconds of a sample's generation
+GENERATED_AT = "generated_at"  # column: when a sample's generation ended, seconds since the epoch
 
 # by optimizer step and by name: (n,) float32 by position in the global batch
 Statistics = dict[int, dict[str, Tensor]]
@@ -96,10 +101,15 @@ def sample_metrics(algorithm: Algorithm, samples: Rollouts, *, only_finite: bool
     return {name: value for name, value in metrics.items() if not only_finite or math.isfinite(value)}
 
 
-def observed(samples: Rollouts, spans: Iterable[Span]) -> dict[str, float]:
+def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[str, float]:
     """`Iteration.observed` of a global batch and of the spans of its calls: `completions/mean_length`,
     `rewards/<name>`, `time/<call>` (seconds of the slowest rank), and `realloc/bytes/<call>` and
-    `realloc/seconds/<call>`, where the call is the one that received the parameters."""
+    `realloc/seconds/<call>`, where the call is the one that received the parameters. With a staleness also
+    `ages`.
+
+    Args:
+        step: the number of the iteration.
+    """
     busy: dict[tuple[str, int], float] = defaultdict(float)  # a streamed call has several spans on a device
     metrics: dict[str, float] = {}
     for name in samples:
@@ -107,6 +117,7 @@ def observed(samples: Rollouts, spans: Iterable[Span]) -> dict[str, float]:
             metrics[f"rewards/{name.removeprefix('reward/')}"] = float(samples.tensor(name).nanmean())
     if "responses" in samples:
         metrics["completions/mean_length"] = float(samples.ragged("responses").lengths.float().mean())
+    metrics |= ages(samples, step)
     for span in spans:
         busy[span.call, span.device] += span.seconds
         if " -> " in span.call:
@@ -118,3 +129,26 @@ def observed(samples: Rollouts, spans: Iterable[Span]) -> dict[str, float]:
         source, _, target = call.partition(" -> ")
         metrics[f"realloc/seconds/{target}" if target else f"time/{source}"] = seconds
     return metrics
+
+
+def ages(samples: Rollouts, step: int) -> dict[str, float]:
+    """How old the samples of a plan with a staleness are when they are trained; empty for other samples.
+
+    Args:
+        step: the number of the iteration, which is the number of updates that its policy has had.
+
+    Returns:
+        `staleness/mean` and `staleness/oldest`: updates between the policy that drew a token and the one that is
+        trained, over all tokens. `staleness/in_flight_s` and `staleness/in_queue_s`: seconds that a sample was
+        generated, and that it then waited until the iteration's end; means over the samples.
+    """
+    if POLICY_VERSIONS not in samples or not len(samples):
+        return {}
+    age = step - samples.ragged(POLICY_VERSIONS).values.double()
+    waited = (time.time() - samples.tensor(GENERATED_AT)).clamp(min=0.0)
+    return {
+        "staleness/mean": float(age.mean()),
+        "staleness/oldest": float(age.max()),
+        "staleness/in_flight_s": float(samples.tensor(IN_FLIGHT_S).mean()),
+        "staleness/in_queue_s": float(waited.mean()),
+    }

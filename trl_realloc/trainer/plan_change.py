@@ -113,6 +113,7 @@ class PlanChangeMixin:
         self.executor.cancel_early()
         self.executor.exchange.flush()
         self._finish_save()  # over a process group of the old plan
+        under_way = self.executor.samples_under_way(self.state.global_step)
         run_state = RunState(self.placement)
         self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
         self._let_go()
@@ -123,6 +124,7 @@ class PlanChangeMixin:
         self._place()
         self._start()
         run_state.load_into(self.placement)
+        self.executor.go_on_with(under_way)
         self._follow(job_plan)
 
     def _follow(self, job_plan: JobPlan) -> None:

@@ -49,6 +49,11 @@ def check_plan(
             "full_determinism asks that two runs give the same bits, and this plan's streams score the samples of one "
             "forward as they come; write streams: {deterministic: true}, or leave streams out."
         )
+    if args.full_determinism and plan.staleness.versions:
+        raise ConfigError(
+            "full_determinism asks that two runs give the same bits, and under this plan's staleness it depends on the "
+            "clock which policy draws a token; leave staleness out, or full_determinism."
+        )
     stages = {name: a.strategy.zero_stage for name, a in plan.assignments.items() if a.strategy.zero_stage}
     if stages and not deepspeed_compat.is_installed():
         name, stage = next(iter(stages.items()))

@@ -6,7 +6,7 @@ Choosing a plan for `plan: auto` is in `profiling.auto_plan`; whether the models
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.utils import logging
@@ -21,6 +21,7 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import AUTO, resolve_plan, with_proximal, with_sleeping_engines, without_proximal
+from ..plan.staleness import Staleness
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
 from .accelerate_plugin import ReallocationPlugin
@@ -77,6 +78,8 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
     cluster = cluster_of(processes)
     graph = args.ppo_settings().graph
     plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph)
+    if plan is not None:
+        plan = _with_staleness(plan, args.max_staleness, is_preset=plugin.plan == "separate")
     if plan is not None and args.vllm_enable_sleep_mode:
         plan = with_sleeping_engines(plan)
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
@@ -122,6 +125,30 @@ def _requested_plan(
     else:
         return None
     return _for_graph(plan, graph)
+
+
+def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> ExecutionPlan:
+    """The plan, within the run's bound. The preset `separate` uses all of it.
+
+    Args:
+        most: `max_staleness`.
+        is_preset: whether it is the preset `separate`.
+
+    Raises:
+        ConfigError: the plan's staleness is above the bound.
+    """
+    if plan.staleness.versions > most:
+        raise ConfigError(
+            f"the plan's staleness is {plan.staleness.versions}, and max_staleness {most}; set max_staleness to what "
+            f"the run may use, or lower the plan's staleness."
+        )
+    if not most or plan.staleness.versions:
+        return plan
+    if is_preset and plan.cluster.size > 1 and plan["actor.generate"].engine == "vllm":
+        return replace(plan, staleness=Staleness(most))
+    name = f"the plan {plan.name!r}" if plan.name else "the plan"
+    notice(f"{name} has no staleness, so max_staleness {most} has no effect; the preset separate generates ahead")
+    return plan
 
 
 def _for_graph(plan: ExecutionPlan, graph: DataflowGraph) -> ExecutionPlan:

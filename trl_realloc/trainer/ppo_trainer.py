@@ -260,9 +260,8 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
-        for batch, is_first, following in batches_of(
-            self.get_train_dataloader(), start_step - self._data_begins, self.state.max_steps - self._data_begins
-        ):
+        data = self.get_train_dataloader(), start_step - self._data_begins, self.state.max_steps - self._data_begins
+        for batch, is_first, is_last, following in batches_of(*data, ahead=args.max_staleness + 1):
             if is_first:
                 self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
@@ -270,7 +269,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             rates = {role: self.setup.rates.role(role) for role in self.plan.graph.trained_roles}
             self._rate = self.setup.rates.first
             with self._working(self.state.global_step - start_step), self._saving_good_state():
-                early = following if self._may_begin_early() else None
+                early = following if self._may_begin_early(is_last) else ()
                 iteration = self.executor.run(batch, self.state.global_step, rates, following=early)
             self.setup.rates.scheduled.step()  # it has no gradients, so nothing changes; the scheduler expects it
             if not follows_metrics(self.lr_scheduler):
@@ -283,7 +282,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
             self._show_completions()
-            if following is None or self.control.should_training_stop:
+            if is_last or self.control.should_training_stop:
                 self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
                 self._log_evaluate_save()
             if self.control.should_training_stop:
@@ -303,12 +302,15 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         loss = self.metrics.mean_loss(args.vf_coef)
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 
-    def _may_begin_early(self) -> bool:
-        """Whether the next update's generation may begin before this update has ended. Not where the engines are needed
-        in between, for an evaluation or for showing completions."""
+    def _may_begin_early(self, is_last: bool) -> bool:
+        """Whether later updates' generation may begin before this update has ended. With a staleness always. Otherwise
+        not where the engines are needed in between, for an evaluation or for showing completions, and not at the end of
+        a pass over the data."""
+        if self.plan.staleness.versions:
+            return True
         args, done = self.args, self.state.global_step + 1
         evaluates = args.eval_strategy == IntervalStrategy.STEPS and done % self.state.eval_steps == 0
-        return not evaluates and not self._shows_completions(done)
+        return not is_last and not evaluates and not self._shows_completions(done)
 
     def _end_together(self) -> None:
         """Wait for all ranks. A process that exits closes connections from which others may still read."""

@@ -20,12 +20,24 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...algorithms.nonfinite import NonFiniteError
+from ...runtime.drawn_samples import DrawnSamples
+from ...runtime.executor import Executor
 from ...runtime.failures.alarm import Alarm, JobFailed, is_known_everywhere
 from ...runtime.placement import Placement
 from ...runtime.process_groups import from_every_rank
 from .identity import Identity, data_checksum, trained_shapes
 from .models import save_models
-from .resuming import SCHEDULER, STATE, Checkpoint, CurrentRun, ResumeSetting, fetch, find_checkpoint, newest_whole
+from .resuming import (
+    SAMPLES,
+    SCHEDULER,
+    STATE,
+    Checkpoint,
+    CurrentRun,
+    ResumeSetting,
+    fetch,
+    find_checkpoint,
+    newest_whole,
+)
 from .saving import UnfinishedCheckpoint, check_writable, new_run
 from .training_state import StateWrite, load_training_state
 from .write_errors import WriteErrors
@@ -44,6 +56,7 @@ class CheckpointMixin:
     control: Any
     processing_class: Any
     placement: Placement
+    executor: Executor
     alarm: Alarm
     store_flos: Callable[[], None]
     create_model_card: Callable[..., None]
@@ -148,6 +161,10 @@ class CheckpointMixin:
             random_state = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
             with problems.writing(folder / random_state):
                 self._save_rng_state(str(folder))
+            under_way = self.executor.samples_under_way(self.state.global_step)
+            if under_way:  # on rank 0
+                with problems.writing(folder / SAMPLES):
+                    torch.save(under_way.to_tensors(), folder / SAMPLES)
         if self.accelerator.process_index:
             return background if args.async_save else None
         if not args.save_only_model:
@@ -234,6 +251,10 @@ class CheckpointMixin:
         self.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
         self.setup.rates.restore(self.lr_scheduler.get_last_lr())
         self._load_rng_state(str(checkpoint.folder))
+        under_way, file = None, checkpoint.folder / SAMPLES
+        if self.accelerator.is_main_process and file.exists() and not self.args.ignore_data_skip:
+            under_way = DrawnSamples.from_tensors(torch.load(file, weights_only=True))
+        self.executor.go_on_with(under_way)
 
     def _load_best_model(self) -> None:
         """Load policy and critic of the best checkpoint, if `load_best_model_at_end` is set."""

@@ -29,6 +29,7 @@ from .state_storage import Reader
 logger = logging.get_logger(__name__)
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+SAMPLES = "samples_under_way.pt"  # drawn for later updates, of a run with a staleness
 NEEDED = (STATE, SCHEDULER, METADATA)
 
 ResumeSetting = str | bool | None

@@ -1,0 +1,136 @@
+"""`Staleness`: how far generation and scoring run ahead of the training, and the rules for which calls can.
+
+With a staleness of k, the samples of the next k iterations are generated and scored while this one trains, on devices
+of their own (the separation of the adaptive placement framework, arXiv 2312.11819, section 3, with a bound that the
+user sets). Which call is run when is decided by `planner.ahead_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..common.errors import Problems, shown, unknown_keys
+from .assignment import Assignment, sleeps
+from .dataflow import CallKind, DataflowGraph
+from .streams import Streams
+
+
+MOST_VERSIONS = 64
+KV_CACHE = ("keep", "recompute")
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How far generation runs ahead.
+
+    Args:
+        versions: a token is trained at most this many updates after the policy that drew it; 0 for none.
+        kv_cache: what becomes of the keys and values of samples that are being generated when the engine takes new
+            parameters: `keep` them, or `recompute` them under the new parameters.
+
+    Raises:
+        PlanError: a value has the wrong type or is out of its range.
+    """
+
+    versions: int = 0
+    kv_cache: str = "keep"
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        if not isinstance(self.versions, int) or isinstance(self.versions, bool):
+            problems.append(f"staleness is a number of updates, like 1, not {shown(self.versions)}.")
+        elif not 0 <= self.versions <= MOST_VERSIONS:
+            problems.append(f"staleness is from 0 to {MOST_VERSIONS} updates, not {self.versions}.")
+        if self.kv_cache not in KV_CACHE:
+            problems.append(f"staleness: kv_cache is {' or '.join(KV_CACHE)}, not {shown(self.kv_cache)}.")
+        problems.refuse()
+
+    def to_dict(self) -> int | dict[str, Any]:
+        """The number alone where the rest is the default."""
+        if self.kv_cache == KV_CACHE[0]:
+            return self.versions
+        return {"versions": self.versions, "kv_cache": self.kv_cache}
+
+    @staticmethod
+    def from_dict(value: object) -> Staleness:
+        """The inverse of `to_dict`. Raises `PlanError`."""
+        if not isinstance(value, Mapping):
+            return Staleness(value)  # type: ignore[arg-type]  # it refuses what is no number
+        Problems(unknown_keys(value, [part.name for part in fields(Staleness)], "staleness has no key")).refuse()
+        return Staleness(**value)
+
+
+def calls_ahead(graph: DataflowGraph) -> tuple[str, ...]:
+    """The calls that can run ahead of the training, in the graph's order: the call that generates from the data set
+    alone, and the scoring calls of roles that no call trains, if they read only columns of the data set and of calls
+    that run ahead. Calls of trained roles use the parameters of the iteration that trains on the samples, so that
+    advantages come from the current critic and the proximal policy is the current one."""
+    ahead: list[str] = []
+    for name in graph.order:
+        call = graph.call(name)
+        producers = {producer for producer in map(graph.producer, call.inputs) if producer is not None}
+        if call.kind is CallKind.GENERATE:
+            can = not producers and not ahead
+        else:
+            can = not call.trains and graph.train_call(call.role) is None and producers <= set(ahead) and bool(ahead)
+        if can:
+            ahead.append(name)
+    return tuple(ahead)
+
+
+def devices_ahead(graph: DataflowGraph, assignments: Mapping[str, Assignment]) -> frozenset[int]:
+    """The devices of the calls that run ahead."""
+    return frozenset(device for name in calls_ahead(graph) for device in assignments[name].mesh.devices)
+
+
+def staleness_problems(
+    graph: DataflowGraph,
+    assignments: Mapping[str, Assignment],
+    staleness: Staleness,
+    streams: Streams | None,
+    barrier: bool,
+) -> Iterator[str]:
+    """Sentences about what is wrong with a plan's staleness."""
+    if not staleness.versions:
+        return
+    ahead = calls_ahead(graph)
+    if not ahead or any(name not in assignments for name in ahead):
+        if not ahead:
+            yield "staleness: no call of this plan generates from the data set alone; leave it out."
+        return
+    if streams is not None:
+        yield (
+            "staleness: the samples of later batches fill the time that streams would use; leave out streams, or set "
+            "staleness to 0."
+        )
+    if barrier:
+        yield "staleness: barrier asks for iterations one after the other; leave out one of them."
+    generations = graph.calls_of(CallKind.GENERATE)
+    if len(generations) > 1:
+        yield f"staleness: {' and '.join(generations)} generate, and only a graph with one such call can run ahead."
+    generate = assignments[ahead[0]]
+    if generate.engine != "vllm":
+        yield f"staleness: only a vLLM engine generates while others train, and {ahead[0]} runs on {generate.engine}."
+    elif sleeps(generate):
+        yield f"staleness: {ahead[0]} generates all the time, so its engine cannot sleep; leave out offload and drop."
+    devices = devices_ahead(graph, assignments)
+    for name, assignment in assignments.items():
+        if name not in graph.order or name in ahead:
+            continue
+        shared = sorted(devices.intersection(assignment.mesh.devices))
+        if shared and graph.call(name).trains:
+            yield (
+                f"staleness: {name} trains on device {shared[0]}, on which {_first_on(shared[0], ahead, assignments)} "
+                f"runs ahead; give training devices of its own (the preset separate does)."
+            )
+        elif shared and not devices.issuperset(assignment.mesh.devices):
+            yield (
+                f"staleness: {name} runs on devices that run ahead and on others; give it devices of one kind "
+                f"({', '.join(map(str, sorted(devices)))} run ahead)."
+            )
+
+
+def _first_on(device: int, ahead: tuple[str, ...], assignments: Mapping[str, Assignment]) -> str:
+    return next(name for name in ahead if device in assignments[name].mesh)

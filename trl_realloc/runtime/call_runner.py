@@ -1,0 +1,135 @@
+"""`CallRunner`: runs one call on this rank: updates its parameters, computes its outputs from this rank's share of the
+samples, and publishes them.
+
+What is computed for each kind of call is in `calls`, the loop over the calls in `executor`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ..algorithms.base import Algorithm
+from ..algorithms.rollout import Rollouts
+from ..engines.base import EngineError
+from ..plan.dataflow import Call, CallKind
+from ..plan.timeline import Span
+from . import calls
+from .call_inputs import CallInputs
+from .calls import CallSettings, Step
+from .early_generation import EarlyGeneration
+from .exchange import CallOutput, CallsFailed, Exchange, Failures, failure_of
+from .failures.alarm import Alarm, JobFailed
+from .placement import Placement
+from .reallocation import Moved
+from .shares import Share
+
+
+@dataclass
+class RunningIteration:
+    """One iteration on this rank.
+
+    Args:
+        exchange: of its samples.
+        inputs: what its calls read.
+    """
+
+    step: Step
+    exchange: Exchange
+    inputs: CallInputs
+
+
+class CallRunner:
+    """Runs the calls of one rank.
+
+    Attributes:
+        failure: the latest exception of a call on this rank.
+        early: the generation that has been begun in the iteration before.
+    """
+
+    def __init__(self, placement: Placement, algorithm: Algorithm, settings: CallSettings, alarm: Alarm) -> None:
+        self.placement, self.algorithm, self.settings, self.alarm = placement, algorithm, settings, alarm
+        self.failure: BaseException | None = None
+        self.early: EarlyGeneration | None = None
+
+    def begin(self, step: Step, exchange: Exchange) -> RunningIteration:
+        """A new iteration on this rank."""
+        inputs = CallInputs(exchange, self.algorithm, self.settings, self.alarm, step.number, step.name)
+        return RunningIteration(step, exchange, inputs)
+
+    def run(self, iteration: RunningIteration, call: Call, share: Share | CallsFailed | None) -> bool:
+        """Run a call, and publish its outputs or its failure. A call whose inputs have failed publishes their failures,
+        so that every rank gets the messages that it waits for, and learns of the failure at the iteration's end.
+
+        A failure inside a call with collectives is raised at once. The other ranks of its mesh wait in one of them, and
+        the next collective of this rank on the same process group would be taken for it.
+
+        Args:
+            share: `None` on a rank that only sends parameters.
+
+        Returns:
+            Whether it did not fail here, and neither did a call that it reads.
+        """
+        output: CallOutput | Failures
+        name, step = call.name, iteration.step
+        is_collective = True  # the code that runs now contains collectives
+        try:
+            self.alarm.at(f"{name} of {step.name} (its parameters)")
+            try:
+                moved = self._refresh(name)
+            # an engine refused the parameters; every rank knows it, and the collectives are complete
+            except EngineError:
+                is_collective = False
+                raise
+            is_collective = self.placement.has_collectives(name)
+            self.alarm.at(f"{name} of {step.name}")
+            rank = self.placement.rank
+            spans = (Span(moved.name, rank, moved.start, moved.end, step.number, bytes=moved.bytes),) if moved else ()
+            if share is None:
+                return True
+            if isinstance(share, CallsFailed) or share.is_skipped:
+                output = share.failures if isinstance(share, CallsFailed) else CallOutput(Rollouts(), spans)
+            else:
+                self.placement.check_fresh(name)
+                start = time.time()
+                with self.placement.resident(name):
+                    outputs = self.compute(call, share, step)
+                output = CallOutput(outputs, (*spans, self._span(call, step, outputs, start)))
+        except JobFailed:
+            raise
+        except Exception as error:
+            self.failure = error
+            output = (failure_of(error, self.placement.rank, name, is_collective=is_collective),)
+        iteration.exchange.publish(name, output)
+        return isinstance(output, CallOutput)
+
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
+        """The outputs of a call of any kind for this rank's share."""
+        placement, settings = self.placement, self.settings
+        match call.kind:
+            case CallKind.GENERATE:
+                early = self._early_of(call.name)
+                begun = early.generation if early is not None else None
+                return calls.generate(placement, settings, call, share.samples, step, self.alarm.check, begun)
+            case CallKind.FORWARD:
+                return calls.forward(placement, settings, call, share.samples, step)
+            case CallKind.TRAIN:
+                loss = self.algorithm.loss(call.name).of_tokens
+                return calls.train(placement, settings, loss, call, share.mini_batches(), step)
+
+    def _early_of(self, name: str) -> EarlyGeneration | None:
+        return self.early if self.early is not None and self.early.call == name else None
+
+    def _refresh(self, name: str) -> Moved | None:
+        """Update the parameters that a call uses, unless this was done before the iteration began."""
+        early = self._early_of(name)
+        return self.placement.refresh(name) if early is None else early.refreshed()
+
+    def _span(self, call: Call, step: Step, outputs: Rollouts, start: float) -> Span:
+        has_tokens = call.kind is CallKind.GENERATE and len(outputs) > 0
+        tokens = int(outputs.ragged(call.outputs[0]).lengths.sum()) if has_tokens else 0
+        early, end = self._early_of(call.name), max(start, time.time())
+        if early is not None and early.generation is not None:
+            start, end = early.start, max(early.start, early.generation.ended_at)
+        samples = 0 if call.trains else len(outputs)
+        return Span(call.name, self.placement.rank, start, end, step.number, tokens, samples=samples)
