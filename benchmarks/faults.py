@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / place) for place in ("trainer", "multiprocess", "hosts"))]
 
+import result_file  # noqa: E402
 from faults_table import CAUSES, PLANS, Row, rows  # noqa: E402
 
 
@@ -305,11 +306,9 @@ def main() -> None:
         kept[row.key] = asdict(done)
         print(json.dumps(kept[row.key]), file=sys.stderr, flush=True)
         if given.json:
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
             machine = {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "torch": torch.__version__}
-            about = {"commit": commit.stdout.strip(), "machine": machine}
-            given.json.parent.mkdir(parents=True, exist_ok=True)
-            given.json.write_text(json.dumps({**about, "rows": list(kept.values())}, indent=1) + "\n")
+            about = {"commit": result_file.commit(), "machine": machine}
+            result_file.write(given.json, {**about, "rows": list(kept.values())})
     print_table(list(kept.values()))
 
 

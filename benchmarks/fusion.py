@@ -14,21 +14,17 @@ is the planner's simulation of clusters that are not here (`fusion_simulated`); 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import fusion_measured
 import fusion_simulated
+import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
-
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
@@ -54,13 +50,10 @@ def main() -> None:
         "jobs": [{key: job[key] for key in ("processes", "lengths", "migration")} for job in jobs],
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
         "torch": torch.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": result_file.commit(),
     }
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        result_file.write(options.json, result)
 
 
 def show(job: dict[str, Any], console: Console) -> None:

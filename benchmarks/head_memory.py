@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import result_file
 import torch
 
 
@@ -119,11 +120,8 @@ def main() -> None:
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
                 print(rows[-1], flush=True)
     if options.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-        )
-        about = {"commit": commit.stdout.strip(), "torch": torch.__version__, "machine": platform.machine()}
-        options.json.write_text(json.dumps({**about, "cores": os.cpu_count(), "rows": rows}, indent=1) + "\n")
+        about = {"commit": result_file.commit(), "torch": torch.__version__, "machine": platform.machine()}
+        result_file.write(options.json, {**about, "cores": os.cpu_count(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -299,12 +300,9 @@ def save(rows: list[dict[str, Any]], size: int, path: Path | None) -> None:
         "model": SIZES[size],
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU, {PROCESSES} gloo processes",
         "torch": torch.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": result_file.commit(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result_file.write(path, result)
 
 
 def show(rows: list[dict[str, Any]]) -> None:

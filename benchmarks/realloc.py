@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import result_file
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -223,14 +224,11 @@ def main() -> None:
         "schedule": big_schedule(),
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU, {PROCESSES} gloo processes",
         "torch": torch.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": result_file.commit(),
     }
     show(result)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        result_file.write(options.json, result)
 
 
 def show(result: dict[str, Any]) -> None:

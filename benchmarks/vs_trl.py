@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -314,13 +315,10 @@ def main() -> None:
         "repeats": options.repeats,
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
         "torch": torch.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": result_file.commit(),
     }
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        result_file.write(options.json, result)
 
 
 def row_of(processes: int, limit: int, runs: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:
