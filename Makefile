@@ -13,7 +13,8 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-next lint format typecheck test test-fast test-next check-gpu demo clean
+.PHONY: help setup setup-next lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
+	test-processes test-fast test-next check-gpu demo clean
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; PLAN=... for another plan"
@@ -68,12 +69,29 @@ format: setup
 typecheck: setup
 	$(BIN)/mypy
 
+PYTEST = PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest
+# The folders of the first of two runs of the tests of one process; the second has all others.
+FIRST_RUN := tests/engines tests/runtime tests/trainer
+
 test: lint typecheck
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest --deselect tests/multiprocess/test_newest.py
-	$(MAKE) --no-print-directory test-next
+	@$(MAKE) --no-print-directory --keep-going test-one-process test-processes
+	@$(MAKE) --no-print-directory test-next
+
+# A test of one process leaves one of two cores idle, so two of them run at a time.
+test-one-process: setup
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync test-one-process-1 test-one-process-2
+
+test-one-process-1: setup
+	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN)
+
+test-one-process-2: setup
+	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN:%=--ignore=%)
+
+test-processes: setup
+	$(PYTEST) -m multiprocess --deselect tests/multiprocess/test_newest.py
 
 test-fast: setup
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -m "not multiprocess and not vllm and not deepspeed and not slow"
+	$(PYTEST) -m "not multiprocess and not vllm and not deepspeed and not slow"
 
 test-next: setup-next
 	PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m newest
