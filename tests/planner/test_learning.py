@@ -22,6 +22,7 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
+from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Streams
 from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.corrections import Corrections, layout_name
@@ -225,3 +226,11 @@ def test_a_run_that_streams_corrects_nothing() -> None:
     streaming = replace(plan("flatten"), streams=Streams())
     assert learned(machine, streaming, before) == before
     assert learned(machine, plan("flatten"), before) != before
+
+
+def test_a_run_that_generates_ahead_corrects_nothing() -> None:
+    """Its generation's spans are as long as several iterations, and scoring stops the engines."""
+    machine, before = Machine(lambda _: 3.0), Corrections({"actor.train": 1.5})
+    ahead = replace(plan("separate"), staleness=Staleness(2))
+    assert learned(machine, ahead, before) == before
+    assert learned(machine, plan("separate"), before) != before

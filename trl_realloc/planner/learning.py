@@ -85,8 +85,10 @@ class PlanEvidence:
 
     def corrections(self) -> Corrections:
         """The corrections after these updates; those before them where there are fewer than `LEAST`, or where samples
-        stream, because a call's seconds then depend on when its samples were there."""
-        if len(self._updates) < LEAST or self.plan.streams is not None:
+        stream or are generated ahead, because a call's seconds then depend on when its samples were there, and on what
+        else its devices did."""
+        overlaps = self.plan.streams is not None or self.plan.staleness.versions > 0
+        if len(self._updates) < LEAST or overlaps:
             return self.before
         functions = {
             name: median(update.spans.get(name, 0.0) for update, _ in self._updates)

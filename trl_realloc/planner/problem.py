@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 from ..plan.assignment import Assignment, in_place
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
+from ..plan.staleness import Staleness
 from ..plan.streams import Streams, early_call
 from ..plan.timeline import Timeline
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
+from .ahead_simulation import AheadIterations, simulate_ahead
 from .cost import CallCost, Pricing
 from .reallocation_cost import move_seconds, quick_move_seconds
 from .simulate import Overlap, Task, spans_of, steady_seconds, steady_times, tasks_of
@@ -35,6 +37,8 @@ class Estimate:
         fullest: the number of that device.
         holds: the parts of `memory`: of each call what it holds during the whole iteration, and, each under its name,
             what the call with the most adds while it runs, the processes' contexts and the communicators.
+        mean_age, oldest: updates from the policy that drew a token to the one that is trained on it: the mean over the
+            tokens, and the most. 0 without a staleness.
     """
 
     seconds: float
@@ -42,6 +46,8 @@ class Estimate:
     memory: float
     fullest: int
     holds: Mapping[str, float] = field(default_factory=dict)
+    mean_age: float = 0.0
+    oldest: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class PricedPlan:
 
     Args:
         calls: the candidate of each call, by the call's name.
-        barrier, streams: of the plan.
+        barrier, streams, staleness: of the plan.
     """
 
     name: str
@@ -59,14 +65,14 @@ class PricedPlan:
     estimate: Estimate
     barrier: bool = False
     streams: Streams | None = None
+    staleness: Staleness = Staleness()
 
     @property
     def plan(self) -> ExecutionPlan:
         """Raises `PlanError` where no engine of this package can do an assignment (`Space.deep_generation`)."""
         assignments = {name: candidate.assignment for name, candidate in self.calls.items()}
-        return ExecutionPlan(
-            self.space.cluster, assignments, self.space.graph, self.name, self.streams, barrier=self.barrier
-        )
+        cluster, graph = self.space.cluster, self.space.graph
+        return ExecutionPlan(cluster, assignments, graph, self.name, self.streams, self.barrier, self.staleness)
 
     @property
     def costs(self) -> dict[str, CallCost]:
@@ -106,10 +112,27 @@ class PricedPlan:
             return changed
         return replace(changed, estimate=replace(self.estimate, seconds=changed.streamed().seconds))
 
+    def ahead(self) -> AheadIterations:
+        """Some iterations of a plan that has a staleness."""
+        return simulate_ahead(self.plan, self.space.specs, self.space.pricing, self.costs, self.estimate.moves)
+
+    def with_staleness(self, staleness: Staleness) -> PricedPlan:
+        """The same assignments with this staleness, the seconds that an iteration takes then, and the tokens' ages.
+        Each device holds as much as without. Raises `PlanError` where the plan cannot have it."""
+        assert not self.staleness.versions, "the estimate of a plan without staleness"
+        changed = replace(self, staleness=staleness)
+        if not staleness.versions:
+            return changed
+        found = changed.ahead()
+        estimate = replace(self.estimate, seconds=found.seconds, mean_age=found.mean_age, oldest=found.oldest)
+        return replace(changed, estimate=estimate)
+
     @property
     def timeline(self) -> Timeline:
-        """The expected timeline of one iteration after the first ones. As in a measured one, a span begins when its
-        samples are there."""
+        """The expected timeline of one iteration after the first ones; of several with a staleness. As in a measured
+        one, a span begins when its samples are there."""
+        if self.staleness.versions:
+            return Timeline(self.ahead().spans)
         if self.streams is not None:
             return Timeline(self.streamed().spans)
         seconds = {name: cost.seconds for name, cost in self.costs.items()}
@@ -329,4 +352,4 @@ def estimate_plan(
     """
     problem = Problem(Space(plan.cluster, plan.graph, specs, pricing), {}, Overlap.of(plan))
     priced = problem.priced_plan(problem.state_of(plan.assignments), plan.name, exact=exact)
-    return priced.with_streams(plan.streams)
+    return priced.with_streams(plan.streams).with_staleness(plan.staleness)

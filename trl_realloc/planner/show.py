@@ -25,6 +25,9 @@ def plan_cost_table(plan: PricedPlan) -> Table:
         table.add_row(f"parameters to {name}", "", "", "", "", f"{seconds:.3f} s")
     if plan.streams is not None:
         table.add_row("streams", "", "", _migration(plan.streams), "", "")
+    if plan.staleness.versions:
+        age = f"tokens {plan.estimate.mean_age:.1f} updates old on average, {plan.estimate.oldest} at most"
+        table.add_row(f"staleness {plan.staleness.versions}", "", "", age, "", "")
     table.add_section()
     fullest_device = f"{plan.estimate.memory / 1e9:.2f} GB"
     table.add_row("iteration", str(plan.space.cluster.mesh), "", "", fullest_device, f"{plan.seconds:.3f} s")

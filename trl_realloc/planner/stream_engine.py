@@ -66,6 +66,7 @@ class SimulatedEngine:
         self._least: int | None = None  # most tokens of a sample that is withdrawn; `None` if none are
         self._is_busy = True  # until it has started
         self._is_closed = False  # to samples, until the batch has ended
+        self._pauses = 0
 
     def start(self) -> None:
         """Begin to generate: its parameters are there."""
@@ -85,6 +86,22 @@ class SimulatedEngine:
         self._least = limit - least_tokens
         self._interrupt()
 
+    def pause(self) -> None:
+        """Something else uses the devices, after the step that runs. Pauses are counted."""
+        self._pauses += 1
+        if self._is_busy:
+            self._interrupt()
+
+    def resume(self) -> None:
+        """One pause has ended."""
+        self._pauses -= 1
+        if not self._pauses and not self._is_busy:
+            self._go_on()
+
+    def running(self) -> dict[int, int]:
+        """The tokens that each of the running samples has."""
+        return {index: self.work.lengths[index] - (end - self._step) for end, index in self._running}
+
     def _interrupt(self) -> None:
         """End the current decoding after the step that runs."""
         if not self._is_busy:
@@ -101,6 +118,9 @@ class SimulatedEngine:
         """Between two steps: answer a withdrawal, read the prompts of samples that get a place, decode."""
         self._is_busy = True
         self._answer()
+        if self._pauses:
+            self._is_busy = False
+            return
         admitted = self._admitted()
         if admitted:
             seconds = self.prices.prefill(self.work.name, [self.work.prompts[index] + has for index, has in admitted])

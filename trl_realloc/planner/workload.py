@@ -118,6 +118,11 @@ class Workload:
         each engine, and mixed, as in a real batch."""
         return tuple(_engine_lengths(self.response_tokens, self.episodes, engines, each) for each in range(engines))
 
+    def longest_engine(self, engines: int, most: int = MOST_SAMPLES) -> tuple[int, ...]:
+        """The lengths of the responses of the engine with the longest one, in its order; of more than `most` responses
+        so many."""
+        return _longest_engine(self.response_tokens, self.episodes, engines, most)
+
 
 def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine: int) -> tuple[int, ...]:
     """The response lengths of an engine's samples. The batch's lengths in ascending order are divided into groups of
@@ -131,10 +136,12 @@ def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine:
     return tuple(lengths[(2 * rank + 1) * len(lengths) // (2 * episodes)] for rank in ranks)
 
 
-def _longest_engine(episodes: int, engines: int) -> int:
-    """The engine with the longest sample."""
-    whole, rest = divmod(episodes, engines)
-    return rest - 1 if rest else (engines - whole) % engines
+def _longest_engine(lengths: tuple[int, ...], episodes: int, engines: int, most: int) -> tuple[int, ...]:
+    share = math.ceil(episodes / engines)
+    drawn = episodes if share <= most else most * engines
+    whole, rest = divmod(drawn, engines)
+    longest = rest - 1 if rest else (engines - whole) % engines
+    return _engine_lengths(lengths, drawn, engines, longest)
 
 
 @lru_cache(1024)
@@ -142,9 +149,8 @@ def _decoding(
     prompt: float, lengths: tuple[int, ...], episodes: int, engines: int, slots: int
 ) -> tuple[tuple[int, int, float], ...]:
     share = math.ceil(episodes / engines)
-    count = min(share, MOST_SAMPLES)
-    drawn = episodes if count == share else count * engines
-    waiting = _engine_lengths(lengths, drawn, engines, _longest_engine(drawn, engines))
+    waiting = _longest_engine(lengths, episodes, engines, MOST_SAMPLES)
+    count = len(waiting)
     slots = max(1, slots * count // share)
     weight = share / count
     running = [(length, 0) for length in waiting[:slots]]  # (step at which it ends, step at which it began)

@@ -1,0 +1,207 @@
+"""Iterations with a staleness in the simulation: the bound holds, calls wait for their data and their devices, the
+order is that of the run, and what must be faster is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llamas import pricing, specs, work
+
+from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import flatten, separate
+from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
+from trl_realloc.plan.timeline import Span
+from trl_realloc.planner.ahead_order import EndIteration, RunCall, TakeUpdate
+from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.hardware import Sharing
+from trl_realloc.planner.problem import PricedPlan, estimate_plan
+from trl_realloc.planner.workload import Workload
+
+
+GRAPH = ppo_graph(proximal=True)
+MODELS = specs(1, 1, GRAPH)
+LONG_TAIL = (*range(16, 256, 8), 1024)
+
+
+def halves(cluster: Cluster) -> ExecutionPlan:
+    """The critic scores ahead, with a copy of the critic that trains."""
+    return separate(cluster, proximal=True)
+
+
+def critic_at_home(cluster: Cluster) -> ExecutionPlan:
+    plan = halves(cluster)
+    home = replace(plan["critic.forward"], mesh=plan.mesh("critic.train"))
+    return replace(plan, assignments={**plan.assignments, "critic.forward": home})
+
+
+def apart(cluster: Cluster) -> ExecutionPlan:
+    """Engines of two devices; some devices ahead score and do not generate; each role trains on devices of its own."""
+    half, quarter = cluster.size // 2, cluster.size // 4
+    meshes = {"actor.generate": DeviceMesh(half, half), "actor.train": DeviceMesh(0, quarter)}
+    meshes |= {"critic.train": DeviceMesh(quarter, quarter), "reference.forward": DeviceMesh(half + quarter, quarter)}
+    meshes |= {"reward.forward": DeviceMesh(half, quarter), "critic.forward": DeviceMesh(half, half)}
+    meshes |= {"actor.forward": DeviceMesh(0, quarter)}
+    assignments = {}
+    for call in GRAPH.calls:
+        mesh = meshes[call.name]
+        tp = 2 if call.name == "actor.generate" else 1
+        engine = "vllm" if call.name == "actor.generate" else "zero"
+        assignments[call.name] = Assignment(mesh, ParallelStrategy(mesh.size // tp, tp), engine)
+    return ExecutionPlan(cluster, assignments, GRAPH)
+
+
+PLANS = {"halves": halves, "critic at home": critic_at_home, "apart": apart}
+
+
+def costs(workload: Workload, processors: float | None = None) -> Pricing:
+    prices = replace(pricing(1, 8, workload), memory=None)
+    if processors is None:
+        return prices
+    return replace(prices, rates=replace(prices.rates, sharing=Sharing.of(processors)))  # type: ignore[type-var]
+
+
+def priced(plan: ExecutionPlan, versions: int, prices: Pricing) -> PricedPlan:
+    return estimate_plan(replace(plan, staleness=Staleness(versions)), MODELS, prices, exact=False)
+
+
+def of_call(spans: tuple[Span, ...], call: str, step: int) -> list[Span]:
+    return [span for span in spans if span.call == call and span.step == step]
+
+
+makers = st.sampled_from(list(PLANS.values()))
+many_lengths = st.lists(st.integers(1, 400), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    makers,
+    many_lengths,
+    st.integers(8, 70),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([None, 1.0, 3.0]),
+)
+def test_the_bound_holds_and_calls_wait_for_data_and_devices(
+    maker: Callable[[Cluster], ExecutionPlan],
+    lengths: list[int],
+    episodes: int,
+    epochs: int,
+    versions: int,
+    processors: float | None,
+) -> None:
+    prices = costs(work(episodes=episodes, response_tokens=tuple(lengths), epochs=epochs), processors)
+    plan = replace(maker(prices.cluster), staleness=Staleness(versions))
+    found = estimate_plan(plan, MODELS, prices, exact=False).ahead()
+    assert 0 <= found.mean_age <= found.oldest <= versions
+    graph, ahead, devices = plan.graph, calls_ahead(plan.graph), devices_ahead(plan.graph, plan.assignments)
+    steps = sorted({span.step for span in found.spans})
+    for step in steps:
+        for name in plan.order:
+            starts = min(span.start for span in of_call(found.spans, name, step))
+            for producer in filter(None, map(graph.producer, graph.call(name).inputs)):
+                assert starts >= max(s.end for s in of_call(found.spans, producer, step)) - 1e-9
+        trained = max(span.end for span in of_call(found.spans, "actor.train", step))
+        if step + 1 in steps:
+            following = of_call(found.spans, "actor.forward", step + 1)
+            assert min(span.start for span in following) >= trained - 1e-9
+        if step + versions + 1 in steps:
+            update = max(span.end for span in of_call(found.spans, "actor.train -> actor.generate", step))
+            admitted = [span.start for span in of_call(found.spans, ahead[0], step + versions + 1)]
+            assert min(admitted) >= update - 1e-9, "a prompt was started before its sample could be trained in time"
+    on_device: dict[int, list[Span]] = defaultdict(list)
+    for span in found.spans:
+        if span.call != ahead[0]:
+            on_device[span.device].append(span)
+    for spans in on_device.values():
+        for one, other in pairwise(sorted(spans, key=lambda span: (span.start, span.end))):
+            assert other.start >= one.end - 1e-9
+    assert all(span.device in devices for span in found.spans if span.call in ahead)
+
+
+@pytest.mark.parametrize("maker", PLANS.values(), ids=PLANS)
+def test_the_devices_ahead_do_what_the_run_would_be_ordered_to_do(maker: Callable[[Cluster], ExecutionPlan]) -> None:
+    prices = costs(work(episodes=64, response_tokens=LONG_TAIL, epochs=1))
+    plan = replace(maker(prices.cluster), staleness=Staleness(2))
+    found = estimate_plan(plan, MODELS, prices, exact=False).ahead()
+    iterations = sum(isinstance(order, EndIteration) for order in found.orders)
+    first = iterations - len({span.step for span in found.spans})
+    update = "actor.train -> actor.generate"
+    for device in plan.mesh("actor.generate").devices:
+        ordered = [
+            (order.iteration - first, order.call if isinstance(order, RunCall) else update)
+            for order in found.orders
+            if not isinstance(order, EndIteration) and first <= order.iteration < iterations
+            if isinstance(order, TakeUpdate) or device in plan.mesh(order.call)
+        ]
+        spans = sorted((s for s in found.spans if s.device == device), key=lambda span: (span.start, span.end))
+        ran = [(s.step, s.call) for s in spans if s.call == update or not (" -> " in s.call or "generate" in s.call)]
+        assert ran == ordered
+    assert [o.iteration for o in found.orders if isinstance(o, TakeUpdate)] == list(range(iterations))
+
+
+@pytest.mark.parametrize("maker", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("epochs", [1, 2, 6])
+def test_a_larger_bound_is_not_slower(maker: Callable[[Cluster], ExecutionPlan], epochs: int) -> None:
+    prices = costs(work(episodes=64, response_tokens=LONG_TAIL, epochs=epochs))
+    seconds = [priced(maker(prices.cluster), versions, prices).seconds for versions in (0, 1, 2, 3, 4, 8)]
+    for less, more in pairwise(seconds):
+        assert more <= 1.01 * less
+
+
+@pytest.mark.parametrize("versions", [1, 2, 4])
+def test_where_training_takes_longest_samples_wait_for_it_until_they_are_as_old_as_they_may(versions: int) -> None:
+    prices = costs(work(episodes=64, response_tokens=(32,), epochs=16))
+    plan = priced(halves(prices.cluster), versions, prices)
+    assert plan.estimate.mean_age == pytest.approx(versions, abs=0.05)
+    trains = sum(plan.costs[name].seconds for name in ("actor.forward", "actor.train", "critic.train"))
+    moves = sum(plan.estimate.moves.values()) + plan.costs["critic.forward"].seconds
+    assert trains <= plan.seconds <= trains + moves + 0.05 * trains, "generation and scoring cost no time"
+
+
+def test_where_generation_takes_longest_tokens_are_young_and_the_tail_costs_little() -> None:
+    lengths = tuple(range(16, 512, 8))
+    prices = costs(work(episodes=64, response_tokens=lengths, epochs=1))
+    models = {**MODELS, "actor.generate": specs(7, 1)["actor.generate"]}
+    found = estimate_plan(replace(halves(prices.cluster), staleness=Staleness(8)), models, prices, exact=False)
+    assert found.estimate.mean_age < 1.5, "a batch is trained as soon as it is there"
+    assert found.seconds < 0.75 * found.costs["actor.generate"].seconds
+    mean = replace(prices, workload=replace(prices.workload, response_tokens=(round(prices.workload.mean_response),)))
+    without_tail = estimate_plan(halves(mean.cluster), models, mean, exact=False).costs["actor.generate"].seconds
+    assert found.seconds > 0.95 * without_tail, "an engine is not faster than with all of its places taken"
+
+
+def test_the_trainer_waits_for_a_straggler_rather_than_break_the_bound() -> None:
+    """One sample is decoded for as long as six batches take together."""
+    prices = costs(work(episodes=64, response_tokens=(*range(16, 256, 8), 1024), epochs=1))
+    models = {**MODELS, "actor.generate": specs(7, 1)["actor.generate"]}
+    plans = [replace(halves(prices.cluster), staleness=Staleness(versions)) for versions in (1, 2, 4)]
+    found = [estimate_plan(plan, models, prices, exact=False) for plan in plans]
+    for plan, versions in zip(found, (1, 2, 4), strict=True):
+        assert plan.estimate.oldest <= versions
+        assert plan.seconds > plan.costs["actor.generate"].seconds / (versions + 1)
+
+
+def test_without_a_staleness_nothing_changes() -> None:
+    prices = costs(work(response_tokens=LONG_TAIL))
+    for plan in (flatten(prices.cluster, proximal=True), halves(prices.cluster)):
+        plain, zero = (estimate_plan(p, MODELS, prices) for p in (plan, replace(plan, staleness=Staleness(0))))
+        assert plain == zero
+        assert zero.estimate.mean_age == zero.estimate.oldest == 0
+
+
+def test_a_batch_of_thousands_for_each_engine_is_simulated_by_a_part_of_it() -> None:
+    lengths = tuple(range(16, 400, 4))
+    few, many = (
+        priced(halves(prices.cluster), 1, prices)
+        for prices in (costs(work(episodes=4 * n, response_tokens=lengths, epochs=1)) for n in (512, 2048))
+    )
+    assert many.seconds == pytest.approx(4 * few.seconds, rel=0.25)

@@ -1,0 +1,352 @@
+"""Simulates iterations with a staleness: engines that generate batch after batch, scoring ahead, training, and updates
+of the engines' parameters, in virtual time.
+
+The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`. While an engine's
+devices score or take parameters, it stands still: a GPU that two processes use does the work of both in the same time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.model_spec import ModelSpec
+from ..plan.staleness import calls_ahead, devices_ahead
+from ..plan.timeline import Span
+from .activities import Activities, devices_by_node
+from .ahead_engine import EngineAhead, engine_prices
+from .ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
+from .cost import CallCost, Pricing
+from .stream import replicas_of
+from .stream_engine import Event
+
+
+SHOWN = 4  # iterations of a timeline
+
+
+@dataclass(frozen=True)
+class AheadIterations:
+    """Iterations of a plan with a staleness, after the first ones.
+
+    Args:
+        seconds: from the end of an iteration to that of the next.
+        mean_age: updates from the policy that drew a token to the one that is trained on it; mean over the tokens.
+        oldest: the most such updates of a token.
+        spans: of the last `SHOWN` iterations' batches; the first of them is step 0.
+        orders: to the devices ahead, from the first iteration on.
+    """
+
+    seconds: float
+    mean_age: float
+    oldest: int
+    spans: tuple[Span, ...]
+    orders: tuple[AheadTask, ...]
+
+
+def simulate_ahead(
+    plan: ExecutionPlan,
+    specs: Mapping[str, Sequence[ModelSpec]],
+    pricing: Pricing,
+    costs: Mapping[str, CallCost],
+    moves: Mapping[str, float],
+) -> AheadIterations:
+    """Iterations of a plan that has a staleness.
+
+    Args:
+        specs: the models that each call runs, by the call's name.
+        costs: of each call on its mesh.
+        moves: seconds of each reallocation, by the call that receives the parameters.
+    """
+    versions = plan.staleness.versions
+    warm_up, measured = 4 * versions + 8, 2 * versions + 8
+    simulation = _Simulation(plan, specs, pricing, costs, moves, warm_up + measured)
+    simulation.run()
+    return simulation.result(warm_up)
+
+
+@dataclass(eq=False)
+class _Work:
+    """A call, a reallocation or an update of the engines' parameters, in the queues of its devices.
+
+    Args:
+        units: the parts of the cluster that it is on.
+        stops: whether engines on these stand still meanwhile.
+        needs: calls of the same iteration whose outputs it reads.
+        end: called when it has ended.
+    """
+
+    name: str
+    iteration: int
+    units: frozenset[int]
+    seconds: float
+    stops: bool
+    needs: frozenset[str] = frozenset()
+    end: Callable[[], None] = lambda: None
+
+
+@dataclass
+class _Units:
+    """The devices in parts of which all devices run the same calls, and so do the same at the same time."""
+
+    plan: ExecutionPlan
+    devices: list[list[int]] = field(default_factory=list)
+    of_call: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts: dict[tuple[str, ...], list[int]] = {}
+        for device in range(self.plan.cluster.size):
+            parts.setdefault(self.plan.calls_on(device), []).append(device)
+        calls = [calls for calls in parts if calls]
+        self.devices = [parts[of_part] for of_part in calls]
+        self.of_call = {
+            name: frozenset(at for at, of_part in enumerate(calls) if name in of_part) for name in self.plan.order
+        }
+
+    def nodes(self, units: Iterable[int]) -> Mapping[int, int]:
+        devices = (device for unit in units for device in self.devices[unit])
+        return devices_by_node(devices, self.plan.cluster.devices_per_node)
+
+
+class _Simulation:
+    """Virtual time from the start of the first iteration to the end of the last."""
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        specs: Mapping[str, Sequence[ModelSpec]],
+        pricing: Pricing,
+        costs: Mapping[str, CallCost],
+        moves: Mapping[str, float],
+        iterations: int,
+    ) -> None:
+        self.plan, self.costs, self.moves, self.iterations = plan, costs, moves, iterations
+        self.has_models = {name for name in plan.order if specs.get(name)}
+        self.activities = Activities[Event](pricing.rates.sharing)
+        graph = plan.graph
+        self.ahead = calls_ahead(graph)
+        self.generate = self.ahead[0]
+        train = graph.train_call(graph.call(self.generate).role)
+        assert train is not None, "the role that generates is trained"
+        self.train = train
+        self.units = _Units(plan)
+        devices = devices_ahead(graph, plan.assignments)
+        self.units_ahead = frozenset(at for at, part in enumerate(self.units.devices) if part[0] in devices)
+        self.order = AheadOrder(plan, {name: (plan.mesh(name).first,) for name in plan.order}, 0)
+        self.orders: list[AheadTask] = []
+        self.queues: list[deque[_Work]] = [deque() for _ in self.units.devices]
+        self.busy: set[int] = set()
+        self.works: dict[tuple[int, str], _Work] = {}
+        self.done = dict.fromkeys(plan.order, 0)  # by call, iterations; each runs its iterations in order
+        self.published: dict[int, int] = {}  # by engine, batches
+        self.generated: dict[int, set[int]] = {}
+        self.updates = self.admitted = 0
+        self.is_ending = False
+        self.ends: list[float] = []
+        self.spans: list[Span] = []
+        self.engines = self._engines(specs, pricing)
+
+    def _engines(self, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> list[EngineAhead]:
+        prices = engine_prices(self.plan, self.generate, specs, pricing)
+        unit_of = {device: at for at, part in enumerate(self.units.devices) for device in part}
+        alike: dict[frozenset[int], list[tuple[int, ...]]] = {}
+        for ranks in replicas_of(self.plan, self.generate):
+            alike.setdefault(frozenset(map(unit_of.__getitem__, ranks)), []).append(ranks)
+        engines = []
+        for number, (units, of_units) in enumerate(alike.items()):
+            self.published[number], self.generated[number] = 0, set()
+            devices = devices_by_node((r for ranks in of_units for r in ranks), self.plan.cluster.devices_per_node)
+            engines.append(
+                EngineAhead(
+                    self.generate,
+                    prices,
+                    self.activities,
+                    units=units,
+                    devices=devices,
+                    engines=len(of_units),
+                    generated=partial(self._generated, number),
+                )
+            )
+        return engines
+
+    def run(self) -> None:
+        self._admit()
+        self._begin(0)
+        while len(self.ends) < self.iterations:
+            self.activities.next()()
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.admitted <= self.updates + self.plan.staleness.versions:
+            for engine in self.engines:
+                engine.admit(self.admitted)
+            self.admitted += 1
+
+    def _generated(self, number: int, batch: int) -> None:
+        self.generated[number].add(batch)
+        self._publish()
+        self._advance()
+
+    def _publish(self) -> None:
+        """An engine's rank publishes its batches in their order, when it runs nothing else."""
+        for number, engine in enumerate(self.engines):
+            while self.published[number] in self.generated[number] and not engine.units & self.busy:
+                self.published[number] += 1
+        while min(self.published.values()) > self.done[self.generate]:
+            self._report(self.generate)
+
+    def _report(self, call: str) -> None:
+        iteration, self.done[call] = self.done[call], self.done[call] + 1
+        self._take(self.order.done(iteration, call, self.plan.mesh(call).first))
+
+    # --- calls, reallocations and updates -----------------------------------------------------------------------------
+
+    def _begin(self, iteration: int) -> None:
+        """Give the devices that train their calls of an iteration."""
+        for name in self.plan.order:
+            if name in self.ahead:
+                continue
+            for work in self._works(iteration, name):
+                self._queue(work, work.units - self.units_ahead)
+            if name == self.train:
+                work = self._update(iteration)
+                self._queue(work, work.units - self.units_ahead)
+        self._take(self.order.begin(iteration))
+        self._advance()
+
+    def _take(self, orders: Sequence[AheadTask]) -> None:
+        self.orders += orders
+        for order in orders:
+            match order:
+                case RunCall(iteration, call):
+                    for work in self._works(iteration, call):
+                        self._queue(work, work.units & self.units_ahead)
+                case TakeUpdate(iteration):
+                    work = self._update(iteration)
+                    self._queue(work, work.units & self.units_ahead)
+                    self._queue(self._load(iteration), self.units.of_call[self.generate])
+                case EndIteration():
+                    self.is_ending = True
+
+    def _queue(self, work: _Work, units: Iterable[int]) -> None:
+        for unit in units:
+            self.queues[unit].append(work)
+
+    def _works(self, iteration: int, name: str) -> list[_Work]:
+        """A call, and before it the reallocation to it, if there is one."""
+        home = self.plan.graph.train_call(self.plan.graph.call(name).role)
+        units, works = self.units.of_call[name], []
+        if home is not None and self.moves.get(name, 0.0) > 0:
+            both = self.units.of_call[home] | units
+            works.append(self._work(iteration, f"{home} -> {name}", both, self.moves[name], stops=False))
+        producers = map(self.plan.graph.producer, self.plan.graph.call(name).inputs)
+        needs, end = frozenset(filter(None, producers)), partial(self._report, name)
+        seconds, stops = self.costs[name].seconds, name in self.has_models
+        return [*works, self._work(iteration, name, units, seconds, stops=stops, needs=needs, end=end)]
+
+    def _update(self, iteration: int) -> _Work:
+        units = self.units.of_call[self.train] | self.units.of_call[self.generate]
+        seconds = self.moves.get(self.generate, 0.0)
+        return self._work(iteration, f"{self.train} -> {self.generate}", units, seconds, stops=True)
+
+    def _load(self, iteration: int) -> _Work:
+        """The engines take what they have received."""
+        seconds, units = self.costs[self.generate].parts.get("load", 0.0), self.units.of_call[self.generate]
+        return self._work(iteration, "", units, seconds, stops=True, end=self._updated)
+
+    def _updated(self) -> None:
+        for engine in self.engines:
+            engine.update()
+        self.updates += 1
+        self._admit()
+
+    def _work(
+        self,
+        iteration: int,
+        name: str,
+        units: frozenset[int],
+        seconds: float,
+        *,
+        stops: bool,
+        needs: frozenset[str] = frozenset(),
+        end: Callable[[], None] = lambda: None,
+    ) -> _Work:
+        """The same object for the devices that train and for those ahead."""
+        key = iteration, name
+        if key not in self.works:
+            self.works[key] = _Work(name, iteration, units, seconds, stops, needs, end)
+        return self.works[key]
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Start what is next on all of its devices, and the next iteration when all devices have ended this one."""
+        for queue in self.queues:
+            if queue and self._may_start(queue[0]):
+                self._start(queue[0])
+        if self.is_ending and not self.busy and not any(self.queues):
+            self.is_ending = False
+            self.ends.append(self.activities.now)
+            if len(self.ends) < self.iterations:
+                self._begin(len(self.ends))
+
+    def _may_start(self, work: _Work) -> bool:
+        is_next = all(self.queues[unit] and self.queues[unit][0] is work for unit in work.units)
+        has_data = all(self.done[call] > work.iteration for call in work.needs)
+        return is_next and has_data and not work.units & self.busy
+
+    def _start(self, work: _Work) -> None:
+        self.busy |= work.units
+        for engine in self._stopped_by(work):
+            engine.pause()
+        end = partial(self._end, work, self.activities.now)
+        self.activities.start(work.seconds, self.units.nodes(work.units), end)
+
+    def _end(self, work: _Work, start: float) -> None:
+        self.busy -= work.units
+        del self.works[work.iteration, work.name]
+        for unit in work.units:
+            self.queues[unit].popleft()
+            if work.name:
+                self._span(work.name, unit, start, work.iteration)
+        work.end()
+        for engine in self._stopped_by(work):
+            engine.resume()
+        self._publish()
+        self._advance()
+
+    def _stopped_by(self, work: _Work) -> list[EngineAhead]:
+        return [engine for engine in self.engines if work.stops and engine.units & work.units]
+
+    def _span(self, name: str, unit: int, start: float, iteration: int) -> None:
+        if iteration >= self.iterations - SHOWN:
+            now = self.activities.now
+            self.spans += [Span(name, device, start, now, iteration) for device in self.units.devices[unit]]
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+
+    def result(self, warm_up: int) -> AheadIterations:
+        """Of the iterations after the first `warm_up` ones."""
+        batches = range(warm_up, self.iterations)
+        tokens = sum(engine.tokens[batch] for engine in self.engines for batch in batches)
+        ages = sum(engine.ages[batch] for engine in self.engines for batch in batches)
+        oldest = max(engine.oldest[batch] for engine in self.engines for batch in batches)
+        seconds = (self.ends[-1] - self.ends[warm_up - 1]) / len(batches)
+        return AheadIterations(seconds, ages / tokens, oldest, self._shown(), tuple(self.orders))
+
+    def _shown(self) -> tuple[Span, ...]:
+        first = self.iterations - SHOWN
+        spans = [span for span in self.spans if first <= span.step < self.iterations]
+        for engine in self.engines:
+            devices = [device for unit in engine.units for device in self.units.devices[unit]]
+            on = [device for device in devices if device in self.plan.mesh(self.generate)]
+            for batch in range(first, self.iterations):
+                times = engine.admitted_at[batch], engine.ended_at[batch]
+                spans += [Span(self.generate, device, *times, batch) for device in on]
+        zero = min(span.start for span in spans)
+        return tuple(
+            replace(span, start=span.start - zero, end=span.end - zero, step=span.step - first) for span in spans
+        )
