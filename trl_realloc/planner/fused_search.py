@@ -1,0 +1,190 @@
+"""`search`: a fused schedule of least makespan, and of these one of least activation memory.
+
+Schedules are built from priorities, from the beginning and from the end of time in turn, each with the times of the
+last as its priorities: this closes gaps. The first priorities are the times of each model's own 1F1B, stretched and
+shifted at random, with as many micro-batches in flight on a stage as 1F1B has, or some more. Later priorities are the
+times of one of the best schedules so far, disturbed. A search ends at the lower bound. Then the memory limit is lowered
+as long as a schedule of the same makespan is found. Building a schedule is in `fused_chains`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .fused_chains import BuiltSchedule, FusedChains
+from .fused_check import ROUNDING, SimulatedSchedule, check, lower_bound, serial_memory
+from .fused_kernel import Integers
+from .fused_pipelines import Array, FusedPipelines, FusedSchedule
+
+
+EFFORT = 12_000_000  # tasks placed
+BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
+ELITES = 4  # schedules that are disturbed
+FRESH = 0.1  # of the priorities are not from an elite
+STALE_BUILDS = 4  # builds in turn without a better makespan
+PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
+UNLIMITED = 1_000_000  # micro-batches
+MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
+FIRST_MEMORY = 1.1  # of 1F1B's memory, tried before the whole memory
+FIRST_EFFORT = 0.4  # of the effort
+MEMORY_EFFORT = 0.1  # of the effort, for each lower memory limit
+MEMORY_STEP = 0.01  # of the memory
+
+
+@dataclass(frozen=True)
+class FoundSchedule:
+    """The result of a search.
+
+    Args:
+        simulated: the schedule's times and memory.
+        bound: `fused_check.lower_bound`.
+    """
+
+    schedule: FusedSchedule
+    simulated: SimulatedSchedule
+    bound: float
+
+    @property
+    def on_bound(self) -> bool:
+        return self.simulated.makespan <= self.bound * (1 + ROUNDING)
+
+
+def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> FoundSchedule:
+    """A schedule within the memory limit. The same seed and effort give the same schedule.
+
+    Args:
+        effort: tasks placed in all schedules that are built until the makespan is accepted. Lowering the memory takes
+            up to as many again. A core places about a million per second.
+    """
+    run = _Search(pipelines, np.random.default_rng(seed))
+    limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
+    first = np.maximum(FIRST_MEMORY * serial_memory(pipelines), run.chains.least_memory())
+    run.improve(np.minimum(limit, first), run.bound, FIRST_EFFORT * effort)
+    if run.makespan > run.bound * (1 + ROUNDING):
+        run.improve(limit, run.bound, (1 - FIRST_EFFORT) * effort)
+    run.lower_memory(limit, MEMORY_EFFORT * effort)
+    schedule = run.chains.schedule(run.best)
+    return FoundSchedule(schedule, check(pipelines, schedule), run.bound)
+
+
+class _Search:
+    """A search's best schedule and elites."""
+
+    def __init__(self, pipelines: FusedPipelines, rng: np.random.Generator) -> None:
+        self.chains = FusedChains(pipelines)
+        self.bound = lower_bound(pipelines)
+        self._rng = rng
+        self._elites: list[BuiltSchedule] = []
+        self._best: BuiltSchedule | None = None
+        self._peak = np.inf
+
+    @property
+    def best(self) -> BuiltSchedule:
+        assert self._best is not None, "the first build has no limit of micro-batches in flight and cannot fail"
+        return self._best
+
+    @property
+    def makespan(self) -> float:
+        return self._best.makespan if self._best else np.inf
+
+    def improve(self, memory: Array, target: float, effort: float) -> bool:
+        """Build schedules within a memory limit until one has the makespan `target`. Returns whether one has."""
+        while effort > 0:
+            priorities, in_flight, patience = self._disturbed() if self._take_elite() else self._fresh()
+            built, builds = self._built_in_turn(priorities, memory, in_flight, patience)
+            effort -= builds * (self.chains.tasks + BUILD_EFFORT)
+            if built.makespan < np.inf:
+                self._keep(built)
+                if built.makespan <= target * (1 + ROUNDING):
+                    return True
+        return False
+
+    def lower_memory(self, limit: Array, effort: float) -> None:
+        """Halve the interval of possible memory limits until it is small."""
+        high, low = self._peak, float(self.chains.least_memory().max())
+        while high - low > MEMORY_STEP * high:
+            middle = (high + low) / 2
+            self._elites = [replace(self.best, makespan=np.inf)]
+            if self.improve(np.minimum(limit, middle), self.makespan, effort):
+                high = self._peak
+            else:
+                low = middle
+
+    def _built_in_turn(
+        self, priorities: Array, memory: Array, in_flight: Integers, patience: float
+    ) -> tuple[BuiltSchedule, int]:
+        """Build from both ends of time in turn while the makespan falls. Returns the best schedule and the builds."""
+        best = self.chains.build(self._in_order(priorities), memory, in_flight, patience, False)
+        built, builds, stale = best, 1, 0
+        while stale < STALE_BUILDS and built.makespan < np.inf:
+            backward = builds % 2 == 1
+            times = -self.chains.ends(built) if backward else built.starts
+            built = self.chains.build(times, memory, in_flight, patience, backward)
+            builds += 1
+            stale = 0 if built.makespan < best.makespan * (1 - ROUNDING) else stale + 1
+            best = built if stale == 0 else best
+        return best, builds
+
+    def _keep(self, built: BuiltSchedule) -> None:
+        """Update the best schedule and the elites."""
+        if built.makespan <= self.makespan * (1 + ROUNDING):
+            peak = self.chains.peak(built)
+            if built.makespan < self.makespan * (1 - ROUNDING) or peak < self._peak:
+                self._best, self._peak = built, peak
+        place = bisect_right(self._elites, built.makespan, key=lambda elite: elite.makespan)
+        self._elites.insert(place, built)
+        del self._elites[ELITES:]
+
+    def _take_elite(self) -> bool:
+        return bool(self._elites) and self._rng.random() > FRESH
+
+    def _fresh(self) -> tuple[Array, Integers, float]:
+        """Priorities from each model's own 1F1B, limits of micro-batches in flight, and patience."""
+        rng = self._rng
+        in_flight = np.full((len(self.chains.groups), self.chains.stages), UNLIMITED)
+        parts = []
+        for number, group in enumerate(self.chains.groups):
+            room = max(self.bound - group.span, 0.0)
+            stretch = 1 + rng.random() * room / group.span if group.span and rng.random() < 0.7 else 1.0
+            shift = (self.bound - stretch * group.span) * (rng.random() if rng.random() < 0.7 else rng.integers(2))
+            if rng.random() < 0.3:
+                shift += rng.choice((0.2, 1.0)) * self.bound * rng.normal()
+            parts.append((shift + stretch * group.nominal).ravel())
+            if self._best is not None:  # the first build must succeed
+                warm = np.arange(len(group.route), 0, -1)
+                in_flight[number, list(group.route)] = warm + rng.choice(MORE_IN_FLIGHT)
+        return np.concatenate(parts), in_flight, rng.choice(PATIENCE)
+
+    def _disturbed(self) -> tuple[Array, Integers, float]:
+        """The same from an elite's times, with noise on every task, on a group's stages, or in a window of time."""
+        rng = self._rng
+        elite = self._elites[int(len(self._elites) * rng.random() ** 2)]
+        times = elite.starts.copy()
+        noise = self.chains.chains.seconds.max() * 10 ** rng.uniform(-0.7, 0.8)
+        where = rng.integers(3)
+        if where == 0:
+            times += rng.normal(0, noise, len(times))
+        elif where == 1:
+            for group in self.chains.groups:
+                times[group.tasks] += rng.normal(0, noise, group.tasks.shape[1])
+        else:
+            span = times.max()
+            near = np.abs(times - rng.uniform(0, span)) < rng.uniform(0.05, 0.3) * span
+            times[near] += rng.normal(0, noise, near.sum())
+        in_flight, patience = elite.in_flight, elite.patience
+        if rng.random() < 0.3:
+            in_flight = in_flight.copy()
+            number = rng.integers(len(in_flight))
+            in_flight[number] += rng.choice((-1, 1)) if rng.random() < 0.5 else rng.integers(-1, 2, self.chains.stages)
+            in_flight = np.maximum(in_flight, 1)
+        return times, in_flight, rng.choice(PATIENCE) if rng.random() < 0.3 else patience
+
+    def _in_order(self, priorities: Array) -> Array:
+        """Priorities by which equal micro-batches keep their order."""
+        for group in self.chains.groups:
+            if group.equal:
+                priorities[group.tasks] = np.sort(priorities[group.tasks], axis=0)
+        return priorities
