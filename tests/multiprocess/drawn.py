@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from trl_realloc.algorithms.corrections import MODES
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
 from trl_realloc.plan.dataflow import CallKind, Role
@@ -44,6 +45,7 @@ def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[
         plan = _plan(draw, devices)
         if not _is_legal(plan, model):
             continue
+        plan, correction = _corrected(random.Random(f"corrections of {seed}"), plan, model)
         plan = _overlapping(random.Random(f"overlaps of {seed}"), plan, model)
         made = ExecutionPlan.from_dict(plan)
         return {
@@ -63,6 +65,7 @@ def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[
                 "missing_eos_penalty": draw.choice([None, 1.0]),
                 "gradient_checkpointing": draw.random() < 0.3,
                 "kl_estimator": draw.choice(["k1", "k3"]),
+                **correction,
             },
         }
     raise AssertionError(f"no legal plan in 1000 draws from seed {seed}")
@@ -108,6 +111,30 @@ def _plan(draw: random.Random, devices: int) -> dict[str, Any]:
     if draw.random() < 0.4:  # what is in place is drawn too seldom
         calls["critic.forward"] = {k: v for k, v in calls["critic.train"].items() if k != "micro_batch_tokens"}
     return {"cluster": {"nodes": 1, "devices_per_node": devices}, "calls": calls}
+
+
+def _corrected(
+    draw: random.Random, plan: dict[str, Any], model: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plan and the config's settings, of a third of the cases with a correction of the rollouts. Has random numbers
+    of its own."""
+    if draw.random() >= 1 / 3:
+        return plan, {}
+    most, least = draw.choice([(3.0, None), (1.1, 0.5), (0.9, 0.2)])
+    correction = {
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": draw.choice(MODES),
+        "vllm_importance_sampling_clip_max": most,
+        "vllm_importance_sampling_clip_min": least,
+    }
+    cluster = Cluster(**plan["cluster"])
+    meshes = [*sorted(set(legal_meshes(cluster))), *[cluster.mesh] * 3]
+    for _ in range(1000):
+        here = _call(draw, CallKind.FORWARD, draw.choice(meshes))
+        made = {**plan, "calls": {**plan["calls"], "actor.forward": here}}
+        if _is_legal(made, model):
+            return draw.choice([(plan, correction), *[(made, correction)] * 3])  # in place where the plan has none
+    raise AssertionError(f"no legal actor.forward in 1000 draws for {plan}")
 
 
 def _overlapping(draw: random.Random, plan: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
@@ -18,6 +19,15 @@ from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.layout import layout_of
+
+
+# by which some of the recorded rollouts are truncated on either side
+CORRECTED: dict[str, Any] = {
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_truncate",
+    "vllm_importance_sampling_clip_max": 0.8,
+    "vllm_importance_sampling_clip_min": 0.3,
+}
 
 
 def rollouts(n: int) -> Rollouts:
@@ -51,6 +61,7 @@ def main() -> None:
             adam_epsilon=1e-4,
             max_grad_norm=0.5,
             whiten_rewards=True,
+            **(CORRECTED if kind == "corrected" else {}),
         )
         # past the config, which wants a process's share to divide
         tiny.change_ppo(made, num_mini_batches=options["mini_batches"])

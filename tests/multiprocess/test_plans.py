@@ -105,6 +105,21 @@ IN_16_BITS = {
 }
 KINDS = ("bfloat16", "autocast")
 
+# Plans that run once more with a correction of the rollouts, with the assignment of `actor.forward`; `None`: it is left
+# out of the plan, and runs in the layout of the training.
+CORRECTED: dict[int, dict[str, dict[str, Any] | None]] = {
+    1: {"whole": None},
+    2: {
+        "zero 3, small micro-batches": None,
+        "in two stages": {**whole("1"), "drop": True},
+        "actor and critic apart": {**whole("1"), "offload": True},
+    },
+    4: {
+        "every call in a layout of its own": split("0-3", tp=2, pp=2),
+        "zero 3 trains the critic, a tensor group scores and drops its copy": None,
+    },
+}
+
 
 @pytest.mark.parametrize("mini_batches", [2])
 def test_the_same_rollouts_give_the_same_losses_and_parameters_under_every_plan(
@@ -114,14 +129,15 @@ def test_the_same_rollouts_give_the_same_losses_and_parameters_under_every_plan(
     metrics, weights = {}, {}
     for devices, plans in PLANS.items():
         again = {f"{name} in {kind}": (name, kind) for name in IN_16_BITS[devices] for kind in KINDS}
+        corrected = {f"{name}, corrected": with_forward(plans[name], a) for name, a in CORRECTED[devices].items()}
         options = {
             "samples": 12,
             "mini_batches": mini_batches,
-            "plans": {**plans, **{key: plans[name] for key, (name, _) in again.items()}},
-            "kinds": {key: kind for key, (_, kind) in again.items()},
+            "plans": {**plans, **{key: plans[name] for key, (name, _) in again.items()}, **corrected},
+            "kinds": {**{key: kind for key, (_, kind) in again.items()}, **dict.fromkeys(corrected, "corrected")},
         }
         folder = run("replay.py", devices, options, f"on-{devices}", limit_s=400)
-        for name in [*plans, *again]:
+        for name in [*plans, *again, *corrected]:
             key = f"{name} on {devices}"
             metrics[key] = json.loads((folder / f"{name}.json").read_text())
             weights[key] = {
@@ -130,13 +146,15 @@ def test_the_same_rollouts_give_the_same_losses_and_parameters_under_every_plan(
                 for parameter, tensor in load_file(folder / f"{name}.{role}.safetensors").items()
             }
     low = {kind: {key: (metrics.pop(key), weights.pop(key)) for key in list(metrics) if kind in key} for kind in KINDS}
-    expected, parameters = metrics.pop("whole on 1"), weights.pop("whole on 1")
-    assert len(metrics) >= 8 and expected["policy/clipfrac_avg"] > 0
-    for key in metrics:
-        assert metrics[key] == pytest.approx(expected, rel=2e-5, abs=2e-6), key
-        assert weights[key].keys() == parameters.keys()
-        for name, tensor in parameters.items():
-            assert (weights[key][name] - tensor).abs().max() < 2e-5, (key, name)
+    plain = {key: metrics[key] for key in metrics if "corrected" not in key}
+    assert len(plain) >= 9 and plain["whole on 1"]["policy/clipfrac_avg"] > 0
+    assert_equal(plain, weights, "whole on 1")
+    corrected = {key: row for key, row in metrics.items() if key not in plain}
+    expected = corrected["whole, corrected on 1"]
+    assert 0 < expected["sampling/importance_sampling_ratio/clipfrac"] < 1
+    assert expected["sampling/importance_sampling_ratio/min"] == pytest.approx(0.3)
+    assert_equal(corrected, weights, "whole, corrected on 1")
+    assert len(corrected) == 6 and expected["loss/policy_avg"] != plain["whole on 1"]["loss/policy_avg"]
     given = {f"policy.{n}": p.detach() for n, p in tiny.policy().named_parameters()}
     given |= {f"critic.{n}": p.detach() for n, p in tiny.classifier().named_parameters()}
     for kind, results in low.items():
@@ -149,6 +167,20 @@ def test_the_same_rollouts_give_the_same_losses_and_parameters_under_every_plan(
             # border of the clip range falls on its other side. Without float32 masters the parameters are 0.3 apart.
             assert found == pytest.approx(expected, rel=0.12, abs=1e-3), key
             assert distance(masters, parameters) < 0.12 * moved, key
+
+
+def with_forward(plan: dict[str, Any], assignment: dict[str, Any] | None) -> dict[str, Any]:
+    """The plan with an assignment of `actor.forward`."""
+    return plan if assignment is None else {**plan, "calls": {**plan["calls"], "actor.forward": assignment}}
+
+
+def assert_equal(metrics: dict[str, Any], weights: dict[str, dict[str, Any]], whole: str) -> None:
+    """That every plan's metrics and weights are those of the plan `whole`."""
+    for key in metrics:
+        assert metrics[key] == pytest.approx(metrics[whole], rel=2e-5, abs=2e-6), key
+        assert weights[key].keys() == weights[whole].keys()
+        for name, tensor in weights[whole].items():
+            assert (weights[key][name] - tensor).abs().max() < 2e-5, (key, name)
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
