@@ -27,14 +27,12 @@ class Job:
     def __init__(self, stream: Stream, dispatcher: Dispatcher, draw: random.Random) -> None:
         self.stream, self.dispatcher, self.draw = stream, dispatcher, draw
         self.lengths = [draw.randint(1, LIMIT) for _ in stream.prompts]
-        self.engines = {
-            (g.name, engine): set(samples) for g in stream.generations for engine, samples in enumerate(g.samples)
-        }
-        self.withdrawing: list[tuple[str, int]] = []
+        self.engines = [set(samples) for samples in stream.generation.samples]
+        self.withdrawing: list[int] = []
         self.queues: dict[int, list[Score]] = {rank: [] for rank in stream.ranks}
         self.waiting_to_join = sorted(stream.ranks)
-        self.generating = Counter(r for g in stream.generations for ranks in g.engines for r in ranks)
-        self.generated: Counter[tuple[str, int]] = Counter()
+        self.generating = {rank for ranks in stream.generation.engines for rank in ranks}
+        self.generated = Counter[int]()
         self.scored: Counter[tuple[str, int]] = Counter()
         self.moved, self.forwards, self.parts = 0, 0, list[tuple[str, tuple[tuple[int, ...], ...]]]()
 
@@ -44,19 +42,18 @@ class Job:
                 case Score():
                     self.parts.append((order.call, order.parts))
                     for rank in self.team(order):
-                        assert not self.generating[rank], "the rank generates"
+                        assert rank not in self.generating, "the rank generates"
                         assert rank not in self.waiting_to_join
                         self.queues[rank].append(order)
                 case Withdraw():
-                    assert self.engines[order.call, order.engine]
-                    self.withdrawing.append((order.call, order.engine))
+                    assert self.engines[order.engine]
+                    self.withdrawing.append(order.engine)
                 case Continue():
                     self.moved += len(order.samples)
-                    self.engines[order.call, order.engine] |= set(order.samples)
+                    self.engines[order.engine] |= set(order.samples)
                 case Release():
-                    assert not self.engines[order.call, order.engine]
-                    generation = next(g for g in self.stream.generations if g.name == order.call)
-                    self.generating.subtract(generation.engines[order.engine])
+                    assert not self.engines[order.engine]
+                    self.generating.difference_update(self.stream.generation.engines[order.engine])
 
     def team(self, order: Score) -> list[int]:
         scoring = next(s for s in self.stream.scorings if s.name == order.call)
@@ -74,11 +71,9 @@ class Job:
 
     def step(self) -> None:
         active = [
-            key
-            for key, samples in self.engines.items()
-            if samples
-            and next(g for g in self.stream.generations if g.name == key[0]).engines[key[1]][0]
-            not in self.waiting_to_join
+            engine
+            for engine, samples in enumerate(self.engines)
+            if samples and self.stream.generation.engines[engine][0] not in self.waiting_to_join
         ]
         events = ["join"] * bool(self.waiting_to_join) + ["finish"] * 3 * bool(active)
         events += ["withdraw"] * bool(self.withdrawing) + ["scored"] * 2 * bool(self.runnable())
@@ -87,16 +82,17 @@ class Job:
                 rank = self.waiting_to_join.pop(self.draw.randrange(len(self.waiting_to_join)))
                 self.take(self.dispatcher.join(rank))
             case "finish":
-                call, engine = key = self.draw.choice(active)
-                chosen = self.draw.sample(sorted(self.engines[key]), self.draw.randint(1, len(self.engines[key])))
-                self.engines[key] -= set(chosen)
-                self.generated.update((call, index) for index in chosen)
-                self.take(self.dispatcher.finish(call, engine, [(index, self.lengths[index]) for index in chosen]))
+                engine = self.draw.choice(active)
+                left = self.engines[engine]
+                chosen = self.draw.sample(sorted(left), self.draw.randint(1, len(left)))
+                left -= set(chosen)
+                self.generated.update(chosen)
+                self.take(self.dispatcher.finish(engine, [(index, self.lengths[index]) for index in chosen]))
             case "withdraw":
-                call, engine = key = self.withdrawing.pop()
-                chosen = [index for index in sorted(self.engines[key]) if self.draw.random() < 0.8]
-                self.engines[key] -= set(chosen)
-                self.take(self.dispatcher.withdraw(call, engine, chosen))
+                engine = self.withdrawing.pop()
+                chosen = [index for index in sorted(self.engines[engine]) if self.draw.random() < 0.8]
+                self.engines[engine] -= set(chosen)
+                self.take(self.dispatcher.withdraw(engine, chosen))
             case "scored":
                 order = self.draw.choice(self.runnable())
                 for rank in self.team(order):
@@ -150,10 +146,10 @@ def test_every_sample_is_generated_and_scored_once(plan, prompts, seed, budget, 
         moves = Migration(*migration)
     job = job_of(plan, prompts, seed, Streams(migration=moves, deterministic=deterministic), budget)
     run(job)
-    assert job.generated == {("actor.generate", index): 1 for index in range(prompts)}
+    assert job.generated == dict.fromkeys(range(prompts), 1)
     calls = ("reference.forward", "reward.forward", "critic.forward")
     assert job.scored == {(call, index): 1 for call in calls for index in range(prompts)}
-    assert not any(job.generating.values()), "every engine was released"
+    assert not job.generating, "every engine was released"
     if deterministic:
         again = job_of(plan, prompts, seed, Streams(deterministic=True), budget)
         again.draw.seed(seed + 1)  # other lengths than planned do not matter, other orders of events do
@@ -167,27 +163,26 @@ def test_samples_move_once_and_to_the_fullest_engines() -> None:
     job = job_of(plan, 40, 0, Streams(migration=Migration(0.3, engines=1)), 1000)
     job.join_all()
     for engine, left in enumerate((2, 5, 1, 4)):  # 12 of 40 are left at the end, which is not fewer than 0.3
-        key = ("actor.generate", engine)
-        ended = sorted(job.engines[key])[left:]
-        job.engines[key] -= set(ended)
-        job.take(job.dispatcher.finish(*key, [(index, 3) for index in ended]))
+        ended = sorted(job.engines[engine])[left:]
+        job.engines[engine] -= set(ended)
+        job.take(job.dispatcher.finish(engine, [(index, 3) for index in ended]))
     assert not job.withdrawing
-    last = job.engines["actor.generate", 1].pop()
-    job.take(job.dispatcher.finish("actor.generate", 1, [(last, 3)]))
-    assert sorted(engine for _, engine in job.withdrawing) == [0, 2, 3]
-    for _, engine in list(job.withdrawing):
-        moved, job.engines["actor.generate", engine] = sorted(job.engines["actor.generate", engine]), set()
-        job.take(job.dispatcher.withdraw("actor.generate", engine, moved))
+    last = job.engines[1].pop()
+    job.take(job.dispatcher.finish(1, [(last, 3)]))
+    assert sorted(job.withdrawing) == [0, 2, 3]
+    for engine in list(job.withdrawing):
+        moved, job.engines[engine] = sorted(job.engines[engine]), set()
+        job.take(job.dispatcher.withdraw(engine, moved))
     assert job.moved == 7
-    assert len(job.engines["actor.generate", 1]) == 11
+    assert len(job.engines[1]) == 11
 
 
 def test_scoring_begins_while_another_engine_generates() -> None:
     job = job_of(flatten(Cluster(1, 2)), 8, 0, Streams(), 30)
     job.join_all()
-    first = sorted(job.engines["actor.generate", 0])
-    job.engines["actor.generate", 0] = set()
-    job.take(job.dispatcher.finish("actor.generate", 0, [(index, 20) for index in first]))
+    first = sorted(job.engines[0])
+    job.engines[0] = set()
+    job.take(job.dispatcher.finish(0, [(index, 20) for index in first]))
     assert job.queues[0] and not job.queues[1]
 
 
@@ -195,9 +190,8 @@ def test_the_last_samples_are_divided_among_the_free_ranks() -> None:
     job = job_of(flatten(Cluster(1, 4)), 8, 0, Streams(calls=("reference.forward",)), 10_000)
     job.join_all()
     for engine in range(4):
-        key = ("actor.generate", engine)
-        ended, job.engines[key] = sorted(job.engines[key]), set()
-        job.take(job.dispatcher.finish(*key, [(index, 20) for index in ended]))
+        ended, job.engines[engine] = sorted(job.engines[engine]), set()
+        job.take(job.dispatcher.finish(engine, [(index, 20) for index in ended]))
     assert all(job.queues[rank] for rank in range(4))
 
 
@@ -206,13 +200,13 @@ def test_a_rank_with_nothing_to_do_does_not_wait_for_samples_that_do_not_fill_a_
     job.join_all()
 
     def scored_after(engine: int, finished: list[int]) -> set[int]:
-        job.engines["actor.generate", engine] -= set(finished)
-        job.take(job.dispatcher.finish("actor.generate", engine, [(index, 20) for index in finished]))
+        job.engines[engine] -= set(finished)
+        job.take(job.dispatcher.finish(engine, [(index, 20) for index in finished]))
         while job.queues[0]:
             job.take(job.dispatcher.scored(job.queues[0].pop(0).number))
         return {index for _, parts in job.parts for part in parts for index in part}
 
-    of_first, (*others, last) = (sorted(job.engines["actor.generate", engine]) for engine in range(2))
+    of_first, (*others, last) = (sorted(job.engines[engine]) for engine in range(2))
     assert scored_after(0, of_first) < set(of_first), "the rest waits, because many samples are to come"
     assert scored_after(1, others) == {*of_first, *others}, f"nothing but sample {last} is to come"
 

@@ -95,7 +95,7 @@ def simulated(plan: ExecutionPlan, lengths: Sequence[int]) -> Found:
     simulation = stream_simulation._Simulation(prices, seconds, {})
     simulation.run()
     forwards = [(order.call, order.team, order.parts) for order in simulation.result().forwards]
-    return Found(forwards, {index: tokens for (_, index), tokens in simulation.has.items()})
+    return Found(forwards, dict(simulation.has))
 
 
 def executed(plan: ExecutionPlan, lengths: Sequence[int], clock: VirtualClock) -> Found:

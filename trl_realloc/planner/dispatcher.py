@@ -41,7 +41,6 @@ class Score:
 class Withdraw:
     """Stop the unfinished samples of an engine and report them."""
 
-    call: str
     engine: int
 
 
@@ -49,16 +48,14 @@ class Withdraw:
 class Continue:
     """Go on generating samples that another engine has begun."""
 
-    call: str
     engine: int
     samples: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Release:
-    """An engine gets no more samples of this call, and its ranks may score."""
+    """An engine gets no more samples, and its ranks may score."""
 
-    call: str
     engine: int
 
 
@@ -67,7 +64,7 @@ Order = Score | Withdraw | Continue | Release
 
 @dataclass
 class _Generating:
-    """The state of a call that generates."""
+    """The state of the generation."""
 
     stream: StreamedGeneration
     unfinished: list[set[int]]
@@ -102,17 +99,17 @@ class Dispatcher:
     def __init__(self, stream: Stream, migration: Migration | None = None, *, deterministic: bool = False) -> None:
         self.stream, self.migration = stream, migration
         n = len(stream.prompts)
-        self._generating = {
-            g.name: _Generating(g, [set(samples) for samples in g.samples], [False] * len(g.engines))
-            for g in stream.generations
-        }
+        engines = stream.generation
+        self._generating = _Generating(
+            engines, [set(samples) for samples in engines.samples], [False] * len(engines.engines)
+        )
         self._scoring = {
             s.name: _Scoring(s, [len(s.producers)] * n, ReadySamples(n, _groups(stream, s) if deterministic else ()))
             for s in stream.scorings
         }
         self._calls = list(self._scoring)
         self._teams = FreeTeams(stream, DEPTH)
-        self._responses: dict[tuple[str, int], int] = {}  # (call that generates, sample) -> tokens
+        self._responses: dict[int, int] = {}  # sample -> tokens
         self._joined: set[int] = set()
         self._open: dict[int, Score] = {}
         self._number = 0
@@ -120,7 +117,7 @@ class Dispatcher:
     @property
     def is_finished(self) -> bool:
         """Whether every sample has been generated and scored by every call, and every engine released."""
-        generated = all(all(state.released) for state in self._generating.values())
+        generated = all(self._generating.released)
         scored = all(state.ready.is_last and not state.ready for state in self._scoring.values())
         return generated and scored and not self._open
 
@@ -131,28 +128,27 @@ class Dispatcher:
         self._joined.add(rank)
         self._teams.join(rank)
         orders: list[Order] = []
-        for state in self._generating.values():
-            for engine, ranks in enumerate(state.stream.engines):
-                if ranks[0] == rank:
-                    orders += self._release(state, engine)
+        for engine, ranks in enumerate(self._generating.stream.engines):
+            if ranks[0] == rank:
+                orders += self._release(engine)
         return orders + self._scores()
 
-    def finish(self, call: str, engine: int, samples: Sequence[tuple[int, int]]) -> list[Order]:
+    def finish(self, engine: int, samples: Sequence[tuple[int, int]]) -> list[Order]:
         """Samples have been generated.
 
         Args:
             samples: (index, tokens of the response) of each.
         """
-        state = self._generating[call]
+        state = self._generating
         for index, tokens in samples:
             state.unfinished[engine].remove(index)
-            self._responses[call, index] = tokens
-        self._produced(call, [index for index, _ in samples])
-        return [*self._migrate(state), *self._release(state, engine), *self._scores()]
+            self._responses[index] = tokens
+        self._produced(state.stream.name, [index for index, _ in samples])
+        return [*self._migrate(), *self._release(engine), *self._scores()]
 
-    def withdraw(self, call: str, engine: int, samples: Sequence[int]) -> list[Order]:
+    def withdraw(self, engine: int, samples: Sequence[int]) -> list[Order]:
         """An engine has answered `Withdraw` with the samples that it stopped. Its others go on."""
-        state = self._generating[call]
+        state = self._generating
         state.withdrawing.remove(engine)
         state.unfinished[engine].difference_update(samples)
         moved: dict[int, list[int]] = {}
@@ -160,9 +156,9 @@ class Dispatcher:
             destination = min(state.destinations, key=lambda other: (len(state.unfinished[other]), other))
             state.unfinished[destination].add(index)
             moved.setdefault(destination, []).append(index)
-        orders: list[Order] = [Continue(call, destination, tuple(moved[destination])) for destination in sorted(moved)]
+        orders: list[Order] = [Continue(destination, tuple(moved[destination])) for destination in sorted(moved)]
         for other in (engine, *state.destinations):
-            orders += self._release(state, other)
+            orders += self._release(other)
         return orders + self._scores()
 
     def scored(self, number: int) -> list[Order]:
@@ -182,12 +178,13 @@ class Dispatcher:
             for index in samples:
                 state.missing[index] -= 1
                 if not state.missing[index]:
-                    response = self._responses[state.stream.generation, index]
+                    response = self._responses[index]
                     state.ready.add(index, self.stream.prompts[index] + response)
 
-    def _migrate(self, state: _Generating) -> list[Order]:
+    def _migrate(self) -> list[Order]:
         """Withdraw the samples of all but the fullest engines, once, when few samples are unfinished."""
-        migration, left = self.migration, state.left
+        state, migration = self._generating, self.migration
+        left = state.left
         if migration is None or state.has_migrated or not left:
             return []
         if left >= migration.threshold * len(self.stream.prompts):
@@ -199,9 +196,10 @@ class Dispatcher:
             return []
         state.destinations = active[: migration.engines]
         state.withdrawing = set(active[migration.engines :])
-        return [Withdraw(state.stream.name, engine) for engine in sorted(state.withdrawing)]
+        return [Withdraw(engine) for engine in sorted(state.withdrawing)]
 
-    def _release(self, state: _Generating, engine: int) -> list[Order]:
+    def _release(self, engine: int) -> list[Order]:
+        state = self._generating
         is_expecting = engine in state.destinations and state.withdrawing
         ranks = state.stream.engines[engine]
         if state.released[engine] or state.unfinished[engine] or engine in state.withdrawing or is_expecting:
@@ -211,7 +209,7 @@ class Dispatcher:
         state.released[engine] = True
         for rank in ranks:
             self._teams.end_generation(rank)
-        return [Release(state.stream.name, engine)]
+        return [Release(engine)]
 
     def _scores(self) -> list[Order]:
         """Forwards for the ranks that are free."""

@@ -32,9 +32,8 @@ class FreeTeams:
         for team, ranks in self.ranks.items():
             for rank in ranks:
                 self._teams_of[rank].append(team)
-        engines = [engine for generation in stream.generations for engine in generation.engines]
         self._joined: set[int] = set()
-        self._generating = Counter(rank for engine in engines for rank in engine)
+        self._generating = {rank for engine in stream.generation.engines for rank in engine}
         self._load = Counter[int]()
         self._latest: dict[int, int] = {}  # rank -> call of its latest forward
         self._unfree = {team: len(ranks) for team, ranks in self.ranks.items()}  # ranks that are not free
@@ -49,9 +48,9 @@ class FreeTeams:
         self._changed(rank, before)
 
     def end_generation(self, rank: int) -> None:
-        """One of a rank's engines has ended."""
+        """A rank's engine has ended."""
         before = self._state(rank)
-        self._generating[rank] -= 1
+        self._generating.discard(rank)
         self._changed(rank, before)
 
     def give(self, team: Team) -> None:
@@ -88,7 +87,7 @@ class FreeTeams:
 
     def _state(self, rank: int) -> tuple[bool, bool]:
         """(free, has a forward)."""
-        is_free = rank in self._joined and not self._generating[rank] and self._load[rank] < self._depth
+        is_free = rank in self._joined and rank not in self._generating and self._load[rank] < self._depth
         return is_free, self._load[rank] > 0
 
     def _changed(self, rank: int, before: tuple[bool, bool]) -> None:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 
 
@@ -38,14 +37,12 @@ class StreamedScoring:
         teams: the ranks that run a forward together, by team and by data-parallel replica of the team. A team has one
             replica, but for parameters that are sharded over the mesh, whose forward is a collective of all replicas.
         producers: the streamed calls whose outputs it reads.
-        generation: the call that generated the responses that it reads.
         budget: most tokens of one forward of one replica.
     """
 
     name: str
     teams: tuple[tuple[Ranks, ...], ...]
     producers: tuple[str, ...]
-    generation: str
     budget: int
 
 
@@ -54,12 +51,12 @@ class Stream:
     """The streamed calls of one iteration.
 
     Args:
-        generations, scorings: in the plan's order.
+        scorings: in the plan's order.
         prompts: tokens of each sample's prompt, by the sample's index.
         limit: most tokens of a response.
     """
 
-    generations: tuple[StreamedGeneration, ...]
+    generation: StreamedGeneration
     scorings: tuple[StreamedScoring, ...]
     prompts: tuple[int, ...]
     limit: int
@@ -67,9 +64,8 @@ class Stream:
     @property
     def ranks(self) -> frozenset[int]:
         """The ranks that generate or score."""
-        engines = [engine for generation in self.generations for engine in generation.engines]
         replicas = [replica for scoring in self.scorings for team in scoring.teams for replica in team]
-        return frozenset(rank for ranks in (*engines, *replicas) for rank in ranks)
+        return frozenset(rank for ranks in (*self.generation.engines, *replicas) for rank in ranks)
 
 
 def stream_of(plan: ExecutionPlan, prompts: Sequence[int], limit: int, budgets: Mapping[str, int]) -> Stream:
@@ -79,22 +75,16 @@ def stream_of(plan: ExecutionPlan, prompts: Sequence[int], limit: int, budgets: 
         prompts, limit: as of `Stream`.
         budgets: most tokens of one forward of each scoring call.
     """
-    generations, scorings = [], []
-    generated_by: dict[str, str] = {}  # column of responses -> the call that makes it
-    for name in plan.streamed:
-        call, replicas = plan.graph.call(name), replicas_of(plan, name)
-        if call.kind is CallKind.GENERATE:
-            dp = len(replicas)
-            shares = tuple(tuple(range(first, len(prompts), dp)) for first in range(dp))
-            generations.append(StreamedGeneration(name, replicas, shares))
-            generated_by[call.outputs[0]] = name
-            continue
-        producers = dict.fromkeys(filter(None, map(plan.graph.producer, call.inputs)))
-        generation = next(generated_by[column] for column in call.inputs if column in generated_by)
+    generate, *scoring_calls = plan.streamed
+    engines, scorings = replicas_of(plan, generate), []
+    shares = tuple(tuple(range(first, len(prompts), len(engines))) for first in range(len(engines)))
+    for name in scoring_calls:
+        replicas = replicas_of(plan, name)
+        producers = dict.fromkeys(filter(None, map(plan.graph.producer, plan.graph.call(name).inputs)))
         is_sharded = plan[name].strategy.zero_stage == 3
         teams = (replicas,) if is_sharded else tuple((replica,) for replica in replicas)
-        scorings.append(StreamedScoring(name, teams, tuple(producers), generation, budgets[name]))
-    return Stream(tuple(generations), tuple(scorings), tuple(prompts), limit)
+        scorings.append(StreamedScoring(name, teams, tuple(producers), budgets[name]))
+    return Stream(StreamedGeneration(generate, engines, shares), tuple(scorings), tuple(prompts), limit)
 
 
 def engine_samples(plan: ExecutionPlan, call: str, samples: int) -> int:

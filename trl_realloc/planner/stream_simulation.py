@@ -17,7 +17,6 @@ from ..plan.timeline import Span
 from .activities import Activities, devices_by_node
 from .dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from .simulate import Overlap, Task, tasks_of
-from .stream import StreamedGeneration
 from .stream_cost import StreamPrices
 from .stream_engine import EngineWork, Event, SimulatedEngine
 
@@ -90,17 +89,13 @@ class _Simulation:
         self.queues: dict[int, deque[Score]] = {rank: deque() for rank in stream.ranks}
         self.occupied: set[int] = set()  # ranks that run a forward, or whose engine gives its memory back
         self.latest: dict[int, str] = {}  # rank -> call of its latest forward
-        self.has: dict[tuple[str, int], int] = {}  # (call, sample) -> tokens, of samples that are moved
-        self.generated: dict[tuple[str, int], list[GenerationSpans]] = {}  # of each engine, by its devices
-        self.lengths = {generation.name: prices.lengths(generation.name) for generation in stream.generations}
-        self.engines = {
-            (generation.name, number): self._engine(generation, number)
-            for generation in stream.generations
-            for number in range(len(generation.engines))
-        }
+        self.has: dict[int, int] = {}  # sample -> tokens, of samples that are moved
+        self.generation = stream.generation
+        self.generated: list[list[GenerationSpans]] = []  # of each engine, by its devices; empty before its start
+        self.lengths = prices.lengths(self.generation.name)
+        self.engines = [self._engine(number) for number in range(len(self.generation.engines))]
         self.refreshed: set[int] = set()
         self.refreshing: set[int] = set()
-        self.started: set[str] = set()  # calls whose engines have started
         self.ended: set[int] = set()  # tasks of `rest`
         self.begun: set[int] = set()
 
@@ -125,16 +120,15 @@ class _Simulation:
             if at not in self.refreshing and not blocked and self._may_begin(task):
                 self.refreshing.add(at)
                 self._occupy(task, partial(self._end_refresh, at), self.spans)
-        for generation in self.stream.generations:
-            name = generation.name
-            fresh = all(at in self.refreshed for at, task in enumerate(self.refreshes) if _call(task) == name)
-            task = Task(name, (self.plan.mesh(name),), 0.0, early=name == self._early)
-            if name not in self.started and fresh and self._may_begin(task):
-                self.started.add(name)
-                for number in range(len(generation.engines)):
-                    now, devices = self.activities.now, generation.engines[number]
-                    self.generated[name, number] = [GenerationSpans(name, device, 0, now) for device in devices]
-                    self.engines[name, number].start()
+        name, now = self.generation.name, self.activities.now
+        fresh = all(at in self.refreshed for at, task in enumerate(self.refreshes) if _call(task) == name)
+        task = Task(name, (self.plan.mesh(name),), 0.0, early=name == self._early)
+        if not self.generated and fresh and self._may_begin(task):
+            self.generated = [
+                [GenerationSpans(name, device, 0, now) for device in devices] for devices in self.generation.engines
+            ]
+            for engine in self.engines:
+                engine.start()
         self._join()
 
     def _occupy(self, task: Task, event: Event, spans: list[Span]) -> None:
@@ -176,9 +170,7 @@ class _Simulation:
         if len(self.ended) < len(self.rest):
             return
         refreshing = {r for at, t in enumerate(self.refreshes) if at not in self.refreshed for r in t.devices}
-        starting = {
-            rank for g in self.stream.generations if g.name not in self.started for e in g.engines for rank in e
-        }
+        starting = set() if self.generated else {rank for engine in self.generation.engines for rank in engine}
         for rank in sorted(self.stream.ranks - self.joined - refreshing - starting):
             self.joined.add(rank)
             self._report(partial(self._joined, rank))
@@ -191,38 +183,38 @@ class _Simulation:
 
     # --- engines -----------------------------------------------------------------------------------------------------
 
-    def _engine(self, generation: StreamedGeneration, number: int) -> SimulatedEngine:
-        name = generation.name
+    def _engine(self, number: int) -> SimulatedEngine:
+        name = self.generation.name
         work = EngineWork(
             name,
-            self._nodes(generation.engines[number]),
+            self._nodes(self.generation.engines[number]),
             self.stream.prompts,
-            self.lengths[name],
+            self.lengths,
             whole_batches=self.plan[name].engine == "transformers",
         )
         return SimulatedEngine(
             work,
-            generation.samples[number],
+            self.generation.samples[number],
             self.prices,
             self.activities,
-            finished=partial(self._finished, name, number),
-            withdrawn=partial(self._withdrawn, name, number),
+            finished=partial(self._finished, number),
+            withdrawn=partial(self._withdrawn, number),
         )
 
-    def _finished(self, name: str, number: int, samples: Sequence[int]) -> None:
-        ended = [(index, self.lengths[name][index]) for index in samples]
-        for spans in self.generated[name, number]:
+    def _finished(self, number: int, samples: Sequence[int]) -> None:
+        ended = [(index, self.lengths[index]) for index in samples]
+        for spans in self.generated[number]:
             spans.finished(self.activities.now, len(samples), sum(tokens for _, tokens in ended))
-        self._report_of(name, number, lambda: self.dispatcher.finish(name, number, ended))
+        self._report_of(number, lambda: self.dispatcher.finish(number, ended))
 
-    def _withdrawn(self, name: str, number: int, samples: Mapping[int, int]) -> None:
+    def _withdrawn(self, number: int, samples: Mapping[int, int]) -> None:
         self.moved += len(samples)
-        self.has |= {(name, index): has for index, has in samples.items()}
-        self._report_of(name, number, lambda: self.dispatcher.withdraw(name, number, list(samples)))
+        self.has |= samples
+        self._report_of(number, lambda: self.dispatcher.withdraw(number, list(samples)))
 
-    def _report_of(self, name: str, number: int, report: Callable[[], list[Order]]) -> None:
+    def _report_of(self, number: int, report: Callable[[], list[Order]]) -> None:
         """Report an engine's event, if its rank has joined; otherwise once it has."""
-        rank = self._ranks(name, number)[0]
+        rank = self.generation.engines[number][0]
 
         def tell() -> None:
             self._take(report())
@@ -234,9 +226,6 @@ class _Simulation:
 
     def _report(self, event: Event) -> None:
         self.activities.start(MESSAGE, {}, event)
-
-    def _ranks(self, name: str, number: int) -> tuple[int, ...]:
-        return next(g for g in self.stream.generations if g.name == name).engines[number]
 
     def _nodes(self, devices: Iterable[int]) -> Mapping[int, int]:
         return devices_by_node(devices, self.plan.cluster.devices_per_node)
@@ -259,18 +248,18 @@ class _Simulation:
                     self._score(order)
                 case Withdraw():
                     assert streams is not None and streams.migration is not None
-                    engine = self.engines[order.call, order.engine]
+                    engine = self.engines[order.engine]
                     engine.withdraw(self.stream.limit, streams.migration.least_tokens)
                 case Continue():
-                    self.engines[order.call, order.engine].give({s: self.has[order.call, s] for s in order.samples})
+                    self.engines[order.engine].give({s: self.has[s] for s in order.samples})
                 case Release():
                     self._release(order)
 
     def _release(self, order: Release) -> None:
-        ranks, now = self._ranks(order.call, order.engine), self.activities.now
-        for spans in self.generated[order.call, order.engine]:
+        ranks, now = self.generation.engines[order.engine], self.activities.now
+        for spans in self.generated[order.engine]:
             self.spans += spans.end(now)
-        if seconds := self.prices.end(order.call):
+        if seconds := self.prices.end(self.generation.name):
             self.occupied.update(ranks)
             self.activities.start(seconds, {}, partial(self._free, ranks))
 
@@ -291,10 +280,7 @@ class _Simulation:
         if any(rank in self.occupied or self.queues[rank][0] is not order for rank in team):
             return
         self.occupied.update(team)
-        generation = next(s for s in self.stream.scorings if s.name == order.call).generation
-        lengths = [
-            [self.stream.prompts[index] + self.lengths[generation][index] for index in part] for part in order.parts
-        ]
+        lengths = [[self.stream.prompts[index] + self.lengths[index] for index in part] for part in order.parts]
         loads = self.latest.get(team[0]) != order.call
         self.latest |= dict.fromkeys(team, order.call)
         seconds, start = self.prices.score(order.call, lengths, loads=loads), self.activities.now
@@ -315,9 +301,9 @@ class _Simulation:
         shifted = [replace(span, start=span.start + seconds, end=span.end + seconds) for span in self.rest_spans]
         return StreamedIteration(
             seconds,
-            seconds - min(spans.start for of_engine in self.generated.values() for spans in of_engine),
+            seconds - min(spans.start for of_engine in self.generated for spans in of_engine),
             self.moved,
-            sum(engine.decoded for engine in self.engines.values()),
+            sum(engine.decoded for engine in self.engines),
             tuple(self.forwards),
             (*self.spans, *shifted),
         )

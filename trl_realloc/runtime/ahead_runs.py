@@ -277,7 +277,9 @@ class AheadRuns:
             self._moved.append(Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes))
         engine = self.placement.generators.get(name)
         if engine is not None:
-            self._update_of[engine.version] = updates
+            # no token that is under way was drawn by a policy that is older than the staleness
+            kept = {version: of for version, of in self._update_of.items() if of >= updates - self.versions}
+            self._update_of = {**kept, engine.version: updates}
 
     # --- between iterations -------------------------------------------------------------------------------------------
 

@@ -58,10 +58,10 @@ class StreamLeader:
         self.messages, self.tag, self.stream, self.dispatcher = messages, tag, stream, dispatcher
         self.orders: list[Order] = []
         self.local: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._engines = {g.name: g.engines for g in stream.generations}
+        self._engines = stream.generation.engines
         self._scorings = {s.name: s for s in stream.scorings}
         self._rows: dict[str, dict[int, bytes]] = defaultdict(dict)
-        self._withdrawn: dict[tuple[str, int], Unfinished] = {}
+        self._withdrawn: dict[int, Unfinished] = {}
         self._forwards: dict[int, tuple[str, int]] = {}  # number of a forward -> (call, replicas that have not run it)
         self._has_ended = False
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class StreamLeader:
                 problem = (
                     f"rank 0 cannot order what follows from {type(event).__name__}: {type(error).__name__}: {error}"
                 )
-                self._end((CallFailure(RESULTS, self.stream.generations[0].name, problem),))
+                self._end((CallFailure(RESULTS, self.stream.generation.name, problem),))
                 return
             if self.dispatcher.is_finished:
                 self._end(())
@@ -117,12 +117,12 @@ class StreamLeader:
         match event:
             case Joined(rank):
                 return self.dispatcher.join(rank)
-            case Finished(call, engine, tokens, rows):
-                self._rows[call].update(rows)
-                return self.dispatcher.finish(call, engine, list(tokens.items()))
-            case Withdrawn(call, engine, samples):
-                self._withdrawn.update({(call, sample.index): sample for sample in samples})
-                return self.dispatcher.withdraw(call, engine, [sample.index for sample in samples])
+            case Finished(engine, tokens, rows):
+                self._rows[self.stream.generation.name].update(rows)
+                return self.dispatcher.finish(engine, list(tokens.items()))
+            case Withdrawn(engine, samples):
+                self._withdrawn.update({sample.index: sample for sample in samples})
+                return self.dispatcher.withdraw(engine, [sample.index for sample in samples])
             case Scored(number, rows):
                 return self._scored(number, rows)
         raise AssertionError(f"{event} is no event that orders follow from")
@@ -139,13 +139,13 @@ class StreamLeader:
         match order:
             case Score():
                 self._give_forward(order)
-            case Continue(call, engine, samples):
-                begun = tuple(self._withdrawn.pop((call, index)) for index in samples)
-                self._send(self._engines[call][engine][0], GoOn(call, begun))
-            case Withdraw(call, engine):
-                self._send(self._engines[call][engine][0], order)
-            case Release(call, engine):
-                for rank in self._engines[call][engine]:
+            case Continue(engine, samples):
+                begun = tuple(self._withdrawn.pop(index) for index in samples)
+                self._send(self._engines[engine][0], GoOn(begun))
+            case Withdraw(engine):
+                self._send(self._engines[engine][0], order)
+            case Release(engine):
+                for rank in self._engines[engine]:
                     self._send(rank, order)
 
     def _give_forward(self, order: Score) -> None:

@@ -33,7 +33,6 @@ class Finished:
         rows: the columns that streamed calls read.
     """
 
-    call: str
     engine: int
     tokens: Mapping[int, int]
     rows: Rows
@@ -43,7 +42,6 @@ class Finished:
 class Withdrawn:
     """An engine has stopped samples."""
 
-    call: str
     engine: int
     samples: tuple[Unfinished, ...]
 
@@ -96,7 +94,6 @@ class Forward:
 class GoOn:
     """Go on generating samples that another engine has begun."""
 
-    call: str
     samples: tuple[Unfinished, ...]
 
 

@@ -74,9 +74,9 @@ class StreamWorker:
         }
         self._outputs: dict[str, list[Rollouts]] = defaultdict(list)
         self._spans: dict[str, list[Span]] = defaultdict(list)
-        self._waiting = [g.name for g in stream.generations if placement.has(g.name)]  # calls that have not begun
+        self.generate = self.plan.graph.call(stream.generation.name)
         self._generation: Generation | None = None
-        self._generating = ""  # the call of `_generation`
+        self._is_generating = False
         self._unfinished: set[int] = set()
         self._resident = contextlib.ExitStack()
         self._scoring = ""  # the call whose parameters are on the device
@@ -122,14 +122,11 @@ class StreamWorker:
     def _update_parameters(self) -> None:
         """Update the parameters of this rank's calls, and start its engine as soon as it has its own. On all ranks in
         the same order, because an update is a collective."""
-        generations = [g.name for g in self.stream.generations]
-        scorings = [s.name for s in self.stream.scorings]
-        for name in generations:
-            self._refresh(name)
-        if self._waiting and not self._failures:
-            self._start(self._waiting[0])
-        for name in scorings:
-            self._refresh(name)
+        self._refresh(self.generate.name)
+        if not self._failures:
+            self._start()
+        for scoring in self.stream.scorings:
+            self._refresh(scoring.name)
 
     def _refresh(self, name: str) -> None:
         if not self.placement.takes_part(name):
@@ -149,55 +146,55 @@ class StreamWorker:
                 Span(moved.name, self.rank, moved.start, moved.end, self.step.number, bytes=moved.bytes)
             )
 
-    def _start(self, name: str) -> None:
-        """Start a call's generation on this rank's engine, if it runs in the background."""
+    def _start(self) -> None:
+        """Start to generate on this rank's engine, if it runs in the background."""
+        name, call = self.generate.name, self.generate
         engine = self.placement.generators.get(name)
         if not isinstance(engine, BackgroundEngine):
             return
-        call = self.plan.graph.call(name)
-        requests = calls.requests_of(self.settings, call, self._share(name), self.step)
-        self._waiting.remove(name)
-        self._generating, self._unfinished = name, {request.index for request in requests}
+        requests = calls.requests_of(self.settings, call, self._share(), self.step)
+        self._unfinished = {request.index for request in requests}
         with self._catching(name):
-            if self.early is not None and self.early.call == name and self.early.generation is not None:
-                self._generation = self.early.generation
+            if self.early is not None and self.early.generation is not None:
+                self._generation, start = self.early.generation, self.early.start
             else:
                 self._generation = engine.start(requests, calls.sampling_of(self.settings, call, self.step))
-            start = self.early.start if self.early is not None and self.early.call == name else time.time()
+                start = time.time()
+            self._is_generating = True
             self._generation_spans = GenerationSpans(name, self.rank, self.step.number, start)
 
-    def _share(self, name: str) -> Rollouts:
+    def _share(self) -> Rollouts:
+        name = self.generate.name
         assert is_divided_by_each(self.plan, name), "streamed generation reads the data set alone"
-        call, own = self.plan.graph.call(name), replica(self.plan, name, self.rank)
-        return shares_of_samples(self.plan, call, self.batch.prompts, [own])[0].samples
+        own = replica(self.plan, name, self.rank)
+        return shares_of_samples(self.plan, self.generate, self.batch.prompts, [own])[0].samples
 
     def _generate_in_place(self) -> None:
-        """Run the generations of an engine that computes in this process, and report each sample."""
-        while self._waiting and not self._failures and self._generation is None:
-            name = self._waiting.pop(0)
-            call, start = self.plan.graph.call(name), time.time()
-            if name not in self.placement.generators:
-                continue
-            with self._catching(name, is_collective=self.placement.has_collectives(name)):
-                self.placement.check_fresh(name)
-                self._generating = name
-                self._generation_spans = GenerationSpans(name, self.rank, self.step.number, start)
-                for completion in calls.completions(self.placement, self.settings, call, self._share(name), self.step):
-                    self.alarm.check()
-                    self._report_finished([completion])
-                self._spans[name] += self._generation_spans.end(time.time())
+        """Generate with an engine that computes in this process, and report each sample."""
+        name, engine = self.generate.name, self.placement.generators.get(self.generate.name)
+        if engine is None or isinstance(engine, BackgroundEngine) or self._failures:
+            return
+        start = time.time()
+        with self._catching(name, is_collective=self.placement.has_collectives(name)):
+            self.placement.check_fresh(name)
+            self._is_generating = True
+            self._generation_spans = GenerationSpans(name, self.rank, self.step.number, start)
+            for completion in calls.completions(self.placement, self.settings, self.generate, self._share(), self.step):
+                self.alarm.check()
+                self._report_finished([completion])
+            self._spans[name] += self._generation_spans.end(time.time())
 
     def _report_finished(self, completions: Sequence[Completion]) -> None:
         if not completions or self.link is None:
             return
-        name = self._generating
+        name = self.generate.name
         self._unfinished.difference_update(completion.index for completion in completions)
-        outputs = calls.completed(completions, self.settings.eos_token_id, self.plan.graph.call(name).outputs)
+        outputs = calls.completed(completions, self.settings.eos_token_id, self.generate.outputs)
         self._outputs[name].append(outputs)
         rows = self._rows(name, outputs)
         tokens = {completion.index: len(completion.token_ids) for completion in completions}
         self._generation_spans.finished(time.time(), len(tokens), sum(tokens.values()))
-        self.link.report(Finished(name, replica(self.plan, name, self.rank), tokens, rows))
+        self.link.report(Finished(replica(self.plan, name, self.rank), tokens, rows))
 
     def _rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:
         """The columns that streamed calls read, by sample."""
@@ -213,9 +210,10 @@ class StreamWorker:
         """Do what rank 0 orders until it ends the phase, and report what the engine has finished."""
         assert self.link is not None
         while True:
-            self.alarm.at(f"{self._generating or 'waiting for samples'} of {self.step.name}")
+            doing = self.generate.name if self._is_generating else "waiting for samples"
+            self.alarm.at(f"{doing} of {self.step.name}")
             if self._unfinished and self._generation is not None:
-                with self._catching(self._generating):
+                with self._catching(self.generate.name):
                     self._report_finished(self._generation.poll(POLL_S))
                 task = self.link.next_task(0.0)
             else:
@@ -232,20 +230,19 @@ class StreamWorker:
             case Forward():
                 self._forward(task)
             case GoOn():
-                with self._catching(self._generating):
+                with self._catching(self.generate.name):
                     self._go_on(task)
             case Withdraw():
-                with self._catching(self._generating):
+                with self._catching(self.generate.name):
                     self._withdraw()
             case Release():
-                self._release(task)
+                self._release()
 
     def _go_on(self, task: GoOn) -> None:
         assert self._generation is not None
-        call = self.plan.graph.call(task.call)
         begun = {sample.index: sample for sample in task.samples}
         samples = rows_of(self.batch.prompts, sorted(begun))
-        requests = calls.requests_of(self.settings, call, samples, self.step, begun)
+        requests = calls.requests_of(self.settings, self.generate, samples, self.step, begun)
         self._unfinished |= set(begun)
         self._generation.add(requests)
 
@@ -255,25 +252,25 @@ class StreamWorker:
         assert streams is not None and streams.migration is not None
         stopped = self._generation.withdraw(sorted(self._unfinished), streams.migration.least_tokens)
         self._unfinished.difference_update(sample.index for sample in stopped)
-        name = self._generating
-        self.link.report(Withdrawn(name, replica(self.plan, name, self.rank), tuple(stopped)))
+        self.link.report(Withdrawn(replica(self.plan, self.generate.name, self.rank), tuple(stopped)))
 
-    def _release(self, task: Release) -> None:
+    def _release(self) -> None:
         """End the generation. The engine may go to sleep, so that the memory of its device can be used for scoring."""
-        first, *others = replica_ranks(self.plan, task.call, self.rank)
+        name = self.generate.name
+        first, *others = replica_ranks(self.plan, name, self.rank)
         if self.rank == first and self._generation is not None:
-            with self._catching(task.call), self.placement.resident(task.call):
+            with self._catching(name), self.placement.resident(name):
                 end = self._generation.ended_at
                 self._generation.close()
                 self._generation = None
-                self._spans[task.call] += self._generation_spans.end(end)
-        if others and sleeps(self.plan[task.call]):  # their memory is free when the engine sleeps
+                self._spans[name] += self._generation_spans.end(end)
+        if others and sleeps(self.plan[name]):  # their memory is free when the engine sleeps
             if self.rank == first:
                 for rank in others:
                     self.messages.send(b"", rank, self.tag)
             else:
                 self.messages.receive(first, self.tag)
-        self._generating = ""
+        self._is_generating = False
 
     def _forward(self, task: Forward) -> None:
         """Run one forward on this rank's replica."""
