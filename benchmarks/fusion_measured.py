@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -21,88 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from skewed import Skewed, tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS = 1000, 256, 704, 4, 4
-PAD, EOS, LONG_WORDS = 0, 1, 500  # words from LONG_WORDS on are those of long responses
-PER_ENGINE, PROMPT, LIMIT = 48, 64, 768  # samples of an engine; tokens
-LONG_SHARE = 1 / 48  # of the prompts ask for a long response
-SHORT_MEAN, LONG_MEAN = 32, 2 * LIMIT  # tokens of a response without the limit
+PER_ENGINE = 48  # samples of an engine
+SKEWED = Skewed()
 THRESHOLD = 0.2  # of the batch; the survivors move when fewer are unfinished
 MODES = ("serial", "streamed", "migrated")
 STAGE = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
-
-
-# --- models whose responses have a long tail ----------------------------------------------------------------------
-
-
-def _models() -> tuple[Any, Any, Any]:
-    """Policy, and a model each for critic and reward, all of one size.
-
-    A response stays among the words of the prompt's last word: long words have channel 1 of the residual stream set,
-    and the eos token's logit depends on it. So a response is long if the prompt's last word is. Both lengths are
-    geometrically distributed. Channels 0 and 1 are kept as the embedding sets them.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=2048,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        num_labels=1,
-    )
-    torch.manual_seed(0)
-    policy = LlamaForCausalLM(config)
-    channel = math.sqrt(HIDDEN)  # channel 0 after the norm if it is the only large one
-    never, words, long_words = -20.0, LONG_WORDS - 2, VOCABULARY - LONG_WORDS
-    with torch.no_grad():
-        embedding, head = policy.model.embed_tokens.weight, policy.lm_head.weight
-        embedding[:, 0], embedding[:, 1], embedding[LONG_WORDS:, 1] = 10.0, 0.0, 10.0
-        for layer in policy.model.layers:
-            layer.self_attn.o_proj.weight[:2] = 0
-            layer.mlp.down_proj.weight[:2] = 0
-
-        def set_logits(tokens: slice | int, after_word: float, after_long_word: float) -> None:
-            head[tokens, 0] = after_word / channel
-            head[tokens, 1] = after_long_word * math.sqrt(2) / channel - after_word / channel
-
-        set_logits(slice(2, LONG_WORDS), 0.0, never)
-        set_logits(slice(LONG_WORDS, VOCABULARY), never, 0.0)
-        set_logits(EOS, math.log(words / (SHORT_MEAN - 1)), math.log(long_words / (LONG_MEAN - 1)))
-        set_logits(PAD, never, never)
-    return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCABULARY)}}
-    words_only = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words_only, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
-
-
-def _prompts(episodes: int, seed: int) -> list[list[int]]:
-    """The prompts of a batch. `LONG_SHARE` of them, anywhere in the batch, end in a long word."""
-    draw = torch.Generator().manual_seed(seed)
-    rows = torch.randint(2, LONG_WORDS, (episodes, PROMPT), generator=draw)
-    long_rows = torch.randperm(episodes, generator=draw)[: round(LONG_SHARE * episodes)]
-    rows[long_rows, -1] += VOCABULARY - LONG_WORDS
-    answer: list[list[int]] = rows.tolist()
-    return answer
 
 
 # --- one rank -------------------------------------------------------------------------------------------------------
@@ -138,7 +66,7 @@ def _trainer(plan: Any, processes: int, folder: Path) -> Any:
         per_device_train_batch_size=PER_ENGINE,
         total_episodes=episodes,
         num_ppo_epochs=1,
-        response_length=LIMIT,
+        response_length=SKEWED.limit,
         stop_token="eos",
         temperature=1.0,
         learning_rate=0.0,
@@ -148,15 +76,15 @@ def _trainer(plan: Any, processes: int, folder: Path) -> Any:
         generation_engine="vllm",
         plan=plan,
     )
-    policy, critic, reward = _models()
+    policy, critic, reward = SKEWED.models()
     return PPOTrainer(
         args=arguments,
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         model=policy,
-        ref_model=_models()[0],
+        ref_model=SKEWED.models()[0],
         reward_model=reward,
         value_model=critic,
-        train_dataset=Dataset.from_dict({"input_ids": _prompts(episodes, 0)}),
+        train_dataset=Dataset.from_dict({"input_ids": SKEWED.prompts(episodes, 0)}),
     )
 
 
@@ -177,7 +105,7 @@ class Rank:
 
         executor, plan = self.trainer.executor, self.plans[mode]
         executor.plan = executor.placement.plan = executor.exchange.plan = plan
-        rows = _prompts(PER_ENGINE * self.processes, 1 + step)
+        rows = SKEWED.prompts(PER_ENGINE * self.processes, 1 + step)
         prompts = Rollouts(index=torch.arange(len(rows)), prompts=Ragged.of(rows, torch.long))
         executor.orders = ()
         self.trainer.accelerator.wait_for_everyone()
@@ -264,7 +192,7 @@ def _summary(processes: int, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
     stage = [run for run in runs if not run["trains"]]
     lost = _lost(runs)
-    expected = fusion_expected.simulated(_plans(processes), stage, prompt=PROMPT, budget=CACHED_TOKENS)
+    expected = fusion_expected.simulated(_plans(processes), stage, prompt=SKEWED.prompt, budget=CACHED_TOKENS)
     simulated_s = {mode: statistics.median(seconds) for mode, seconds in expected.items()}
     migrated = [run for run in stage if run["mode"] == "migrated"]
     return {
