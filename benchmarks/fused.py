@@ -1,0 +1,211 @@
+"""How good the schedules of two fused training pipelines are, and how long they take to find.
+
+    python benchmarks/fused.py [--cases FILE.csv] [--json FILE] [--schedules DIR]
+
+The columns of a case are `pp_a,pp_b,micro_a,micro_b,forward_a,forward_b,memory_a,memory_b`: stages, micro-batches of
+one copy of the pipeline, and forward time and activation memory of a micro-batch on a stage. A backward takes two
+forwards. Other columns are printed as they are. Without `--cases` the cases are RLHFuse's (arXiv 2409.13221), with the
+time of both models one after the other and with what its search reached.
+
+    python benchmarks/fused.py --random 40 [--unequal] [--json FILE]
+    python benchmarks/fused.py --small 2000 [--json FILE]
+
+try random cases: of 2 to 16 stages, with `--unequal` with other times on every stage and for every micro-batch; or
+small ones, compared with an exhaustive search. One core. Before the first case the search is compiled, if this was not
+done in an earlier run; its time is not part of a case's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "planner")]
+
+from fused_cases import exists, random_small  # noqa: E402
+
+from trl_realloc.common.errors import PlanError  # noqa: E402
+from trl_realloc.planner.fused_check import check, serial_memory, serial_time  # noqa: E402
+from trl_realloc.planner.fused_pipelines import FusedPipelines, Pipeline, from_json, to_json  # noqa: E402
+from trl_realloc.planner.fused_search import FoundSchedule, search  # noqa: E402
+
+
+PUBLISHED = ROOT / "benchmarks" / "papers" / "rlhfuse.csv"
+COUNTS = ("pp_a", "pp_b", "micro_a", "micro_b")
+COLUMNS = (*COUNTS, "forward_a", "forward_b", "memory_a", "memory_b")
+STAGES = (
+    (2, 2),
+    (2, 1),
+    (4, 4),
+    (4, 2),
+    (2, 4),
+    (6, 3),
+    (8, 8),
+    (8, 4),
+    (8, 2),
+    (4, 8),
+    (12, 6),
+    (12, 12),
+    (16, 4),
+    (16, 8),
+)
+SMALL_EFFORT = 500_000  # tasks placed
+
+
+def read_cases(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV as numbers, further columns as text."""
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file, skipinitialspace=True)
+        missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+        if missing:
+            raise SystemExit(f"{path} lacks the columns {', '.join(missing)}.")
+        return [_numbers(path, number, row) for number, row in enumerate(reader, 2)]
+
+
+def _numbers(path: Path, line: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        numbers = {column: (int if column in COUNTS else float)(row[column]) for column in COLUMNS}
+    except (ValueError, TypeError) as error:
+        raise SystemExit(f"{path}, line {line}: {error}.") from error
+    return {**numbers, **{key: value for key, value in row.items() if key and key not in COLUMNS}}
+
+
+def random_cases(count: int, seed: int) -> list[dict[str, Any]]:
+    """Cases with from half as many to four times as many micro-batches as stages."""
+    rng = np.random.default_rng(seed)
+    cases = []
+    for _ in range(count):
+        pp = STAGES[rng.integers(len(STAGES))]
+        micro = [int(max(1, round(stages * 2.0 ** rng.uniform(-1, 2)))) for stages in pp]
+        forward, memory = rng.integers(1, 7, 2), rng.integers(10, 31, 2) / 10
+        cases.append(dict(zip(COLUMNS, [*pp, *micro, *map(float, forward), *map(float, memory)], strict=True)))
+    return cases
+
+
+def pipelines_of(case: Mapping[str, Any]) -> FusedPipelines:
+    pairs = [(case[f"{name}_a"], case[f"{name}_b"]) for name in ("pp", "micro", "forward", "memory")]
+    return FusedPipelines.uniform(*pairs)
+
+
+def uneven(pipelines: FusedPipelines, seed: int) -> FusedPipelines:
+    """The same pipelines with stages up to a fifth slower or faster, and micro-batches between 0.5 and 1.5 times as
+    long, in time and memory."""
+    rng = np.random.default_rng(seed)
+    changed = []
+    for pipeline in (pipelines.a, pipelines.b):
+        copies, micro_batches, stages = pipeline.forward.shape
+        length = rng.uniform(0.5, 1.5, (copies, micro_batches, 1))
+        time_factor = length * rng.uniform(0.8, 1.2, (copies, 1, stages))
+        changed.append(
+            Pipeline(pipeline.forward * time_factor, pipeline.backward * time_factor, pipeline.memory * length)
+        )
+    return FusedPipelines(changed[0], changed[1])
+
+
+def measure(case: Mapping[str, Any], pipelines: FusedPipelines, seed: int) -> tuple[dict[str, Any], FoundSchedule]:
+    begun, cpu_begun = time.perf_counter(), time.process_time()
+    found = search(pipelines, seed)
+    seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
+    return {
+        **case,
+        "serial": round(serial_time(pipelines), 6),
+        "makespan": round(found.simulated.makespan, 6),
+        "bound": round(found.bound, 6),
+        "on_bound": found.on_bound,
+        "memory_ratio": round(found.simulated.memory_peak / serial_memory(pipelines), 4),
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu_seconds, 2),
+    }, found
+
+
+def write_schedule(path: Path, pipelines: FusedPipelines, found: FoundSchedule) -> None:
+    text = to_json(
+        pipelines, found.schedule, makespan=found.simulated.makespan, memory_peak=found.simulated.memory_peak
+    )
+    check(*from_json(text))
+    path.write_text(text, encoding="utf-8")
+
+
+def measure_small(count: int, seed: int) -> dict[str, Any]:
+    """Random small cases whose makespan, or at the best makespan memory, is not the least that there is."""
+    rng = np.random.default_rng(seed)
+    slower, larger, on_bound, begun = [], [], 0, time.perf_counter()
+    for number in range(count):
+        pipelines = random_small(rng)
+        found = search(pipelines, effort=SMALL_EFFORT)
+        makespan, peak = found.simulated.makespan, found.simulated.memory_peak
+        limit = pipelines.memory_limit or (np.inf,) * pipelines.stages
+        on_bound += found.on_bound
+        if not found.on_bound and exists(pipelines, makespan - 1, limit):  # times and memory are whole numbers
+            slower.append(number)
+        elif exists(pipelines, makespan, tuple(min(most, peak - 1) for most in limit)):
+            larger.append(number)
+    seconds = round(time.perf_counter() - begun, 1)
+    return {"cases": count, "on_bound": on_bound, "slower": slower, "more_memory": larger, "seconds": seconds}
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*keys)
+    for row in rows:
+        table.add_row(*(f"{row.get(key, '')!s}" for key in keys))
+    Console(width=max(120, 12 * len(keys))).print(table)
+    reached = sum(row["on_bound"] for row in rows)
+    lean = sum(row["memory_ratio"] <= 1.25 for row in rows)
+    print(
+        f"{len(rows)} cases: {reached} on the bound, the others at most "
+        f"{100 * max((row['makespan'] / row['bound'] - 1 for row in rows), default=0):.2f} % above; "
+        f"{lean} with at most 1.25 times 1F1B's memory; at most {max((row['seconds'] for row in rows), default=0)} s."
+    )
+
+
+def rows_of(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    cases = random_cases(given.random, given.seed) if given.random else read_cases(given.cases)
+    search(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), effort=1)  # compiles
+    for number, case in enumerate(cases):
+        try:
+            pipelines = pipelines_of(case)
+        except PlanError as error:
+            raise SystemExit(f"Case {number + 1}: {error}") from error
+        row, found = measure(case, uneven(pipelines, number) if given.unequal else pipelines, given.seed)
+        if given.schedules:
+            given.schedules.mkdir(parents=True, exist_ok=True)
+            shown = uneven(pipelines, number) if given.unequal else pipelines
+            write_schedule(given.schedules / f"case-{number + 1}.json", shown, found)
+        yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=Path, default=PUBLISHED)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--schedules", type=Path, help="folder for each case's schedule")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="so many random cases instead")
+    parser.add_argument("--unequal", action="store_true", help="stages and micro-batches of unequal times")
+    parser.add_argument("--small", type=int, default=0, metavar="N", help="so many small cases, all orders tried")
+    given = parser.parse_args()
+    if given.small:
+        result = measure_small(given.small, given.seed)
+        print(json.dumps(result))
+    else:
+        result = {"rows": list(rows_of(given))}
+        print_rows(result["rows"])
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
