@@ -14,6 +14,7 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
 from ..plan.presets import PRESETS, with_sleeping_engines
+from .ahead_choice import StalenessChoice, choose_staleness
 from .cost import PARTS, CallCost, Pricing
 from .problem import PricedPlan, Problem
 from .search import SearchResult, search
@@ -44,22 +45,31 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan to run, the alternatives, the search that found it, and what streams are worth for its assignments;
-    `None` where that was not simulated."""
+    """The plan to run and the alternatives.
+
+    Args:
+        search: that found the plan, or of several the one for plans without a staleness.
+        streams: what streams are worth; `None` where that was not simulated.
+        staleness: what a staleness is worth; `None` where none is allowed.
+    """
 
     best: PricedPlan
     alternatives: tuple[Alternative, ...]
     search: SearchResult
     streams: StreamChoice | None = None
+    staleness: StalenessChoice | None = None
 
     @property
     def summary(self) -> str:
         """The chosen plan and its estimate in a sentence, without a capital letter and a full stop."""
         how = "all of them" if self.search.exhaustive else "a search"
-        return (
-            f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
-            f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)"
-            f"{'; ' + self.streams.sentence if self.streams is not None else ''}"
+        worth = [choice.sentence for choice in (self.streams, self.staleness) if choice is not None]
+        return "; ".join(
+            [
+                f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
+                f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)",
+                *worth,
+            ]
         )
 
 
@@ -73,6 +83,7 @@ def choose(
     zero_stages: Sequence[int] | None = None,
     barrier: bool = False,
     deterministic: bool = False,
+    max_staleness: int = 0,
     seed: int = 0,
     time_limit_s: float = 5.0,
 ) -> Decision:
@@ -85,6 +96,8 @@ def choose(
             0 alone, because the other stages save memory and cost time.
         barrier: the plan's iterations do not overlap.
         deterministic: two runs of the plan give the same bits.
+        max_staleness: the largest staleness of a plan.
+        time_limit_s: of the search; where a staleness is allowed, of a second search too.
 
     Raises:
         PlanError: the models fit on no plan; names the smallest cluster on which they fit.
@@ -99,6 +112,49 @@ def choose(
         "seed": seed,
         "time_limit_s": time_limit_s,
     }
+    decision = _synchronous(specs, pricing, options)
+    if max_staleness < 1:
+        return decision
+    space = replace(decision.best.space, pricing=pricing)  # without engines that sleep because nothing fits otherwise
+    choice = choose_staleness(
+        space,
+        decision.best,
+        max_staleness,
+        deterministic=deterministic,
+        seed=seed,
+        time_limit_s=time_limit_s,
+        exact=pricing.cluster.size <= MANY,
+    )
+    return _with_staleness(decision, choice)
+
+
+def _with_staleness(decision: Decision, choice: StalenessChoice) -> Decision:
+    """The decision where a staleness is allowed."""
+    best, whole = choice.fastest, decision.best
+    alternatives = list(decision.alternatives)
+    if best is not whole:
+        alternatives = [
+            replace(other, reason=why_slower(other.plan, best)) if other.plan else other for other in alternatives
+        ]
+        alternatives.insert(0, Alternative(whole.name, whole, f"without a staleness; {choice.sentence}"))
+    for plan in choice.by_versions.values():
+        if plan is not best:
+            alternatives.append(Alternative(plan.name, plan, _why_not(plan, best)))
+    return replace(decision, best=best, alternatives=tuple(alternatives), staleness=choice)
+
+
+def _why_not(plan: PricedPlan, best: PricedPlan) -> str:
+    """Why another staleness is not chosen, in words."""
+    if plan.seconds >= best.seconds:
+        slower, versions = plan.seconds / best.seconds - 1, plan.staleness.versions
+        passed = "1 update passes" if versions == 1 else f"{versions} updates pass"
+        return f"{slower:.1%} slower by estimate; {passed} at most between a token and its training"
+    return f"{1 - plan.seconds / best.seconds:.1%} faster by estimate, which is no more than estimates are good for"
+
+
+def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]) -> Decision:
+    """The decision without a staleness. Raises `PlanError` as `choose`."""
+    generation_engine = options["generation_engine"]
     try:
         return _choose(specs, pricing, **options)
     except PlanError as error:
@@ -222,6 +278,8 @@ def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
     if spent / best_spent > (plan.seconds / best.seconds) ** 0.5:  # more work, rather than more idle devices
         part = max(work, key=lambda cause: work[cause] - best_work.get(cause, 0.0))
         return f"its calls take {spent:.3g} s of devices, those of the best {best_spent:.3g} s: more of {PARTS[part]}"
+    if best.staleness.versions:
+        return "its calls wait for each other, and those of the best generate for later iterations meanwhile"
     size = plan.space.cluster.size
     busy, best_busy = spent / (size * plan.seconds), best_spent / (size * best.seconds)
     return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {best_busy:.0%}"

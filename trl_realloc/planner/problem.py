@@ -182,13 +182,20 @@ class Problem:
         self.evaluations += 1
         moves = {target: self._move(state, source, target, exact_moves) for source, target in self._edges}
         stays = {target for target, seconds in moves.items() if seconds < 0}
-        tasks = self._tasks(state, moves)
-        sharing = self.space.pricing.rates.sharing
-        per_node = self.space.cluster.devices_per_node
-        seconds = steady_seconds(tasks, overlap=self.overlap, sharing=sharing, devices_per_node=per_node)
+        seconds = self._seconds(state, moves)
         memory, fullest = self.memory(state, stays)
         named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
         return Estimate(float(seconds), named, memory, fullest)
+
+    def _seconds(self, state: State, moves: Mapping[int, float]) -> float:
+        """Seconds of an iteration.
+
+        Args:
+            moves: of each reallocation, by the place of the call that receives the parameters.
+        """
+        tasks, sharing = self._tasks(state, moves), self.space.pricing.rates.sharing
+        per_node = self.space.cluster.devices_per_node
+        return steady_seconds(tasks, overlap=self.overlap, sharing=sharing, devices_per_node=per_node)
 
     def weight(self, state: State) -> float:
         """What the search minimises: seconds, or for a plan that does not fit in memory 1e9 times the share by which it

@@ -31,6 +31,7 @@ DEFAULTS: Mapping[str, Any] = {
     "generation_engine": "vllm",
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_enable_sleep_mode": None,
+    "max_staleness": 0,
     "vllm_importance_sampling_correction": None,
     "memory_headroom": HEADROOM,
     "bf16": True,
@@ -63,19 +64,38 @@ class Recipe:
         return str(self.settings["generation_engine"] or "vllm")
 
     @property
-    def graph(self) -> DataflowGraph:
-        return ppo_graph(proximal=bool(self.settings["vllm_importance_sampling_correction"]))
+    def max_staleness(self) -> int:
+        return int(self.settings["max_staleness"])
 
-    def specs(self) -> dict[str, Sequence[ModelSpec]]:
+    @property
+    def graph(self) -> DataflowGraph:
+        """The graph of the run. With a staleness, where a run must say whether it corrects its rollouts and the recipe
+        does not, that of a run that does."""
+        return self.stale_graph if self.max_staleness else ppo_graph(proximal=bool(self._corrects))
+
+    @property
+    def stale_graph(self) -> DataflowGraph:
+        """The graph that the run would have with a staleness."""
+        return ppo_graph(proximal=self._corrects is None or bool(self._corrects))
+
+    @property
+    def _corrects(self) -> bool | None:
+        corrects: bool | None = self.settings["vllm_importance_sampling_correction"]
+        return corrects
+
+    def specs(self, graph: DataflowGraph | None = None) -> dict[str, Sequence[ModelSpec]]:
         """The parameter specs of each call's models, by the call's name, in the dtypes of a run: trained models in
         float32, frozen ones in their checkpoint's dtype, vLLM's in the dtype of mixed precision.
+
+        Args:
+            graph: in place of the run's.
 
         Raises:
             PlanError: a config that cannot be read, or a model that no table describes.
         """
         mixed = 2 if self.settings["bf16"] or self.settings["fp16"] else 0
         specs: dict[str, Sequence[ModelSpec]] = {}
-        for call in self.graph.calls:
+        for call in (graph or self.graph).calls:
             path = self.folders[call.role] / "config.json"
             config = read_json_mapping(path, "the model's config")
             head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"

@@ -41,6 +41,7 @@ class Job:
         headroom: share of a device's memory that a plan leaves free.
         engines: that may score and train.
         deterministic: two runs are to give the same bits.
+        max_staleness: the largest staleness of a plan.
         graph: of the run. Short runs, which measure, have PPO's graph without the proximal policy, whatever this is.
         check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
     """
@@ -56,6 +57,7 @@ class Job:
     vllm_sleeps: bool | None = None
     engines: tuple[str, ...] = ("zero", "megatron")
     deterministic: bool = False
+    max_staleness: int = 0
     graph: DataflowGraph = field(default_factory=ppo_graph)
     check: Callable[[ExecutionPlan], None] = any_plan
 
@@ -76,6 +78,7 @@ class Job:
             engines=self.engines,
             zero_stages=self.zero_stages,
             deterministic=self.deterministic,
+            max_staleness=self.max_staleness,
             time_limit_s=time_limit_s,
         )
 

@@ -71,6 +71,7 @@ def make_job(
         sleeps,
         engines,
         deterministic=args.full_determinism,
+        max_staleness=args.max_staleness,
         graph=args.ppo_settings().graph,
     )
 

@@ -1,0 +1,158 @@
+"""A staleness is chosen where a division of the devices gains more than estimates are good for, and the user allows
+it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from llamas import pricing, specs, work
+
+from trl_realloc.plan.algorithm_graphs import dpo_graph, ppo_graph
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import separate
+from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
+from trl_realloc.planner.ahead_choice import choose_staleness
+from trl_realloc.planner.ahead_problem import AheadProblem, Split, splits
+from trl_realloc.planner.choose import choose
+from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.problem import estimate_plan
+from trl_realloc.planner.space import Space
+from trl_realloc.planner.workload import Workload
+
+
+GRAPH = ppo_graph(proximal=True)
+MODELS = specs(7, 7, GRAPH)
+LONG_TAIL = (*range(16, 256, 8), 1024)
+BALANCED = work(episodes=256, response_tokens=LONG_TAIL, epochs=1)
+
+
+def costs(workload: Workload = BALANCED, nodes: int = 2) -> Pricing:
+    return pricing(nodes, 8, workload)
+
+
+def test_generation_and_training_of_equal_weight_are_separated() -> None:
+    decision = choose(MODELS, costs(), graph=GRAPH, max_staleness=2, time_limit_s=4.0)
+    best = decision.best
+    assert decision.staleness is not None and decision.staleness.fastest is best
+    assert best.staleness.versions in (1, 2)
+    whole = decision.staleness.whole
+    assert best.seconds * 1.02 < whole.seconds and not whole.staleness.versions
+    assert f"staleness {best.staleness.versions} saves {1 - best.seconds / whole.seconds:.0%}" in decision.summary
+    plan = best.plan
+    ahead = devices_ahead(plan.graph, plan.assignments)
+    assert not any(ahead.intersection(plan.mesh(name).devices) for name in ("actor.train", "critic.train"))
+    assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
+    again = estimate_plan(plan, MODELS, costs())
+    assert (again.seconds, again.estimate.mean_age) == (best.seconds, best.estimate.mean_age)
+    assert whole.name in [other.name for other in decision.alternatives if other.plan is whole]
+    assert all(other.reason for other in decision.alternatives)
+    seconds = [plan.seconds for plan in decision.staleness.by_versions.values()]
+    assert all(more <= 1.01 * less for less, more in pairwise(seconds))
+
+
+def test_without_max_staleness_the_decision_is_as_before() -> None:
+    plain = choose(MODELS, costs(), graph=GRAPH, time_limit_s=2.0)
+    assert plain.staleness is None
+    assert not plain.best.staleness.versions
+    assert not any(other.plan.staleness.versions for other in plain.alternatives if other.plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"deterministic": True}, "full_determinism"),
+        ({"generation_engine": "transformers"}, "only a vLLM engine"),
+        ({"barrier": True}, "to begin when the one before has ended"),
+    ],
+)
+def test_where_no_plan_can_have_a_staleness_the_summary_says_why(changes: dict[str, Any], said: str) -> None:
+    decision = choose(MODELS, costs(), graph=GRAPH, max_staleness=2, time_limit_s=0.5, **changes)
+    assert not decision.best.staleness.versions
+    assert said in decision.summary
+
+
+def test_one_device_is_not_divided() -> None:
+    prices = replace(pricing(1, 1, work(episodes=8)), memory=None)
+    decision = choose(specs(1, 1, GRAPH), prices, graph=GRAPH, max_staleness=4, time_limit_s=1.0)
+    assert not decision.best.staleness.versions
+    assert "the only device cannot generate while it trains" in decision.summary
+
+
+def test_engines_that_the_user_lets_sleep_do_not_run_ahead() -> None:
+    decision = choose(MODELS, replace(costs(), vllm_sleeps=True), graph=GRAPH, max_staleness=1, time_limit_s=0.5)
+    assert not decision.best.staleness.versions
+    assert "vllm_enable_sleep_mode" in decision.summary
+
+
+def test_a_division_that_has_no_memory_for_the_models_is_not_chosen() -> None:
+    models = specs(13, 13, GRAPH)
+    prices = replace(pricing(1, 8, BALANCED), vllm_share=0.5)
+    whole = choose(models, prices, graph=GRAPH, time_limit_s=1.0).best
+    choice = choose_staleness(replace(whole.space, pricing=prices), whole, 1, time_limit_s=1.0)
+    for plan in choice.by_versions.values():
+        assert plan.fits
+    assert choice.by_versions or "memory" in choice.sentence
+
+
+def test_a_graph_without_generation_has_none() -> None:
+    graph = dpo_graph()
+    models = {call.name: MODELS["actor.train"] for call in graph.calls}
+    decision = choose(models, costs(), graph=graph, max_staleness=1, time_limit_s=0.5)
+    assert "no call generates" in decision.summary
+
+
+@pytest.mark.parametrize("cluster", [Cluster(1, 2), Cluster(1, 8), Cluster(2, 8), Cluster(3, 4), Cluster(16, 8)])
+def test_every_split_leaves_devices_on_both_sides_and_allows_plans_that_are_legal(cluster: Cluster) -> None:
+    prices = replace(pricing(cluster.nodes, cluster.devices_per_node, work()), memory=None)
+    space = Space(cluster, GRAPH, MODELS, prices, offload=False, zero_stages=(0,))
+    candidates = space.candidates()
+    found = 0
+    for split in splits(cluster):
+        assert 0 < len(split.ahead) < cluster.size
+        allowed = split.candidates(space, candidates)
+        if allowed is not None:
+            found += 1
+            problem = AheadProblem(space, allowed, split=split, versions=1)
+            state = tuple(allowed[name][0] for name in problem.names)
+            if problem.estimate(state).seconds < float("inf"):
+                problem.priced_plan(state, "", exact=False).with_staleness(Staleness(1))  # PlanError where it is not
+    assert found
+
+
+@pytest.mark.parametrize("versions", [1, 2, 4])
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_the_bound_is_close_to_the_simulation(versions: int, epochs: int) -> None:
+    prices = replace(costs(replace(BALANCED, epochs=epochs), 1), memory=None)
+    plan = replace(separate(prices.cluster, proximal=True), staleness=Staleness(versions))
+    found = estimate_plan(plan, MODELS, prices, exact=False)
+    ahead = sorted(devices_ahead(plan.graph, plan.assignments))
+    split = Split(prices.cluster, range(ahead[0], ahead[-1] + 1))
+    problem = AheadProblem(found.space, {}, split=split, versions=versions)
+    bound = problem.estimate(tuple(found.calls.values())).seconds
+    assert 0.75 * found.seconds < bound < 1.1 * found.seconds
+
+
+def test_a_call_on_some_devices_ahead_and_on_idle_ones_is_left_out() -> None:
+    """The critic scores on four devices, of which two generate."""
+    prices = replace(pricing(1, 8, work()), memory=None)
+    space = Space(prices.cluster, GRAPH, MODELS, prices, offload=False, zero_stages=(0,))
+    split = Split(prices.cluster, range(4, 8))
+    allowed = split.candidates(space, space.candidates())
+    assert allowed is not None
+    problem = AheadProblem(space, allowed, split=split, versions=1)
+
+    def on(first: int, last: int, name: str) -> Any:
+        return next(c for c in allowed[name] if (c.assignment.mesh.first, c.assignment.mesh.last) == (first, last))
+
+    meshes = {"actor.train": (0, 3), "critic.train": (0, 3), "actor.forward": (0, 3)}
+    meshes |= dict.fromkeys(calls_ahead(GRAPH), (4, 5))
+    one_kind, two_kinds = (
+        tuple(on(*{**meshes, "critic.forward": mesh}[name], name) for name in problem.names)
+        for mesh in ((4, 5), (4, 7))
+    )
+    assert problem.estimate(one_kind).seconds < float("inf")
+    assert problem.estimate(two_kinds).seconds == float("inf")

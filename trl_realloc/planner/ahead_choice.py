@@ -1,0 +1,228 @@
+"""What a staleness is worth: plans whose calls ahead are on devices on which nothing trains, at every staleness up to a
+bound.
+
+Divisions of the devices are searched by a bound in closed form (`ahead_problem`); the best plans are simulated
+(`ahead_simulation`). Whether one of them is run is decided in `choose`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..common.errors import PlanError
+from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
+from ..plan.presets import separate
+from ..plan.staleness import Staleness, calls_ahead
+from .ahead_problem import AheadProblem, splits
+from .problem import PricedPlan, Problem, State
+from .search import search
+from .space import Candidate, Space
+
+
+SPLITS = 3  # divisions of the devices that are searched, of those that are tried
+FOUND = 4  # states of a search that are kept
+SIMULATED = 4  # states that are simulated, of those that have been kept
+EVERY = 8  # up to here each staleness is simulated, above only its doubles and the bound
+
+Found = tuple[AheadProblem, State]
+
+
+@dataclass(frozen=True)
+class StalenessChoice:
+    """What a staleness is worth.
+
+    Args:
+        whole: the best plan without.
+        by_versions: the best plan with each staleness that was simulated, in ascending order.
+        reason: why there is no such plan, where there is none; in words.
+    """
+
+    whole: PricedPlan
+    by_versions: Mapping[int, PricedPlan] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def fastest(self) -> PricedPlan:
+        """The plan with the fewest seconds. A smaller staleness is preferred if the difference is within the error of
+        the estimates."""
+        best = self.whole
+        for plan in self.by_versions.values():
+            if plan.seconds * (1 + self.whole.space.pricing.rates.error) < best.seconds:
+                best = plan
+        return best
+
+    @property
+    def sentence(self) -> str:
+        """What the chosen staleness is worth, or the largest if none is chosen, without a capital letter and a full
+        stop."""
+        if not self.by_versions:
+            return f"no staleness: {self.reason}"
+        best = self.fastest
+        shown = best if best is not self.whole else self.by_versions[max(self.by_versions)]
+        text = f"staleness {shown.staleness.versions} {saving(shown, self.whole)} ({ages(shown)})"
+        if best is self.whole:
+            return f"{text}, which is no more than estimates are good for" if shown.seconds < best.seconds else text
+        return text
+
+
+def saving(plan: PricedPlan, whole: PricedPlan) -> str:
+    """What a plan saves of the seconds of another, in words."""
+    share = 1 - plan.seconds / whole.seconds
+    return f"saves {share:.0%} of an iteration" if share > 0 else f"costs {-share:.0%} of an iteration"
+
+
+def ages(plan: PricedPlan) -> str:
+    """The ages of a plan's tokens, in words."""
+    return f"tokens {plan.estimate.mean_age:.1f} updates old on average, {plan.estimate.oldest} at most"
+
+
+def why_none(space: Space, *, deterministic: bool = False, barrier: bool = False) -> str:
+    """Why no plan of a space can have a staleness, in words; an empty text where one may."""
+    graph = space.graph
+    if space.cluster.size == 1:
+        return "the only device cannot generate while it trains"
+    if not calls_ahead(graph):
+        return "no call generates from the data set alone"
+    if "vllm" not in space.engines:
+        return "only a vLLM engine generates while others train"
+    if space.pricing.vllm_sleeps:
+        return "an engine that generates all the time cannot sleep (vllm_enable_sleep_mode)"
+    if deterministic:
+        return "two runs are to give the same bits (full_determinism), and the clock decides which policy draws a token"
+    if barrier:
+        return "an iteration is to begin when the one before has ended"
+    return ""
+
+
+def choose_staleness(
+    space: Space,
+    whole: PricedPlan,
+    most: int,
+    *,
+    deterministic: bool = False,
+    seed: int = 0,
+    time_limit_s: float = 5.0,
+    exact: bool = True,
+) -> StalenessChoice:
+    """The best plan with each staleness up to a bound.
+
+    Args:
+        space: whose engines do not sleep.
+        whole: the best plan without.
+        most: the bound, 1 or more.
+        deterministic: two runs of the plan give the same bits.
+        time_limit_s: of the searches together. Simulating what they have found takes about a second more.
+        exact: price reallocations by their transfer schedules.
+    """
+    if reason := why_none(space, deterministic=deterministic, barrier=whole.barrier):
+        return StalenessChoice(whole, reason=reason)
+    problem = Problem(space, {})
+    found = _searched(space, most, seed, time_limit_s)
+    presets = [plan for plan in _separate_presets(problem, exact=exact) if plan.fits]
+    preset = min(presets, key=lambda plan: plan.seconds, default=None)
+    priced: dict[tuple[int, ...], PricedPlan] = {}
+    by_versions: dict[int, PricedPlan] = {}
+    plans = [preset] if preset is not None else []
+    for versions in _versions(most):
+        for key in _most_promising(found, versions):
+            if key not in priced:
+                problem_of, state = found[key]
+                priced[key] = problem_of.priced_plan(state, "searched", exact=exact)
+        also = [plan for key in _most_promising(found, versions) if (plan := priced[key]).fits and plan not in plans]
+        if plans or also:
+            by_versions[versions], best = _best([*plans, *also], versions)
+            plans = list({id(plan): plan for plan in (preset, best) if plan is not None}.values())  # for the next one
+    if not by_versions:
+        return StalenessChoice(whole, reason="no division of the devices into two parts has memory for the models")
+    return StalenessChoice(whole, by_versions)
+
+
+def _most_promising(found: Mapping[tuple[int, ...], Found], versions: int) -> list[tuple[int, ...]]:
+    """The states that are simulated, those with the lowest bounds."""
+
+    def bound(key: tuple[int, ...]) -> float:
+        problem, state = found[key]
+        return replace(problem, versions=versions).estimate(state).seconds
+
+    return sorted(found, key=bound)[:SIMULATED]
+
+
+def _best(plans: Sequence[PricedPlan], versions: int) -> tuple[PricedPlan, PricedPlan]:
+    """The fastest plan with a staleness, and the same without. A preset is preferred if the difference is within the
+    error of the estimates."""
+    stale = [
+        replace(plan, name=f"{plan.name}, staleness {versions}").with_staleness(Staleness(versions)) for plan in plans
+    ]
+    limit = min(plan.seconds for plan in stale) * (1 + stale[0].space.pricing.rates.error)
+    pairs = list(zip(stale, plans, strict=True))
+    presets = [pair for pair in pairs if pair[1].name.startswith("separate") and pair[0].seconds <= limit]
+    return min(presets or pairs, key=lambda pair: pair[0].seconds)
+
+
+def _versions(most: int) -> list[int]:
+    return sorted({*range(1, min(most, EVERY) + 1), *(2**n for n in range(4, 7) if 2**n <= most), most})
+
+
+def _separate_presets(problem: Problem, *, exact: bool) -> Iterator[PricedPlan]:
+    """The preset `separate`, under each ZeRO stage."""
+    space = problem.space
+    proximal = PROXIMAL_CALL in space.graph.order
+    for stage in space.zero_stages if space.graph == ppo_graph(proximal=proximal) else ():
+        plan = separate(space.cluster, zero_stage=stage, proximal=proximal)
+        name = "separate" if stage == 0 else f"separate, ZeRO-{stage}"
+        yield problem.priced_plan(problem.state_of(plan.assignments), name, exact=exact)
+
+
+def _searched(space: Space, most: int, seed: int, time_limit_s: float) -> dict[tuple[int, ...], Found]:
+    """The best states of the best divisions, at the smallest and the largest staleness, each with its problem."""
+    try:
+        candidates = space.candidates()
+    except PlanError:  # a call fits on no mesh
+        return {}
+    found: dict[tuple[int, ...], Found] = {}
+    begun = time.perf_counter()
+    bounds = sorted({1, most})
+    for number, versions in enumerate(bounds):
+        problems = sorted(_problems(space, candidates, versions), key=lambda each: each[0])[:SPLITS]
+        for at, (_, problem, start) in enumerate(problems):
+            searches = len(bounds) * len(problems) - number * len(problems) - at
+            limit = (time_limit_s - (time.perf_counter() - begun)) / searches
+            try:
+                result = search(problem, seed=seed, time_limit_s=max(0.05, limit), starts=[start], keep=FOUND)
+            except PlanError:  # nothing fits
+                continue
+            pairs = zip(result.states, result.weights, strict=True)
+            found |= {tuple(map(id, state)): (problem, state) for state, weight in pairs if math.isfinite(weight)}
+    return found
+
+
+def _problems(
+    space: Space, candidates: Mapping[str, Sequence[Candidate]], versions: int
+) -> Iterator[tuple[float, AheadProblem, State]]:
+    """Each division with its weight where every call has its fastest candidate that fits beside the others."""
+    for split in splits(space.cluster):
+        allowed = split.candidates(space, candidates)
+        if allowed is None:
+            continue
+        problem = AheadProblem(space, allowed, split=split, versions=versions)
+        state = _fitting(problem)
+        yield problem.weight(state), problem, state
+
+
+def _fitting(problem: AheadProblem) -> State:
+    """The smallest candidates, of which those that train, and then the others, are replaced by faster ones while they
+    fit."""
+    lists = [problem.candidates[name] for name in problem.names]
+    memory = problem.space.pricing.memory
+    state = tuple(min(each, key=lambda c: c.cost.static + c.cost.transient) for each in lists)
+    order = sorted(range(len(lists)), key=lambda at: -lists[at][0].seconds)
+    for at in order:
+        for candidate in lists[at]:
+            changed = (*state[:at], candidate, *state[at + 1 :])
+            if memory is None or problem.memory(changed, set())[0] <= memory.usable:
+                state = changed
+                break
+    return state
