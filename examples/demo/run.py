@@ -72,7 +72,12 @@ def _marked(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", help="a preset's name or a plan's file, in place of the recipe's plan")
-    plan = parser.parse_args().plan
+    parser.add_argument("--staleness", type=int, default=0, help="max_staleness, with the plan separate")
+    arguments = parser.parse_args()
+    plan, changes = arguments.plan, list[str]()
+    if arguments.staleness:
+        plan = plan or "separate"
+        changes = ["--max_staleness", str(arguments.staleness), "--vllm_importance_sampling_correction", "true"]
     start = time.monotonic()
     os.chdir(ROOT)
     step("models and data", sys.executable, "examples/demo/prepare.py", "--out", str(RUN / "assets"))
@@ -81,6 +86,7 @@ def main() -> int:
         *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/demo/accelerate.yaml"),
         *("examples/demo/train.py", "--config", "recipes/demo/ppo.yaml"),
         *(("--plan", plan) if plan else ()),
+        *changes,
     )
     console = Console()
     console.rule("what happened")
