@@ -21,7 +21,7 @@ from ..planner.ahead_order import AheadOrder, EndIteration, RunCall, TakeUpdate
 from . import calls
 from .ahead_leader import AheadLeader, AheadLink, Done, Left
 from .call_runner import CallRunner
-from .calls import CallSettings, Step
+from .calls import Step
 from .drawn_samples import DrawnSamples, checksum
 from .exchange import CallOutput, CallsFailed, Exchange, failure_of
 from .failures.alarm import Alarm, JobFailed
@@ -44,10 +44,8 @@ class AheadRuns:
         exchange: of the executor; its messages' tags are not used.
     """
 
-    def __init__(
-        self, placement: Placement, settings: CallSettings, alarm: Alarm, runner: CallRunner, exchange: Exchange
-    ) -> None:
-        self.placement, self.settings, self.alarm = placement, settings, alarm
+    def __init__(self, placement: Placement, alarm: Alarm, runner: CallRunner, exchange: Exchange) -> None:
+        self.placement, self.alarm = placement, alarm
         self.runner, self.exchange = runner, exchange
         self.plan, self.rank = placement.plan, placement.rank
         self.versions = self.plan.staleness.versions
@@ -212,7 +210,7 @@ class AheadRuns:
             of_batch = self._in_flight[number]
             if of_batch.is_admitted or number > self._updates + self.versions or not len(of_batch.samples):
                 continue
-            requests = of_batch.admit(self.settings, self.generate)
+            requests = of_batch.admit(self.runner.settings, self.generate)
             try:
                 if self._generation is not None and requests:
                     self._generation.add(requests)
@@ -234,7 +232,7 @@ class AheadRuns:
                 return
             of_batch.is_published = True
             if of_batch.is_generated:
-                outputs = of_batch.outputs(self.settings, self.generate, self._update_of)
+                outputs = of_batch.outputs(self.runner.settings, self.generate, self._update_of)
                 spans, self._moved = (*self._moved, *of_batch.all_spans()), []
                 of_batch.running.exchange.publish(self.generate.name, CallOutput(outputs, spans))
             else:
@@ -255,7 +253,7 @@ class AheadRuns:
         assert isinstance(engine, BackgroundEngine), "the plan has been checked"
         updates = Updates(self.plan.staleness.kv_cache)
         try:
-            sampling = calls.sampling_of(self.settings, self.generate, Step(number))
+            sampling = calls.sampling_of(self.runner.settings, self.generate, Step(number))
             self._generation = engine.start([], sampling, updates)
         except EngineError as error:
             self._fail(error)

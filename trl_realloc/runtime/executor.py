@@ -64,14 +64,29 @@ class Executor:
         alarm: Alarm,
         runner: CallRunner | None = None,
     ) -> None:
-        self.placement, self.exchange, self.algorithm = placement, exchange, algorithm
-        self.settings, self.alarm = settings, alarm
+        self.placement, self.exchange, self.alarm = placement, exchange, alarm
         self.plan, self.rank = placement.plan, placement.rank
         self.orders: Sequence[Order] = ()
         self.runner = runner or CallRunner(placement, algorithm, settings, alarm)
-        self.ahead = (
-            AheadRuns(placement, settings, alarm, self.runner, exchange) if self.plan.staleness.versions else None
-        )
+        self.ahead = AheadRuns(placement, alarm, self.runner, exchange) if self.plan.staleness.versions else None
+
+    @property
+    def settings(self) -> CallSettings:
+        """Of this rank's calls, from the next iteration on."""
+        return self.runner.settings
+
+    @settings.setter
+    def settings(self, settings: CallSettings) -> None:
+        self.runner.settings = settings
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What is computed between the calls, from the next iteration on."""
+        return self.runner.algorithm
+
+    @algorithm.setter
+    def algorithm(self, algorithm: Algorithm) -> None:
+        self.runner.algorithm = algorithm
 
     def run(
         self,
