@@ -195,6 +195,34 @@ def test_a_recipe_that_corrects_its_rollouts_is_planned_with_the_proximal_policy
     assert ExecutionPlan.load(path).graph == ppo_graph(proximal=True)
 
 
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_the_choice_is_explained_by_what_each_way_to_overlap_calls_is_worth(
+    allowed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], printed: None
+) -> None:
+    recipe, path = tmp_path / "ppo.yaml", tmp_path / "plan.yaml"
+    settings = f"\nmax_staleness: {allowed}\nvllm_importance_sampling_correction: true\n" if allowed else ""
+    recipe.write_text(RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent)) + settings)
+    asked = ["plan", str(recipe), "--cluster", "h100:8", "-o", str(path), "--time-limit", "1", "--explain"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    rows = {words[0].strip(): words[1:] for line in said.splitlines() if len(words := line.strip("│").split("│")) == 5}
+    ways = ["one iteration after the other", "the next generation begins early"]
+    assert {*ways, *(f"staleness {versions}" for versions in (1, 2, 3, 4))} <= set(rows)
+    assert all(re.search(r"\d s", rows[way][0]) for way in ways)
+    for versions in (1, 2, 3, 4):
+        refused = f"you allow {allowed} (max_staleness)" in rows[f"staleness {versions}"][3]
+        assert refused == (versions > allowed)
+    (chosen,) = (way for way, row in rows.items() if "chosen" in row[3] and "than" not in row[3])
+    plan = ExecutionPlan.load(path)
+    assert re.search(rf"Chosen: .*, {plan.name and '[0-9.]+'} s", said)
+    assert f"Staleness: staleness {1 if not allowed else plan.staleness.versions}" in said
+    assert chosen == f"staleness {plan.staleness.versions}" if plan.staleness.versions else "staleness" not in chosen
+    assert bool(plan.staleness.versions) == bool(allowed)
+    assert main(["show", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("ahead of the training" in shown) == bool(allowed)
+
+
 def test_planning_a_recipe_leaves_torch_out(tmp_path: Path) -> None:
     output = str(tmp_path / "plan.yaml")
     code = (

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -160,6 +161,23 @@ def test_a_picture_has_a_colour_for_each_call_and_a_row_for_each_device(tmp_path
     timeline.draw(tmp_path / "one.svg")
     drawn = (tmp_path / "one.svg").read_text()
     assert "actor.generate" in drawn or "<path" in drawn
+
+
+def test_a_picture_of_generation_ahead_draws_iterations_side_by_side(tmp_path: Path) -> None:
+    spans = [Span("generate", 1, 2.0 * step, 2.0 * step + 5.0, step, samples=2) for step in range(4)]
+    spans += [Span("train", 0, 5.0 + 2 * step, 7.0 + 2 * step, step) for step in range(4)]
+    ahead = Timeline(spans)
+    assert ahead.runs_ahead
+    assert ahead.seconds_between_ends == 2.0
+    lanes = ahead._lanes()
+    for one, other in itertools.combinations(spans, 2):
+        if one.device == other.device and one.start < other.end and other.start < one.end:
+            assert lanes[one] != lanes[other], "side by side"
+    assert {of for span, (_, of) in lanes.items() if span.call == "generate"} == {3}
+    ahead.draw(tmp_path / "ahead.png")
+    assert (tmp_path / "ahead.png").stat().st_size > 3000
+    one_after_the_other = [Span("generate", 1, 6.0 * step, 6.0 * step + 5.0, step) for step in range(4)]
+    assert not Timeline(one_after_the_other).runs_ahead
 
 
 def test_a_timeline_without_spans_is_not_drawn(tmp_path: Path) -> None:

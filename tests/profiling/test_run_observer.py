@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
+from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.common.errors import PlanError
 from trl_realloc.engines.training import deepspeed_compat
 from trl_realloc.plan.algorithm_graphs import ppo_graph
@@ -18,6 +19,7 @@ from trl_realloc.plan.assignment import CACHED_TOKENS
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.staleness import Staleness
 from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Observation, Profile, model_key
@@ -28,6 +30,7 @@ from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels
 from trl_realloc.profiling.late_measuring import LateMeasuring
 from trl_realloc.profiling.profile_cache import cache_path, keep_corrections, known_profile, starting_profile
+from trl_realloc.profiling.replanning import Replanner, suits
 from trl_realloc.profiling.run_observer import RunObserver
 from trl_realloc.runtime.results import Iteration
 from trl_realloc.trainer.job_builder import make_job
@@ -211,3 +214,31 @@ def test_the_cap_on_cached_tokens_which_suits_cpus_is_not_put_on_an_accelerator(
     assert pricing.default_cap is None
     assert pricing.memory is not None and pricing.memory.usable < 80 << 30
     assert pricing.rates.error > job.pricing(profile).rates.error
+
+
+def test_a_run_that_generates_ahead_learns_nothing_and_may_change_its_plan(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its generation's spans last for several iterations and overlap."""
+    monkeypatch.setattr("trl_realloc.profiling.replanning.from_first_rank", lambda value, _: value)
+    graph = ppo_graph(proximal=True)
+    corrects = {"max_staleness": 2, "vllm_importance_sampling_correction": True}
+    stale = make(tmp_path, specs={**SPECS, "actor.forward": (POLICY,)}, **corrects)
+    assert stale.max_staleness == 2 and stale.graph == graph
+    stale, profile = replace(stale, engine="vllm"), measured(stale)
+    decision = stale.choose(profile, time_limit_s=0.5)
+    assert decision.staleness is not None and set(decision.staleness.by_versions) == {1, 2}
+    chosen = decision.staleness.by_versions[2]
+    job_plan = JobPlan(chosen.plan, chosen, decision, profile)
+    observer = RunObserver(stale, job_plan)
+    for _ in range(8):
+        spans = tuple(replace(span, end=span.start + 3 * span.seconds) for span in chosen.timeline.spans)
+        observer.note(Iteration({}, {}, 1, Rollouts(), spans), LENGTHS)
+    assert observer.job_plan.profile == profile
+    expected = observer.end(LENGTHS)
+    assert expected is not None and expected.staleness.versions == 2 and 0 <= expected.estimate.mean_age <= 2
+    watcher = Replanner(stale, observer, threshold=0.0)
+    watcher.note([1] * 8)
+    found = watcher.better(updates_left=10_000, move_seconds=0.0)
+    assert found is None or found.priced is not None
+    assert not suits(chosen.plan, replace(chosen.plan, staleness=Staleness(1)), 16), "another bound is another engine"

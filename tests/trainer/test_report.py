@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from llamas import pricing, specs, work
 from trl import TrlParser
 
 from trl_realloc import PPOConfig
 from trl_realloc.cli.main import main
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.presets import flatten, separate
+from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.trainer.callbacks import MetricsWriter
-from trl_realloc.trainer.report import call_times, load_metrics, report_run, reward_summary, write_report
+from trl_realloc.trainer.report import call_times, load_metrics, report_run, reward_summary, save_record, write_report
 
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +108,34 @@ def test_what_was_expected_stands_beside_what_was_measured(tmp_path: Path) -> No
     assert "| iteration | 3.000 s | 2.000 s | +50% |" in report
     assert "estimate.png" in report
     assert (tmp_path / "estimate.png").is_file()
+
+
+def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_the_measured_ones(
+    tmp_path: Path,
+) -> None:
+    plan = replace(separate(Cluster(1, 2), generation_engine="vllm"), staleness=Staleness(1))
+    costs = replace(pricing(1, 2, work(episodes=8, response_tokens=(40, 80), epochs=1)), memory=None)
+    expected = estimate_plan(plan, specs(1, 1), costs)
+    iteration, known = expected.seconds, rows([0.1] * 10)
+    ages = [
+        {"staleness/mean": 0.25, "staleness/oldest": 0.0},
+        *({"staleness/mean": 0.75, "staleness/oldest": 1.0},) * 9,
+    ]
+    lines = [json.dumps({**row, **age}) for row, age in zip(known, ages, strict=True)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    twice = [replace(s, start=2 * s.start, end=2 * s.end) for s in expected.timeline.spans]  # so slow was the run
+    save_record(plan, Timeline(twice), expected, tmp_path)
+    report = report_run(tmp_path).read_text()
+    row = re.search(r"\| iteration \| ([0-9.]+) s \| ([0-9.]+) s \|", report)
+    assert row is not None
+    assert float(row[1]) == pytest.approx(iteration, rel=0.05)
+    assert float(row[2]) == pytest.approx(2 * iteration, rel=0.05), "and not the time from a batch's first token"
+    assert f"| mean | {expected.estimate.mean_age:.2f} | 0.75 |" in report
+    assert f"| oldest | {expected.estimate.oldest:.2f} | 1.00 |" in report
+    assert "the plan's timeline takes" not in report
+    (tmp_path / "ages.json").write_text('{"mean_age": "much"}')
+    with pytest.raises(ValueError, match=r"ages\.json"):
+        report_run(tmp_path)
 
 
 def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Path) -> None:

@@ -33,14 +33,16 @@ from ..planner.cost import Pricing
 from ..planner.device_memory import gpu_memory
 from ..planner.hardware import Rates, parse_cluster
 from ..planner.measured_rates import MeasuredRates
+from ..planner.overlap_worth import OverlapWorth
 from ..planner.profile import Profile, model_key
 from ..planner.recipe import Recipe, is_plan, read_recipe
-from ..planner.show import alternatives_table, draw_estimate, explained, memory_table, plan_cost_table
+from ..planner.show import alternatives_table, draw_estimate, explained, memory_table, overlap_table, plan_cost_table
 from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
 from .measuring_job import check_processes, measured_profile, processes_of
 
 
 LONGEST_SEARCH = 86_400  # seconds
+OVERLAPS = ""  # --explain without a call
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
@@ -49,6 +51,7 @@ def plan_table(plan: ExecutionPlan) -> Table:
     title = Text(f"{name or 'plan'}: {plan.cluster}")  # Text, so that rich does not read markup in the name
     overlap = [str(plan.streams)] if plan.streams else []
     overlap += ["an iteration begins when the one before has ended"] if plan.barrier else []
+    overlap += [str(plan.staleness)] if plan.staleness.versions else []
     caption = Text("; ".join(overlap)) if overlap else None
     table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
     table.caption, table.caption_justify = caption, "left"
@@ -105,7 +108,15 @@ def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: in
 @click.option("--cluster", metavar="KIND:NxM", help="Plan a recipe for N nodes of M known devices, like h100:16x8.")
 @click.option("--profile", "measured", type=click.Path(path_type=Path), help="Plan a recipe for a measured machine.")
 @_prompt_tokens
-@click.option("--explain", "calls", multiple=True, metavar="CALL", help="Say what bounds a call, in numbers.")
+@click.option(
+    "--explain",
+    "calls",
+    multiple=True,
+    is_flag=False,
+    flag_value=OVERLAPS,
+    metavar="[CALL]",
+    help="Say what bounds a call, in numbers; without CALL what each way to overlap calls is worth.",
+)
 @click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="S", help="Of the search.")
 def plan(
     what: str,
@@ -132,12 +143,14 @@ def plan(
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
         output = output or Path("plan.yaml")
         _check_output(output, "the plan")
-        _check_request(cluster, measured, devices, nodes, time_limit, calls)
+        named = [call for call in calls if call != OVERLAPS]
+        _check_request(cluster, measured, devices, nodes, time_limit, named)
         recipe = read_recipe(what, prompt_tokens)
-        for call in calls:
+        for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
         chosen = _choose(recipe, cluster, measured, devices, nodes, time_limit)
-        _show_choice(chosen, calls, output)
+        worth = _worth(recipe, chosen, time_limit) if len(named) < len(calls) else None
+        _show_choice(chosen, named, worth, output)
         return
     written = PRESETS[what](_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
     if output is None:
@@ -204,7 +217,20 @@ def _choose(
         pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if profile.is_accelerator else None)
         cap = None if profile.is_accelerator else CACHED_TOKENS
         pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
-    return choose(recipe.specs(), pricing, graph=recipe.graph, generation_engine=recipe.engine, time_limit_s=time_limit)
+    return choose(
+        recipe.specs(),
+        pricing,
+        graph=recipe.graph,
+        generation_engine=recipe.engine,
+        max_staleness=recipe.max_staleness,
+        time_limit_s=time_limit,
+    )
+
+
+def _worth(recipe: Recipe, chosen: Decision, time_limit: float) -> OverlapWorth:
+    """What each way to overlap calls is worth."""
+    graph = recipe.stale_graph
+    return OverlapWorth(chosen, graph, recipe.specs(graph), recipe.max_staleness, recipe.engine, time_limit)
 
 
 def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None) -> Pricing:
@@ -235,7 +261,7 @@ def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None
         )
 
 
-def _show_choice(chosen: Decision, calls: Sequence[str], output: Path) -> None:
+def _show_choice(chosen: Decision, calls: Sequence[str], worth: OverlapWorth | None, output: Path) -> None:
     console = Console()
     work = chosen.best.space.pricing.workload
     console.print(
@@ -250,6 +276,10 @@ def _show_choice(chosen: Decision, calls: Sequence[str], output: Path) -> None:
         console.print(alternatives_table(chosen))
     for call in calls:
         console.print(explained(chosen.best, call))
+    if worth is not None:
+        console.print(overlap_table(worth))
+        for sentence in worth.sentences:
+            console.print(sentence)
     _save(chosen.best.plan, output)
     try:
         drawn = " and ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))

@@ -47,6 +47,11 @@ class Staleness:
             problems.append(f"staleness: kv_cache is {' or '.join(KV_CACHE)}, not {shown(self.kv_cache)}.")
         problems.refuse()
 
+    def __str__(self) -> str:
+        updates = "1 update" if self.versions == 1 else f"{self.versions} updates"
+        kept = "" if self.kv_cache == KV_CACHE[0] else "; new parameters recompute the caches"
+        return f"generation and scoring run up to {updates} ahead of the training{kept}"
+
     def to_dict(self) -> int | dict[str, Any]:
         """The number alone where the rest is the default."""
         if self.kv_cache == KV_CACHE[0]:

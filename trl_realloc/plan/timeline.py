@@ -26,6 +26,7 @@ from .cluster import MOST_DEVICES
 
 MOST_CALLS = 1000  # different calls of a run; a plan has some ten, including reallocations
 MOST_INCHES = 100.0  # height of a picture
+MOST_NUMBERED = 32  # devices of a picture in which iterations have their numbers
 
 
 @dataclass(frozen=True, order=True)
@@ -175,7 +176,9 @@ class Timeline:
 
     def draw(self, path: str | Path) -> None:
         """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix. If
-        scoring begins while samples are generated, a second figure below shows how many samples each call has ended.
+        scoring begins while samples are generated, a second figure below shows how many samples each call has ended. If
+        samples of later iterations are generated meanwhile, what a device does at the same time is drawn side by side,
+        with the iteration's number.
 
         Raises:
             ValueError: there are no spans.
@@ -189,21 +192,30 @@ class Timeline:
             raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
         zero = min(span.start for span in self.spans)
         row = {device: number for number, device in enumerate(self.devices)}
-        streamed = self._streamed_calls()
+        is_ahead = self.runs_ahead
+        lanes = self._lanes() if is_ahead else {}
+        streamed = set[str]() if is_ahead else self._streamed_calls()
         height = min(1.2 + 0.35 * len(self.devices) + 2.0 * bool(streamed), MOST_INCHES)
         figure = Figure(figsize=(10, height), layout="constrained")
         axes = figure.add_subplot(211 if streamed else 111)
         for number, call in enumerate(self.calls):
             spans = [span for span in self.spans if span.call == call]
+            places = [lanes.get(span, (0, 1)) for span in spans]
             axes.barh(
-                [row[span.device] for span in spans],
+                [
+                    row[span.device] + (0.5 + lane) * 0.8 / of - 0.4
+                    for span, (lane, of) in zip(spans, places, strict=True)
+                ],
                 [span.seconds for span in spans],
+                [0.8 / of for _, of in places],
                 left=[span.start - zero for span in spans],
                 color=f"C{number}",
                 edgecolor="white",
                 linewidth=0.5,
                 label=call,
             )
+        if is_ahead and len(self.devices) <= MOST_NUMBERED:
+            _number(axes, lanes, row, zero)
         axes.set_yticks(range(len(self.devices)), [f"device {device}" for device in self.devices])
         axes.invert_yaxis()
         if streamed:
@@ -219,6 +231,37 @@ class Timeline:
         figure.legend(loc="outside upper center", ncols=min(len(self.calls), 6), frameon=False, fontsize="small")
         figure.savefig(path, dpi=150)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a device generates for an iteration while it generates for another."""
+        latest: dict[tuple[str, int], Span] = {}
+        for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
+            before = latest.get((span.call, span.device))
+            if before is not None and before.step != span.step and span.start < before.end - 1e-6:
+                return True
+            if before is None or span.end > before.end:
+                latest[span.call, span.device] = span
+        return False
+
+    @property
+    def seconds_between_ends(self) -> float:
+        """Mean seconds from the end of a step to that of the next; of one step from its start to its end."""
+        if len(self.steps) < 2:
+            return self.seconds_per_step
+        ends = [max(span.end for span in self.spans if span.step == step) for step in (self.steps[0], self.steps[-1])]
+        return (ends[1] - ends[0]) / (len(self.steps) - 1)
+
+    def _lanes(self) -> dict[Span, tuple[int, int]]:
+        """Of each span its place among those at the same time on its device, and the number of the device's places."""
+        ends: dict[int, list[float]] = defaultdict(list)  # by device and place
+        places: dict[Span, int] = {}
+        for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
+            of_device = ends[span.device]
+            at = next((at for at, end in enumerate(of_device) if end <= span.start + 1e-9), len(of_device))
+            of_device[at : at + 1] = [span.end]
+            places[span] = at
+        return {span: (at, len(ends[span.device])) for span, at in places.items()}
+
     def _streamed_calls(self) -> set[str]:
         """The calls whose samples are counted, if some device runs one of them in several spans in a step."""
         counted = [span for span in self.spans if span.samples]
@@ -233,6 +276,15 @@ class Timeline:
             times += [min((span.start for span in spans), default=0.0)][: len(spans)] + [span.end for span in spans]
             samples += [0][: len(spans)] + list(accumulate(span.samples for span in spans))
         return times, samples
+
+
+def _number(axes: Any, lanes: dict[Span, tuple[int, int]], row: dict[int, int], zero: float) -> None:
+    """Write the iteration's number on the spans that are long enough."""
+    whole = max((span.end for span in lanes), default=zero) - zero
+    for span, (lane, of) in lanes.items():
+        if span.seconds > 0.02 * whole:
+            height, middle = row[span.device] + (0.5 + lane) * 0.8 / of - 0.4, (span.start + span.end) / 2 - zero
+            axes.text(middle, height, str(span.step), ha="center", va="center", fontsize=5, color="white")
 
 
 def _first(error: PlanError, path: str | Path) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..plan.streams import Streams
 from .choose import Decision, explain
+from .overlap_worth import OverlapWorth
 from .problem import PricedPlan
 
 
@@ -61,6 +62,20 @@ def alternatives_table(decision: Decision) -> Table:
     for alternative in decision.alternatives:
         time = f"{alternative.plan.seconds:.3f} s" if alternative.plan else "does not fit"
         table.add_row(alternative.name, time, alternative.reason)
+    return table
+
+
+def overlap_table(worth: OverlapWorth) -> Table:
+    """A row for each way of letting calls overlap."""
+    table = Table("overlap", "iteration", "saves", "age of tokens", "", title="ways to overlap", title_justify="left")
+    base = worth.apart.seconds
+    for way in worth.ways:
+        if way.plan is None:
+            table.add_row(way.name, "", "", "", way.verdict)
+            continue
+        age = f"{way.plan.estimate.mean_age:.1f}" if way.plan.staleness.versions else ""
+        saves = "" if way.plan is worth.apart else f"{1 - way.plan.seconds / base:.0%}"
+        table.add_row(way.name, f"{way.plan.seconds:.3f} s", saves, age, way.verdict)
     return table
 
 

@@ -25,6 +25,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
 from ..planner.problem import PricedPlan
 from ..planner.simulate import iteration_seconds
+from .report_estimate import AGES_FILE, age_lines, estimate_lines, estimate_table, markdown
 
 
 SCORES = "objective/scores"
@@ -59,7 +60,7 @@ def _check_update(row: Mapping[str, Any], needed: Sequence[str], where: str) -> 
         if name not in row:
             raise PlanError(f"{where}: there is no {name!r}; were these metrics written by MetricsWriter?")
     for name, value in row.items():
-        if name in ("step", "episode", SCORES, "tokens/s") or name.startswith(("time/", "realloc/")):
+        if name in ("step", "episode", SCORES, "tokens/s") or name.startswith(("time/", "realloc/", "staleness/")):
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
             if not number or (name == "time/step" and value <= 0):
                 raise PlanError(f"{where}: {name!r} is {shown(value)}, and must be a finite number.")
@@ -211,7 +212,7 @@ def write_report(
         *_reward_lines(rows),
         *_time_lines(rows, timeline, simulated),
         *expected,
-        *([*_markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
+        *([*markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
         "## Plan",
         "",
         "```yaml",
@@ -234,7 +235,7 @@ def _reward_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         "## Reward",
         "",
-        *_markdown(reward_table(summary)),
+        *markdown(reward_table(summary)),
         "",
         "![the mean score of every update](reward.png)",
         "",
@@ -247,7 +248,7 @@ def _time_lines(rows: Sequence[Mapping[str, Any]], timeline: str, simulated: flo
         "",
         "The longest of the devices, mean over the updates. Calls on disjoint devices overlap.",
         "",
-        *_markdown(time_table(rows)),
+        *markdown(time_table(rows)),
         "",
         *(_simulated_lines(simulated, rows) if simulated is not None else []),
         *([f"![two updates, devices down, time across]({timeline}); whole run: trace.json", ""] if timeline else []),
@@ -263,8 +264,9 @@ def _completion_lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
 
 
 def save_record(plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | None, folder: Path) -> None:
-    """Save what `report_run` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`. Also prints
-    the estimate next to the measured times. Does nothing if no call was run."""
+    """Save what `report_run` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`; with one of a
+    plan that has a staleness also `ages.json`. Also prints the estimate next to the measured times. Does nothing if no
+    call was run."""
     if not timeline.spans:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -272,13 +274,17 @@ def save_record(plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | 
     timeline.save(folder / "timeline.json")
     if expected is not None:
         expected.timeline.save(folder / "estimate.json")
+        if expected.staleness.versions:
+            ages = {"mean_age": expected.estimate.mean_age, "oldest": expected.estimate.oldest}
+            (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
         Console(stderr=True).print(estimate_table(expected.timeline, timeline))
 
 
 def report_run(folder: str | Path) -> Path:
     """Write the report of a finished run from the files in its folder.
 
-    Reads `metrics.jsonl`, and if they exist `plan.yaml`, `timeline.json`, `estimate.json` and `completions.json`. With
+    Reads `metrics.jsonl`, and if they exist `plan.yaml`, `timeline.json`, `estimate.json`, `ages.json` and
+    `completions.json`. With
     a timeline it also writes a picture of two updates (`timeline.png`) and the whole timeline for Perfetto
     (`trace.json`). With an estimate the report compares it with the measured times.
 
@@ -304,7 +310,7 @@ def report_run(folder: str | Path) -> Path:
     if exists(spans):
         timeline = Timeline.load(spans)
         simulated = simulated_seconds(text, timeline)
-        expected = _estimate_lines(folder, timeline)
+        expected = [*estimate_lines(folder, timeline), *age_lines(folder, load_metrics(metrics))]
         steps = timeline.steps[-2:]
         Timeline(span for span in timeline.spans if span.step in steps).draw(folder / "timeline.png")
         (folder / "trace.json").write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
@@ -323,15 +329,15 @@ def report_run(folder: str | Path) -> Path:
 
 def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
     """Seconds per update by the plan's schedule and the measured times of its calls: calls on different devices
-    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams, or a call was
-    never measured.
+    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams or a staleness, or
+    a call was never measured.
 
     Args:
         plan: the plan's YAML.
     """
     try:
         parsed, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
-        if parsed.streams is not None:
+        if parsed.streams is not None or parsed.staleness.versions:
             return None  # a call's seconds do not say when its samples were there
         moves = {call.partition(" -> ")[2]: seconds for call, seconds in busy.items() if " -> " in call}
         return iteration_seconds(parsed, busy, moves)
@@ -346,51 +352,6 @@ def _simulated_lines(simulated: float, rows: Sequence[Mapping[str, Any]]) -> lis
         f"rest, {(measured - simulated) / measured:.0%}, is what happens between the calls: samples on their way, "
         f"waiting for the slower device, logging.",
         "",
-    ]
-
-
-def estimate_table(estimate: Timeline, measured: Timeline) -> Table:
-    """The estimated and the measured seconds of every call and of the iteration. The first update, which is slower
-    because kernels are compiled in it, is left out if there are more."""
-    steps = measured.steps[1:] or measured.steps
-    warm = Timeline(span for span in measured.spans if span.step in steps)
-    table = Table("call", "estimated", "measured", "error", title="estimate against measurement", title_justify="left")
-
-    def add_row(name: str, estimated_s: float | None, measured_s: float | None) -> None:
-        cells = ["" if seconds is None else f"{seconds:.3f} s" for seconds in (estimated_s, measured_s)]
-        table.add_row(name, *cells, f"{estimated_s / measured_s - 1:+.0%}" if estimated_s and measured_s else "")
-
-    for call, estimated_s, measured_s, _ in estimate.compare(warm):
-        add_row(call, estimated_s, measured_s)
-    whole = fmean(warm.of_step(step).seconds_per_step for step in steps) if steps else None
-    add_row("iteration", estimate.seconds_per_step, whole)
-    return table
-
-
-def _estimate_lines(folder: Path, measured: Timeline) -> list[str]:
-    """A table and a picture of the estimate in the run's folder; empty without one."""
-    file = folder / "estimate.json"
-    if not exists(file):
-        return []
-    estimate = Timeline.load(file)
-    estimate.draw(folder / "estimate.png")
-    return [
-        "### Estimated and measured",
-        "",
-        *_markdown(estimate_table(estimate, measured)),
-        "",
-        "![the iteration as it was expected](estimate.png)",
-        "",
-    ]
-
-
-def _markdown(table: Table) -> list[str]:
-    """A rich table as Markdown, so that the terminal and the file show the same cells."""
-    rows = zip(*(list(column.cells) for column in table.columns), strict=True)
-    return [
-        "| " + " | ".join(str(column.header) for column in table.columns) + " |",
-        "|" + " --- |" * len(table.columns),
-        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
     ]
 
 

@@ -1,0 +1,165 @@
+"""What each way of letting calls overlap is worth, and why the chosen plan is chosen, in words: the rows and the
+sentences of `trl-realloc plan --explain`.
+
+The choice itself is in `choose`; this adds the plans that it had no reason to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..plan.dataflow import DataflowGraph
+from ..plan.model_spec import ModelSpec
+from ..plan.streams import early_call
+from .ahead_choice import StalenessChoice, ages, choose_staleness, saving
+from .choose import MANY, Decision, choose
+from .problem import PricedPlan
+from .space import Space
+
+
+LOOKED_AT = 4  # updates: the least staleness up to which plans are shown, also where fewer are allowed
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of letting calls overlap.
+
+    Args:
+        plan: the best plan that uses it; `None` where there is none.
+        verdict: that it is chosen, or why it is not.
+    """
+
+    name: str
+    plan: PricedPlan | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class OverlapWorth:
+    """What overlapping calls is worth for a job.
+
+    Args:
+        decision: for the job.
+        stale_graph: of a run with a staleness, which may have `actor.forward`.
+        stale_specs: the models that each call of it runs, by the call's name.
+        allowed: the largest staleness that the user allows.
+        generation_engine, time_limit_s: as of `choose`.
+    """
+
+    decision: Decision
+    stale_graph: DataflowGraph
+    stale_specs: Mapping[str, Sequence[ModelSpec]]
+    allowed: int
+    generation_engine: str = "vllm"
+    time_limit_s: float = 5.0
+
+    @cached_property
+    def whole(self) -> PricedPlan:
+        """The best plan without streams and without a staleness."""
+        return self.decision.streams.whole if self.decision.streams is not None else self._synchronous
+
+    @property
+    def _synchronous(self) -> PricedPlan:
+        return self.decision.staleness.whole if self.decision.staleness is not None else self.decision.best
+
+    @cached_property
+    def apart(self) -> PricedPlan:
+        """The best plan in which an iteration begins when the one before has ended."""
+        space = self.whole.space
+        found = choose(
+            space.specs,
+            space.pricing,
+            graph=space.graph,
+            generation_engine=self.generation_engine,
+            barrier=True,
+            time_limit_s=self.time_limit_s,
+        )
+        return found.streams.whole if found.streams is not None else found.best
+
+    @cached_property
+    def staleness(self) -> StalenessChoice:
+        """What a staleness is worth, also of more updates than are allowed."""
+        known, most = self.decision.staleness, max(self.allowed, LOOKED_AT)
+        if known is not None and (self.allowed >= most or not known.by_versions):
+            return known
+        space: Space = replace(self.whole.space, graph=self.stale_graph, specs=self.stale_specs)
+        exact = space.cluster.size <= MANY
+        found = choose_staleness(space, self._synchronous, most, time_limit_s=self.time_limit_s, exact=exact)
+        by_versions = {**found.by_versions, **(known.by_versions if known is not None else {})}
+        return replace(found, by_versions=dict(sorted(by_versions.items())))
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """In the order in which they were added to plans; the first one is what the savings refer to."""
+        return (
+            Way("one iteration after the other", self.apart, self._verdict(self.apart)),
+            Way("the next generation begins early", self.whole, self._verdict(self.whole)),
+            *self._streams(),
+            *self._stalenesses(),
+            # further ways, such as fused training schedules, have their rows here
+        )
+
+    def _streams(self) -> Iterator[Way]:
+        streams = self.decision.streams
+        if streams is None or streams.still is None:
+            reason = streams.reason if streams is not None else "not simulated for a cluster of this size"
+            yield Way("streams", None, reason)
+            return
+        yield Way("streams", streams.still, self._verdict(streams.still))
+        if streams.moved is not None:
+            yield Way("streams, the last samples moved", streams.moved, self._verdict(streams.moved))
+
+    def _stalenesses(self) -> Iterator[Way]:
+        if not self.staleness.by_versions:
+            yield Way("staleness", None, self.staleness.reason)
+        for versions, plan in self.staleness.by_versions.items():
+            yield Way(f"staleness {versions}", plan, self._verdict(plan))
+
+    def _verdict(self, plan: PricedPlan) -> str:
+        best, error = self.decision.best, self.whole.space.pricing.rates.error
+        if plan is best:
+            return "chosen"
+        if plan.staleness.versions > self.allowed:
+            return f"{_would(plan, best)}; you allow {self.allowed} (max_staleness)"
+        if plan.seconds >= best.seconds:
+            return f"{plan.seconds / best.seconds - 1:.0%} slower than the chosen plan"
+        gain = 1 - plan.seconds / best.seconds
+        return f"{gain:.1%} faster than the chosen plan, and estimates are good to {error:.0%}"
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """How the plan was chosen, step by step."""
+        whole, best, search = self.whole, self.decision.best, self.decision.search
+        early = early_call(whole.space.graph, {name: c.assignment for name, c in whole.calls.items()})
+        begins = "begins early" if early else "cannot begin early, because its engine sleeps or is not vLLM's"
+        found = "all plans" if search.exhaustive else f"{search.evaluations:,} plans"
+        lines = [
+            f"Where calls run: of {found} the fastest that fits in memory, or a preset as fast as estimates can tell, "
+            f"is {whole.name}, {whole.seconds:.3g} s.",
+            f"Iterations: the next generation {begins}, which {saving(whole, self.apart)}.",
+        ]
+        if self.decision.streams is not None:
+            lines.append(f"Streams: {self.decision.streams.sentence}.")
+        lines.append(f"Staleness: {self._staleness_sentence}.")
+        lines.append(f"Chosen: {best.name}, {best.seconds:.3g} s, which {saving(best, self.apart)}.")
+        return tuple(lines)
+
+    @property
+    def _staleness_sentence(self) -> str:
+        if not self.staleness.by_versions:
+            return self.staleness.reason
+        allowed = {k: plan for k, plan in self.staleness.by_versions.items() if k <= self.allowed}
+        parts = [replace(self.staleness, by_versions=allowed).sentence] if allowed else []
+        more = next((plan for k, plan in self.staleness.by_versions.items() if k > self.allowed), None)
+        if more is not None:
+            best = self.decision.best
+            text = f"staleness {more.staleness.versions} {_would(more, best)}"
+            parts.append(f"{text} ({ages(more)}); you allow {self.allowed} (max_staleness)")
+        return "; ".join(parts)
+
+
+def _would(plan: PricedPlan, best: PricedPlan) -> str:
+    share = 1 - plan.seconds / best.seconds
+    return f"would save {share:.0%}" if share >= 0.005 else "would save nothing"
