@@ -19,6 +19,7 @@ from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.staleness import Staleness
+from trl_realloc.planner.ahead_choice import choose_staleness
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.problem import PricedPlan, estimate_plan
@@ -86,3 +87,30 @@ def rows() -> Iterator[dict[str, Any]]:
                 "mean_age": priced.estimate.mean_age,
                 "oldest": priced.estimate.oldest,
             }
+        yield from searched(limit, planned)
+
+
+def searched(limit: int, synchronous: PricedPlan, versions: Sequence[int] = STALENESS[1:]) -> Iterator[dict[str, Any]]:
+    """A row for each staleness: the plan that the planner finds, of all divisions and layouts.
+
+    Args:
+        limit: most tokens of a response.
+        synchronous: the planner's best plan without a staleness, which has no `actor.forward`.
+    """
+    prices, specs = pricing(CLUSTER, limit), models(7, 7)
+    specs = {**specs, PROXIMAL_CALL: specs["actor.train"]}
+    whole = choose(specs, prices, graph=GRAPH, time_limit_s=SEARCH_S).best
+    found = choose_staleness(whole.space, whole, max(versions), time_limit_s=SEARCH_S).by_versions
+    for number in versions:
+        plan = found[number]
+        yield {
+            "simulated": True,
+            "limit": limit,
+            "plan": "the planner's",
+            "k": number,
+            "nodes_ahead": plan.calls["actor.generate"].assignment.mesh.size // PER_NODE,
+            "seconds": plan.seconds,
+            "gain_over_planned": synchronous.seconds / plan.seconds,
+            "mean_age": plan.estimate.mean_age,
+            "oldest": plan.estimate.oldest,
+        }

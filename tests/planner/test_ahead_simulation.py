@@ -20,6 +20,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
 from trl_realloc.plan.timeline import Span
+from trl_realloc.planner.ahead_engine import engine_prices
 from trl_realloc.planner.ahead_order import EndIteration, RunCall, TakeUpdate
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Sharing
@@ -188,6 +189,15 @@ def test_the_trainer_waits_for_a_straggler_rather_than_break_the_bound() -> None
     for plan, versions in zip(found, (1, 2, 4), strict=True):
         assert plan.estimate.oldest <= versions
         assert plan.seconds > plan.costs["actor.generate"].seconds / (versions + 1)
+
+
+def test_reading_samples_again_after_an_update_costs_what_their_prefill_costs() -> None:
+    prices = costs(work(episodes=64, prompt_tokens=4096, response_tokens=tuple(range(16, 256, 8)), epochs=1))
+    models = {**MODELS, "actor.generate": specs(7, 1)["actor.generate"]}
+    plans = [replace(halves(prices.cluster), staleness=Staleness(4, kept)) for kept in ("keep", "recompute")]
+    kept, again = (estimate_plan(plan, models, prices, exact=False) for plan in plans)
+    prefill = engine_prices(kept.plan, "actor.generate", models, prices).prefill("actor.generate", [4096 + 128] * 16)
+    assert 0.5 * prefill < again.seconds - kept.seconds < 1.5 * prefill
 
 
 def test_without_a_staleness_nothing_changes() -> None:

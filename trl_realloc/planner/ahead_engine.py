@@ -139,14 +139,20 @@ class EngineAhead:
         """They have ended that."""
         self._engine.resume()
 
-    def update(self) -> None:
-        """It has the parameters after another update. It is paused."""
+    def update(self, *, recomputes: bool) -> None:
+        """It has the parameters after another update. It is paused.
+
+        Args:
+            recomputes: the keys and values of the samples that are being generated, under the new parameters.
+        """
         has = dict.fromkeys(self._left, 0)
         for index, tokens in self._engine.running().items():
             has[index // self._size] += tokens
         for batch, tokens in has.items():
             self._count(batch, tokens)
         self.version += 1
+        if recomputes:
+            self._engine.reread()
 
     def _finished(self, samples: Sequence[int]) -> None:
         for index in samples:

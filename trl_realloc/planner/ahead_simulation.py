@@ -259,7 +259,7 @@ class _Simulation:
 
     def _updated(self) -> None:
         for engine in self.engines:
-            engine.update()
+            engine.update(recomputes=self.plan.staleness.kv_cache == "recompute")
         self.updates += 1
         self._admit()
 

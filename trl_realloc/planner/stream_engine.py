@@ -67,6 +67,7 @@ class SimulatedEngine:
         self._is_busy = True  # until it has started
         self._is_closed = False  # to samples, until the batch has ended
         self._pauses = 0
+        self._rereads = False  # the running samples, before it decodes on
 
     def start(self) -> None:
         """Begin to generate: its parameters are there."""
@@ -98,6 +99,10 @@ class SimulatedEngine:
         if not self._pauses and not self._is_busy:
             self._go_on()
 
+    def reread(self) -> None:
+        """The keys and values of the running samples are computed again before they go on. Called in a pause."""
+        self._rereads = bool(self._running)
+
     def running(self) -> dict[int, int]:
         """The tokens that each of the running samples has."""
         return {index: self.work.lengths[index] - (end - self._step) for end, index in self._running}
@@ -121,7 +126,8 @@ class SimulatedEngine:
         if self._pauses:
             self._is_busy = False
             return
-        admitted = self._admitted()
+        again = list(self.running().items()) if self._rereads else []
+        admitted, self._rereads = [*again, *self._admitted()], False
         if admitted:
             seconds = self.prices.prefill(self.work.name, [self.work.prompts[index] + has for index, has in admitted])
             self.activities.start(seconds, self.work.devices, self._go_on)
