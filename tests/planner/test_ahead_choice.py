@@ -15,7 +15,7 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
-from trl_realloc.planner.ahead_choice import choose_staleness
+from trl_realloc.planner.ahead_choice import choose_staleness, saving
 from trl_realloc.planner.ahead_problem import AheadProblem, Split, splits
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
@@ -103,6 +103,17 @@ def test_a_graph_without_generation_has_none() -> None:
     models = {call.name: MODELS["actor.train"] for call in graph.calls}
     decision = choose(models, costs(), graph=graph, max_staleness=1, time_limit_s=0.5)
     assert "no call generates" in decision.summary
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(8.0, "saves 20% of an iteration"), (9.99, "saves nothing"), (11.0, "costs 10% of an iteration")],
+)
+def test_a_difference_of_two_plans_in_words(seconds: float, said: str) -> None:
+    prices = replace(costs(nodes=1), memory=None)
+    plan = estimate_plan(separate(prices.cluster, proximal=True), MODELS, prices, exact=False)
+    one, other = (replace(plan, estimate=replace(plan.estimate, seconds=each)) for each in (seconds, 10.0))
+    assert saving(one, other) == said
 
 
 @pytest.mark.parametrize("cluster", [Cluster(1, 2), Cluster(1, 8), Cluster(2, 8), Cluster(3, 4), Cluster(16, 8)])

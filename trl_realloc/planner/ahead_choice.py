@@ -71,6 +71,8 @@ class StalenessChoice:
 def saving(plan: PricedPlan, whole: PricedPlan) -> str:
     """What a plan saves of the seconds of another, in words."""
     share = 1 - plan.seconds / whole.seconds
+    if abs(share) < 0.005:
+        return "saves nothing"
     return f"saves {share:.0%} of an iteration" if share > 0 else f"costs {-share:.0%} of an iteration"
 
 
