@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
@@ -218,3 +220,19 @@ def test_no_update_is_taken_after_a_training_that_failed() -> None:
             given += order.done(0, name, rank, failed="train" in name)
     assert not any(isinstance(task, TakeUpdate) for task in given)
     assert given[-1] == EndIteration(0)
+
+
+def test_an_iteration_ends_after_calls_that_only_metrics_read() -> None:
+    graph = ppo_graph()
+    quality = Call(Role.REWARD, CallKind.FORWARD, ("prompts", "responses"), ("quality",), label="quality")
+    again = Call(Role.REWARD, CallKind.FORWARD, ("prompts", "quality"), ("summary",), label="summary")
+    plan = separate(Cluster(1, 2))
+    calls = {**plan.assignments, quality.name: plan["reward.forward"], again.name: plan["reward.forward"]}
+    plan = ExecutionPlan(plan.cluster, calls, DataflowGraph((*graph.calls, quality, again)), staleness=Staleness(1))
+    order = AheadOrder(plan, {name: tuple(plan.mesh(name).devices) for name in plan.order}, 0)
+    given = order.begin(0)
+    for name in (name for name in plan.order if "quality" not in name and "summary" not in name):
+        given += order.done(0, name, *plan.mesh(name).devices)
+    assert RunCall(0, quality.name) in given and EndIteration(0) not in given
+    assert RunCall(0, again.name) in order.done(0, quality.name, 1)
+    assert EndIteration(0) in order.done(0, again.name, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -311,9 +312,41 @@ def test_samples_that_another_plan_would_train_too_late_are_drawn_anew() -> None
     drawn = made.together(lambda e: e.samples_under_way(1))[0][0]
     oldest = {n: {drawn.update_of[v] for d in of.values() for v in d.versions} for n, of in drawn.samples.items()}
     assert oldest[2] == {0}
-    assert set(drawn.of_batch(2, batches[2], 2)) == {0, 1}
-    assert not drawn.of_batch(2, batches[2], 1)
-    assert not drawn.of_batch(2, batch, 2), "the prompts are others"
+    sampling = Sampling(LIMIT, 1.0)
+    assert set(drawn.of_batch(2, batches[2], 2, sampling)) == {0, 1}
+    assert not drawn.of_batch(2, batches[2], 1, sampling)
+    assert not drawn.of_batch(2, batch, 2, sampling), "the prompts are others"
+    assert not drawn.of_batch(2, batches[2], 2, Sampling(LIMIT // 2, 1.0)), "the limit is another"
+
+
+def test_samples_that_end_between_two_iterations_are_kept() -> None:
+    lengths = [[30, 40, 50, 58] * 3] * 4
+    batches = [batch_of(SAMPLES, seed) for seed in range(4)]
+    job = Job(stale(PLANS["halves"], 2), lengths, step_s=1e-2, train_s=0.0)
+    job.train(batches, last=1)
+    at_once = job.together(lambda e: e.samples_under_way(1))[0][0]
+    time.sleep(0.3)  # the engines go on while a checkpoint is written
+    later = job.together(lambda e: e.samples_under_way(1))[0][0]
+    for number, drawn in at_once.samples.items():
+        assert drawn.keys() <= later.samples[number].keys()
+        for index, of_sample in drawn.items():
+            assert later.samples[number][index].token_ids[: len(of_sample.token_ids)] == of_sample.token_ids
+    ended = [d for of_batch in later.samples.values() for d in of_batch.values() if d.stopped is not None]
+    assert len(ended) > sum(d.stopped is not None for of in at_once.samples.values() for d in of.values())
+
+
+def test_an_engine_that_dies_between_two_iterations_fails_where_its_samples_are_needed() -> None:
+    lengths = [[40] * SAMPLES] * 4
+    batches = [batch_of(SAMPLES, seed) for seed in range(4)]
+    job = Job(stale(PLANS["halves"], 1), lengths, step_s=1e-2, train_s=0.0)
+    job.train(batches, last=1)
+    for engine in job.engines.values():
+        engine.dies_at = 0
+    _, errors = job.together(lambda e: e.cancel_early())
+    assert not errors
+    made, errors = job.train(batches, first=1)
+    assert len(made) < 3 and len(errors) == 4  # of what had been generated something may be trained
+    assert all(isinstance(error, JobFailed) and "SIGKILL" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("name", ["halves", "apart"])
@@ -339,6 +372,8 @@ def test_a_reward_that_fails_ends_the_iteration_that_would_train_on_it() -> None
     assert len(errors) == 4
     assert all(isinstance(error, JobFailed) and error.is_unharmed for error in errors)
     assert "no such judge" in str(errors[0])
+    causes = [error.__cause__ for error in errors if error.__cause__ is not None]
+    assert causes and all("no such judge" in str(cause) for cause in causes)
 
 
 def test_another_batch_than_expected_is_drawn_anew() -> None:

@@ -84,7 +84,6 @@ class AheadOrder:
         on_devices = [name for name in plan.order if devices.issuperset(plan.mesh(name).devices)]
         self._scoring = [name for name in on_devices if name in self._ahead and name != self._generate]
         self._current = [name for name in on_devices if name not in self._ahead]  # of the iteration that trains
-        self._later = [name for name in plan.order if name not in self._ahead]
         self.iteration = first - 1
         self._is_open = self._has_updated = False
 
@@ -116,7 +115,7 @@ class AheadOrder:
         while (order := self._next()) is not None:
             orders.append(order)
             self._calls[order.call].next += 1
-        if self._has_updated and all(self._calls[name].is_done(self.iteration) for name in self._later):
+        if self._has_updated and all(state.is_done(self.iteration) for state in self._calls.values()):
             self._is_open = False
             for state in self._calls.values():
                 state.done.pop(self.iteration, None)

@@ -79,9 +79,13 @@ class AheadLeader:
                 event: Done | Left = pickle.loads(content)  # safe: from another rank of this job
                 remote -= isinstance(event, Left)
                 self.report(event)
-        except BaseException as error:  # raised again by `wait`, and by rank 0's link
+        except BaseException as error:  # raised again by `wait`, and by the links of the ranks that wait for orders
             self._error = error
             self.local.put(error)
+            problem = RuntimeError(f"rank 0 cannot order what is run next: {type(error).__name__}: {error}")
+            for rank in self.ranks:
+                if rank != RESULTS:
+                    self.messages.send(pickle.dumps(problem), rank, self.tag + 1)
 
     def report(self, event: Done | Left) -> None:
         """Something has happened on a rank."""
@@ -123,8 +127,8 @@ class AheadLink:
 
     def _receive(self) -> None:
         try:
-            task: AheadTask | None = None
-            while not isinstance(task, EndIteration):
+            task: AheadTask | BaseException | None = None
+            while not isinstance(task, EndIteration | BaseException):
                 task = pickle.loads(self.messages.receive(RESULTS, self.tag + 1))  # safe: from a rank of this job
                 self._tasks.put(task)
         except BaseException as error:  # raised by `next_task`

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..algorithms.prompt_batches import PromptBatch
-from ..engines.base import BackgroundEngine, EngineError, Generation, Updates
-from ..plan.generation_spans import GenerationSpans
+from ..engines.base import BackgroundEngine, EngineError, Generation, Sampling, Unfinished, Updates
 from ..plan.staleness import calls_ahead, devices_ahead
 from ..plan.timeline import Span
 from ..planner.ahead_order import AheadOrder, EndIteration, RunCall, TakeUpdate
@@ -25,7 +24,7 @@ from .calls import Step
 from .drawn_samples import DrawnSamples, checksum
 from .exchange import CallOutput, CallsFailed, Exchange, failure_of
 from .failures.alarm import Alarm, JobFailed
-from .in_flight import BatchInFlight, by_iteration, request_number, sample_of
+from .in_flight import BatchInFlight, by_iteration, in_words, request_number, sample_of
 from .placement import Placement
 from .routes import RESULTS, replica, sources
 from .shares import Share, shares_of_samples
@@ -60,6 +59,7 @@ class AheadRuns:
         self._in_flight: dict[int, BatchInFlight] = {}
         self._restored = DrawnSamples()
         self._generation: Generation | None = None
+        self._sampling: Sampling | None = None
         self._is_begun = False  # whether the engines generate; the same on all ranks
         self._updates = 0  # that made the policy which generates
         self._update_of: dict[int, int] = {}  # by version of the engine's parameters
@@ -82,6 +82,10 @@ class AheadRuns:
             JobFailed: another rank failed outside a call.
         """
         self._messages.flush()
+        sampling = calls.sampling_of(self.runner.settings, self.generate, step)
+        if sampling != self._sampling:
+            self.stop()
+            self._sampling = sampling
         self._open(step, [batch, *following[: self.versions + 1]])
         leader = self._leader(step.number) if self.rank == RESULTS else None
         is_ahead = self.rank in self._ranks_ahead
@@ -122,7 +126,10 @@ class AheadRuns:
         for later, batch in expected.items():
             if later not in self._in_flight:
                 self._in_flight[later] = self._new(Step(later, batch.rows), batch)
-        self._in_flight[number].running.step = step
+        opened = self._in_flight[number].running
+        current = self.runner.begin(step, opened.exchange)  # with the settings and the algorithm that hold now
+        current.failure = opened.failure
+        self._in_flight[number].running = current
 
     def _new(self, step: Step, batch: PromptBatch) -> BatchInFlight:
         exchange = self.exchange.of_iteration(self.plan.order, self._first_tag + 2)
@@ -131,9 +138,10 @@ class AheadRuns:
             own = replica(self.plan, self.generate.name, self.rank)
             (share,) = shares_of_samples(self.plan, self.generate, batch.prompts, [own])
             samples = share.samples
-        spans = GenerationSpans(self.generate.name, self.rank, step.number, time.time())
-        made = BatchInFlight(self.runner.begin(step, exchange), batch, samples, spans)
-        made.restore(self._restored.of_batch(step.number, batch, self.versions))
+        made = BatchInFlight(self.runner.begin(step, exchange), batch, samples)
+        if self.generate.name in self.placement.generators:
+            made.restore(self._restored.of_batch(step.number, batch, self.versions, self._sampling))
+        self._restored.samples.pop(step.number, None)
         return made
 
     # --- ranks that train ---------------------------------------------------------------------------------------------
@@ -190,18 +198,21 @@ class AheadRuns:
         if self._generation is None or not self._generation.unfinished:
             return False
         try:
-            for completion in self._generation.poll(POLL_S):
-                iteration, sample = sample_of(completion.index)
-                self._in_flight[iteration].end(sample, completion, self._generation.ended_at)
+            self._take_finished(self._generation, POLL_S)
         except JobFailed:
             raise
         except Exception as error:
             self._fail(error)
         return True
 
+    def _take_finished(self, generation: Generation, timeout_s: float) -> None:
+        for completion in generation.poll(timeout_s):
+            iteration, sample = sample_of(completion.index)
+            self._in_flight[iteration].end(sample, completion, generation.ended_at)
+
     def _fail(self, error: Exception) -> None:
         """The engine has failed. What was generated is published, what is missing are failures."""
-        self.runner.failure = self._error = error
+        self._error = error
         self._generation = None
 
     def _admit(self) -> None:
@@ -217,7 +228,7 @@ class AheadRuns:
             except JobFailed:
                 raise
             except Exception as error:
-                self._fail(error)
+                self._fail(in_words(error, [request.index for request in requests]))
         self._publish_generated()
 
     def _publish_generated(self) -> None:
@@ -237,6 +248,7 @@ class AheadRuns:
                 of_batch.running.exchange.publish(self.generate.name, CallOutput(outputs, spans))
             else:
                 assert self._error is not None
+                of_batch.running.failure = self._error
                 failure = failure_of(self._error, self.rank, self.generate.name, is_collective=False)
                 of_batch.running.exchange.publish(self.generate.name, (failure,))
             self._report(number, self.generate.name, failed=not of_batch.is_generated)
@@ -253,8 +265,8 @@ class AheadRuns:
         assert isinstance(engine, BackgroundEngine), "the plan has been checked"
         updates = Updates(self.plan.staleness.kv_cache)
         try:
-            sampling = calls.sampling_of(self.runner.settings, self.generate, Step(number))
-            self._generation = engine.start([], sampling, updates)
+            assert self._sampling is not None, "an iteration runs"
+            self._generation = engine.start([], self._sampling, updates)
         except EngineError as error:
             self._fail(error)
 
@@ -270,10 +282,10 @@ class AheadRuns:
         except EngineError as error:  # every rank of the update knows it, and the collectives are complete
             self._fail(error)
             return
-        if moved is not None:
+        engine = self.placement.generators.get(name)
+        if moved is not None and engine is not None:  # whose outputs tell of it
             step = max(0, updates - 1)
             self._moved.append(Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes))
-        engine = self.placement.generators.get(name)
         if engine is not None:
             # no token that is under way was drawn by a policy that is older than the staleness
             kept = {version: of for version, of in self._update_of.items() if of >= updates - self.versions}
@@ -293,15 +305,15 @@ class AheadRuns:
             for of_batch in self._in_flight.values()
             for sample in of_batch.unfinished
         ]
-        stopped = generation.withdraw(unfinished)
-        now = time.time()
-        for completion in generation.poll(0.0):
-            iteration, sample = sample_of(completion.index)
-            self._in_flight[iteration].end(sample, completion, generation.ended_at)
-        for iteration, of_batch in by_iteration(stopped).items():
-            for sample, state in of_batch.items():
-                self._in_flight[iteration].stop(sample, state, now)
-        generation.close()
+        try:
+            stopped, now = generation.withdraw(unfinished), time.time()
+            self._take_finished(generation, 0.0)
+            for iteration, of_batch in by_iteration(stopped).items():
+                for sample, state in of_batch.items():
+                    self._in_flight[iteration].stop(sample, state, now)
+            generation.close()
+        except EngineError as error:  # told of where its samples are needed
+            self._fail(error)
         for of_batch_ in self._in_flight.values():
             of_batch_.is_admitted = False
 
@@ -315,15 +327,18 @@ class AheadRuns:
 
     def drawn(self, first: int) -> DrawnSamples | None:
         """What has been drawn for the iterations from `first`, on rank 0; `None` on the others. All ranks together."""
+        peeked: dict[int, dict[int, Unfinished]] = {}
         try:
-            peeked = by_iteration(self._generation.peek()) if self._generation is not None else {}
+            if self._generation is not None:
+                peeked = by_iteration(self._generation.peek())
+                self._take_finished(self._generation, 0.0)  # those that have ended since the last iteration
         except EngineError as error:  # rank 0 waits for this rank's message
             self._fail(error)
-            peeked = {}
         own = DrawnSamples(
             {n: of_n.drawn(peeked.get(n, {})) for n, of_n in self._in_flight.items() if n >= first},
             {n: checksum(of_n.batch) for n, of_n in self._in_flight.items() if n >= first},
             dict(self._update_of),
+            self._sampling,
         )
         generating = sources(self.plan, self.generate.name)
         if self.rank != RESULTS:

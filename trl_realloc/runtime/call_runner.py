@@ -32,24 +32,24 @@ class RunningIteration:
     Args:
         exchange: of its samples.
         inputs: what its calls read.
+        failure: the latest exception of one of its calls on this rank.
     """
 
     step: Step
     exchange: Exchange
     inputs: CallInputs
+    failure: BaseException | None = None
 
 
 class CallRunner:
     """Runs the calls of one rank.
 
     Attributes:
-        failure: the latest exception of a call on this rank.
         early: the generation that has been begun in the iteration before.
     """
 
     def __init__(self, placement: Placement, algorithm: Algorithm, settings: CallSettings, alarm: Alarm) -> None:
         self.placement, self.algorithm, self.settings, self.alarm = placement, algorithm, settings, alarm
-        self.failure: BaseException | None = None
         self.early: EarlyGeneration | None = None
 
     def begin(self, step: Step, exchange: Exchange) -> RunningIteration:
@@ -98,7 +98,7 @@ class CallRunner:
         except JobFailed:
             raise
         except Exception as error:
-            self.failure = error
+            iteration.failure = error
             output = (failure_of(error, self.placement.rank, name, is_collective=is_collective),)
         iteration.exchange.publish(name, output)
         return isinstance(output, CallOutput)

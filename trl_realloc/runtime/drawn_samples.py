@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Ragged
+from ..engines.base import Sampling
 
 
 logger = logging.get_logger(__name__)
@@ -45,11 +46,13 @@ class DrawnSamples:
         samples: by iteration and by index in its batch.
         checksums: of the prompts of each iteration's batch.
         update_of: by the engine's version of the parameters, the number of updates that had made them.
+        sampling: how the tokens were drawn.
     """
 
     samples: dict[int, dict[int, Drawn]] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
     update_of: dict[int, int] = field(default_factory=dict)
+    sampling: Sampling | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.samples.values()))
@@ -60,18 +63,29 @@ class DrawnSamples:
             self.samples.setdefault(number, {}).update(drawn)
         self.checksums |= other.checksums
         self.update_of |= other.update_of
+        self.sampling = self.sampling or other.sampling
 
-    def of_batch(self, number: int, batch: PromptBatch, versions: int) -> Mapping[int, Drawn]:
+    def of_batch(
+        self, number: int, batch: PromptBatch, versions: int, sampling: Sampling | None
+    ) -> Mapping[int, Drawn]:
         """What has been drawn of the samples of an iteration. Leaves out samples with tokens that would be too old.
 
         Args:
             batch: of the iteration. If it has other prompts, nothing of what was drawn is used.
             versions: most updates by which a token may be older than the policy that is trained on it.
+            sampling: of the run. If it differs, nothing of what was drawn is used: another limit of tokens would make
+                samples unfinished, or finished at the wrong place.
         """
         drawn = self.samples.get(number, {})
         if drawn and self.checksums.get(number) != checksum(batch):
             logger.warning(
                 f"update {number + 1} has other prompts than when its samples were drawn; they are drawn anew."
+            )
+            return {}
+        if drawn and sampling != self.sampling:
+            logger.warning(
+                f"the samples of update {number + 1} that were under way are drawn again, because they were drawn "
+                f"otherwise: {self.sampling} then, {sampling} now."
             )
             return {}
         return {
@@ -86,13 +100,15 @@ class DrawnSamples:
             "samples": {number: _columns(drawn) for number, drawn in self.samples.items() if drawn},
             "checksums": self.checksums,
             "update_of": self.update_of,
+            "sampling": None if self.sampling is None else asdict(self.sampling),
         }
 
     @staticmethod
     def from_tensors(content: Mapping[str, Any]) -> DrawnSamples:
         """The inverse of `to_tensors`."""
         samples = {number: _drawn(columns) for number, columns in content["samples"].items()}
-        return DrawnSamples(samples, dict(content["checksums"]), dict(content["update_of"]))
+        sampling = None if content["sampling"] is None else Sampling(**content["sampling"])
+        return DrawnSamples(samples, dict(content["checksums"]), dict(content["update_of"]), sampling)
 
 
 def _columns(drawn: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:

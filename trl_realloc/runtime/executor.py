@@ -107,7 +107,7 @@ class Executor:
             learning_rates: of each trained role in this iteration.
             known: by call name, outputs of calls that are not run (replayed rollouts).
             only: the calls to run; by default all. An evaluation leaves out the training.
-            sampling: replaces the run's sampling.
+            sampling: replaces the run's sampling. Such an iteration is synchronous.
             following: the next iterations' batches, whose generation may begin before this iteration has ended: one, or
                 with a staleness one more than that. If another iteration is run next, what has been generated is
                 dropped.
@@ -121,7 +121,7 @@ class Executor:
         streamed = self.plan.streamed if set(self.plan.streamed) <= set(names) else ()
         whole = [name for name in names if name not in streamed]
         this_step = Step(step, batch.rows, learning_rates, sampling)
-        if self.ahead is not None and len(names) == len(self.plan.order):
+        if self.ahead is not None and sampling is None and len(names) == len(self.plan.order):
             return self._run_ahead(this_step, batch, following)
         if self.ahead is not None:
             self.ahead.stop()
@@ -149,7 +149,6 @@ class Executor:
     def _run_ahead(self, step: Step, batch: PromptBatch, following: Sequence[PromptBatch]) -> Iteration:
         assert self.ahead is not None, "the plan has a staleness"
         self.exchange.flush()
-        self.runner.failure = None
         self._now = self.ahead.run(step, batch, following).running
         return self._finish(batch, self.plan.order, ())
 
@@ -178,7 +177,7 @@ class Executor:
             )
             for name, output in worker.run().items():
                 self.exchange.publish(name, output)
-            self.runner.failure = worker.error
+            self._now.failure = worker.error
         return leader
 
     def _stream(self, batch: PromptBatch) -> Stream:
@@ -242,7 +241,6 @@ class Executor:
         """
         self.exchange.begin(running)
         self._now = self.runner.begin(step, self.exchange)
-        self.runner.failure = None
 
     def perform(self, name: str, samples: Rollouts) -> Rollouts:
         """Run one call of the iteration that has begun, on any samples, and wait for its outputs. All ranks call this
@@ -294,7 +292,7 @@ class Executor:
         self.alarm.at(f"waiting for the results of {self._now.step.name}")
         outcome = self.exchange.spread(outcome)
         if isinstance(outcome, Exception):
-            raise outcome from self.runner.failure
+            raise outcome from self._now.failure
         return outcome
 
 

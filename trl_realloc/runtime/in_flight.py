@@ -13,7 +13,7 @@ import torch
 
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Ragged, Rollouts
-from ..engines.base import Completion, GenerationRequest, Unfinished
+from ..engines.base import Completion, EngineError, GenerationRequest, Unfinished
 from ..plan.dataflow import Call
 from ..plan.generation_spans import GenerationSpans
 from ..plan.timeline import Span
@@ -40,17 +40,16 @@ class BatchInFlight:
         is_published: whether its responses have been sent.
         completions: by sample.
         begun: by sample, what had been drawn when the engine was last stopped.
-        spans: of its generation.
     """
 
     running: RunningIteration
     batch: PromptBatch
     samples: Rollouts
-    spans: GenerationSpans
     is_admitted: bool = False
     is_published: bool = False
     completions: dict[int, Completion] = field(default_factory=dict)
     begun: dict[int, Unfinished] = field(default_factory=dict)
+    _spans: GenerationSpans | None = None
     _since: float = 0.0  # when its generation began or went on
     _seconds: dict[int, float] = field(default_factory=dict)  # of each sample in generation, before `_since`
     _ended_at: dict[int, float] = field(default_factory=dict)
@@ -86,6 +85,8 @@ class BatchInFlight:
     def admit(self, settings: CallSettings, call: Call) -> list[GenerationRequest]:
         """The requests of the samples that have not ended."""
         self.is_admitted, self._since = True, time.time()
+        if self._spans is None:
+            self._spans = GenerationSpans(call.name, self.running.exchange.rank, self.number, self._since)
         left = [at for at, i in enumerate(self.samples.tensor("index").tolist()) if i not in self.completions]
         requests = calls.requests_of(settings, call, self.samples.select(left), self.running.step, self.begun)
         return [
@@ -103,7 +104,8 @@ class BatchInFlight:
         self.begun.pop(index, None)
         self._ended_at[index] = at
         self._seconds[index] = self._seconds.get(index, 0.0) + at - self._since
-        self.spans.finished(at, 1, len(completion.token_ids))
+        assert self._spans is not None, "its generation has begun"
+        self._spans.finished(at, 1, len(completion.token_ids))
 
     def stop(self, index: int, unfinished: Unfinished, at: float) -> None:
         """A sample was stopped, and goes on later."""
@@ -146,7 +148,9 @@ class BatchInFlight:
 
     def all_spans(self) -> list[Span]:
         """The spans of the generation, which has ended."""
-        return self.spans.end(max(self._ended_at.values(), default=self._since))
+        if self._spans is None:  # of a rank without prompts, or restored as a whole
+            return []
+        return self._spans.end(max(self._ended_at.values(), default=self._since))
 
 
 def request_number(iteration: int, sample: int) -> int:
@@ -157,6 +161,17 @@ def request_number(iteration: int, sample: int) -> int:
 def sample_of(number: int) -> tuple[int, int]:
     """(iteration, sample) of a request's number."""
     return number >> _SAMPLE_BITS, number & ((1 << _SAMPLE_BITS) - 1)
+
+
+def in_words(error: Exception, numbers: Iterable[int]) -> Exception:
+    """An engine's error about a request, with the sample and the update in place of the request's number."""
+    message = str(error)
+    if type(error) is not EngineError:
+        return error
+    for number in numbers:
+        iteration, sample = sample_of(number)
+        message = message.replace(f"request {number}", f"sample {sample} of update {iteration + 1}")
+    return EngineError(message)
 
 
 def by_iteration(numbers: Iterable[Unfinished]) -> dict[int, dict[int, Unfinished]]:

@@ -20,6 +20,7 @@ from ..plan.timeline import Span
 POLICY_VERSIONS = "policy_versions"  # column: of each response token, updates of the policy that drew it
 IN_FLIGHT_S = "in_flight_s"  # column: seconds of a sample's generation
 GENERATED_AT = "generated_at"  # column: when a sample's generation ended, seconds since the epoch
+OF_GENERATION = (POLICY_VERSIONS, IN_FLIGHT_S, GENERATED_AT)  # of a plan with a staleness; no call reads them
 
 # by optimizer step and by name: (n,) float32 by position in the global batch
 Statistics = dict[int, dict[str, Tensor]]

@@ -16,6 +16,7 @@ from ..algorithms.rollout import Rollouts
 from ..plan.batching import balance
 from ..plan.dataflow import Call, CallKind
 from ..plan.execution_plan import ExecutionPlan
+from .results import OF_GENERATION
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def shares_of_training(
         positions = balance(batch.lengths.tolist(), dp)
         for replica, of_replica in steps.items():
             of_replica.append(batch.only(added).select(positions[replica]))
-    # without the outputs of other calls that this call does not read
-    read = prepared.only(n for n in prepared if n in (*call.inputs, "index") or n not in made)
+    # without the outputs of other calls that this call does not read, and what is known of the generation
+    read = prepared.only(n for n in prepared if n in (*call.inputs, "index") or n not in (*made, *OF_GENERATION))
     shares = []
     for own_steps in steps.values():
         index = torch.cat([own.tensor("index") for own in own_steps]).unique() if own_steps else torch.zeros(0).long()

@@ -81,6 +81,11 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
     if plan is not None:
         plan = _with_staleness(plan, args.max_staleness, is_preset=plugin.plan == "separate")
     if plan is not None and args.vllm_enable_sleep_mode:
+        if plan.staleness.versions:
+            raise ConfigError(
+                "vllm_enable_sleep_mode frees the engines' memory between their uses, and under this plan's staleness "
+                "they generate all the time; leave out vllm_enable_sleep_mode, or max_staleness."
+            )
         plan = with_sleeping_engines(plan)
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
     if "vllm" in engines and not is_vllm_available():
@@ -144,8 +149,11 @@ def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> Execu
         )
     if not most or plan.staleness.versions:
         return plan
-    if is_preset and plan.cluster.size > 1 and plan["actor.generate"].engine == "vllm":
-        return replace(plan, staleness=Staleness(most))
+    if is_preset and plan.cluster.size > 1:
+        if plan["actor.generate"].engine == "vllm":
+            return replace(plan, staleness=Staleness(most))
+        notice(f"max_staleness {most} has no effect: only vLLM engines generate while others train")
+        return plan
     name = f"the plan {plan.name!r}" if plan.name else "the plan"
     notice(f"{name} has no staleness, so max_staleness {most} has no effect; the preset separate generates ahead")
     return plan

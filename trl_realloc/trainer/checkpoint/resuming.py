@@ -256,7 +256,7 @@ def _find_damage(inspection: _Inspection, reports: Mapping[int, HostFiles]) -> l
 def _is_needed_by_all(name: str) -> bool:
     """Whether every host needs a file to resume. Resuming reads no model files, because the training state has the
     float32 weights; which files of that a host needs is known when its engines have been started (`fetch`)."""
-    return name in NEEDED or name.startswith("rng_state")
+    return name in (*NEEDED, SAMPLES) or name.startswith("rng_state")
 
 
 # --- contents, on rank 0 --------------------------------------------------------------------------------------------
