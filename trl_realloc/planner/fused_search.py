@@ -24,13 +24,14 @@ EFFORT = 12_000_000  # tasks placed
 BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
 ELITES = 4  # schedules that are disturbed
 FRESH = 0.1  # of the priorities are not from an elite
+STUCK = 200  # priorities in turn without a better elite before all elites are dropped
 STALE_BUILDS = 4  # builds in turn without a better makespan
 PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
 UNLIMITED = 1_000_000  # micro-batches
 MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
 FIRST_MEMORY = 1.1  # of 1F1B's memory, tried before the whole memory
 FIRST_EFFORT = 0.4  # of the effort
-MEMORY_EFFORT = 0.1  # of the effort, for each lower memory limit
+MEMORY_EFFORT = 0.15  # of the effort, for each lower memory limit
 MEMORY_STEP = 0.01  # of the memory
 
 
@@ -57,21 +58,25 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> Fo
 
     Args:
         effort: tasks placed in all schedules that are built until the makespan is accepted. Lowering the memory takes
-            up to as many again. A core places about a million per second.
+            up to three times as many again. A core places about a million per second.
     """
     run = _Search(pipelines, np.random.default_rng(seed))
     limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
-    first = np.maximum(FIRST_MEMORY * serial_memory(pipelines), run.chains.least_memory())
-    run.improve(np.minimum(limit, first), run.bound, FIRST_EFFORT * effort)
-    if run.makespan > run.bound * (1 + ROUNDING):
+    low, first = run.chains.least_memory(), FIRST_MEMORY * serial_memory(pipelines)
+    if not run.improve(np.minimum(limit, np.maximum(low, first)), run.bound, FIRST_EFFORT * effort):
+        lower = run.makespan
         run.improve(limit, run.bound, (1 - FIRST_EFFORT) * effort)
-    run.lower_memory(limit, MEMORY_EFFORT * effort)
+        if run.makespan < lower:
+            low = np.maximum(low, first)  # was not enough
+    run.lower_memory(limit, float(low.max()), MEMORY_EFFORT * effort)
+    if run.peak > first:  # a search may miss what another one finds
+        run.lower_memory(limit, float(low.max()), 2 * MEMORY_EFFORT * effort)
     schedule = run.chains.schedule(run.best)
     return FoundSchedule(schedule, check(pipelines, schedule), run.bound)
 
 
 class _Search:
-    """A search's best schedule and elites."""
+    """A search's best schedule, its memory peak, and the elites."""
 
     def __init__(self, pipelines: FusedPipelines, rng: np.random.Generator) -> None:
         self.chains = FusedChains(pipelines)
@@ -79,7 +84,7 @@ class _Search:
         self._rng = rng
         self._elites: list[BuiltSchedule] = []
         self._best: BuiltSchedule | None = None
-        self._peak = np.inf
+        self.peak = np.inf
 
     @property
     def best(self) -> BuiltSchedule:
@@ -92,24 +97,29 @@ class _Search:
 
     def improve(self, memory: Array, target: float, effort: float) -> bool:
         """Build schedules within a memory limit until one has the makespan `target`. Returns whether one has."""
+        stuck = 0
         while effort > 0:
             priorities, in_flight, patience = self._disturbed() if self._take_elite() else self._fresh()
             built, builds = self._built_in_turn(priorities, memory, in_flight, patience)
             effort -= builds * (self.chains.tasks + BUILD_EFFORT)
             if built.makespan < np.inf:
+                better = not self._elites or built.makespan < self._elites[0].makespan * (1 - ROUNDING)
+                stuck = 0 if better else stuck + 1
                 self._keep(built)
+                if stuck > STUCK:
+                    self._elites.clear()
                 if built.makespan <= target * (1 + ROUNDING):
                     return True
         return False
 
-    def lower_memory(self, limit: Array, effort: float) -> None:
-        """Halve the interval of possible memory limits until it is small."""
-        high, low = self._peak, float(self.chains.least_memory().max())
+    def lower_memory(self, limit: Array, low: float, effort: float) -> None:
+        """Halve the interval between a memory limit that is too low and the best schedule's peak until it is small."""
+        high = self.peak
         while high - low > MEMORY_STEP * high:
             middle = (high + low) / 2
             self._elites = [replace(self.best, makespan=np.inf)]
             if self.improve(np.minimum(limit, middle), self.makespan, effort):
-                high = self._peak
+                high = self.peak
             else:
                 low = middle
 
@@ -132,8 +142,8 @@ class _Search:
         """Update the best schedule and the elites."""
         if built.makespan <= self.makespan * (1 + ROUNDING):
             peak = self.chains.peak(built)
-            if built.makespan < self.makespan * (1 - ROUNDING) or peak < self._peak:
-                self._best, self._peak = built, peak
+            if built.makespan < self.makespan * (1 - ROUNDING) or peak < self.peak:
+                self._best, self.peak = built, peak
         place = bisect_right(self._elites, built.makespan, key=lambda elite: elite.makespan)
         self._elites.insert(place, built)
         del self._elites[ELITES:]
@@ -159,21 +169,27 @@ class _Search:
         return np.concatenate(parts), in_flight, rng.choice(PATIENCE)
 
     def _disturbed(self) -> tuple[Array, Integers, float]:
-        """The same from an elite's times, with noise on every task, on a group's stages, or in a window of time."""
+        """The same from an elite's times, with noise on all tasks, on a group's stages, in a window of time, on one
+        task or on one micro-batch."""
         rng = self._rng
         elite = self._elites[int(len(self._elites) * rng.random() ** 2)]
         times = elite.starts.copy()
+        span = times.max()
         noise = self.chains.chains.seconds.max() * 10 ** rng.uniform(-0.7, 0.8)
-        where = rng.integers(3)
-        if where == 0:
+        kind = rng.integers(5)
+        if kind == 0:
             times += rng.normal(0, noise, len(times))
-        elif where == 1:
+        elif kind == 1:
             for group in self.chains.groups:
                 times[group.tasks] += rng.normal(0, noise, group.tasks.shape[1])
-        else:
-            span = times.max()
+        elif kind == 2:
             near = np.abs(times - rng.uniform(0, span)) < rng.uniform(0.05, 0.3) * span
             times[near] += rng.normal(0, noise, near.sum())
+        elif kind == 3:
+            times[rng.integers(len(times))] += rng.normal(0, 0.3 * span)
+        else:
+            chosen = self.chains.groups[rng.integers(len(self.chains.groups))]
+            times[rng.choice(chosen.tasks)] += rng.normal(0, 0.3 * span)
         in_flight, patience = elite.in_flight, elite.patience
         if rng.random() < 0.3:
             in_flight = in_flight.copy()
