@@ -9,10 +9,13 @@ time of both models one after the other and with what its search reached.
 
     python benchmarks/fused.py --random 40 [--unequal] [--json FILE]
     python benchmarks/fused.py --small 2000 [--json FILE]
+    python benchmarks/fused.py --measured [--json FILE]
 
 try random cases: of 2 to 16 stages, with `--unequal` with other times on every stage and for every micro-batch; or
 small ones, compared with an exhaustive search. One core. Before the first case the search is compiled, if this was not
 done in an earlier run; its time is not part of a case's.
+
+The last trains two pipelines on 2 and 4 gloo processes, fused and one after the other (`fused_measured`).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "planner")]
 
 from fused_cases import exists, random_small  # noqa: E402
+from fused_measured import measured  # noqa: E402
 
 from trl_realloc.common.errors import PlanError  # noqa: E402
 from trl_realloc.planner.fused_check import check, serial_memory, serial_time  # noqa: E402
@@ -156,12 +160,16 @@ def measure_small(count: int, seed: int) -> dict[str, Any]:
     return {"cases": count, "on_bound": on_bound, "slower": slower, "more_memory": larger, "seconds": seconds}
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     table = Table(*keys)
     for row in rows:
         table.add_row(*(f"{row.get(key, '')!s}" for key in keys))
     Console(width=max(120, 12 * len(keys))).print(table)
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    print_table(rows)
     reached = sum(row["on_bound"] for row in rows)
     lean = sum(row["memory_ratio"] <= 1.25 for row in rows)
     print(
@@ -196,8 +204,12 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, metavar="N", help="so many random cases instead")
     parser.add_argument("--unequal", action="store_true", help="stages and micro-batches of unequal times")
     parser.add_argument("--small", type=int, default=0, metavar="N", help="so many small cases, all orders tried")
+    parser.add_argument("--measured", action="store_true", help="train fused and one after the other on gloo processes")
     given = parser.parse_args()
-    if given.small:
+    if given.measured:
+        result = {"rows": measured()}
+        print_table(result["rows"])
+    elif given.small:
         result = measure_small(given.small, given.seed)
         print(json.dumps(result))
     else:

@@ -107,7 +107,8 @@ def check_layouts(made: PPOTrainer) -> None:
         if engine is not None:
             spec = ModelSpec.from_config(tiny.config(num_labels=1), head, bytes_per_element=4)
             held = {name: tuple(box for box, _ in parts) for name, parts in engine.parts().items()}
-            expected = layout_of(made.plan[call], spec).parts(made.accelerator.process_index)
+            layout = layout_of(made.plan[call], spec, is_reversed=made.plan.is_reversed(call))
+            expected = layout.parts(made.accelerator.process_index)
             assert {name: boxes for name, boxes in held.items() if boxes} == expected
 
 

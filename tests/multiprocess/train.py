@@ -32,7 +32,8 @@ def main() -> None:
     try:
         made.train(resume_from_checkpoint=resume)
     except RuntimeError:
-        unchanged = all(torch.equal(t, made.policy_model.get_parameter(n)) for n, t in before.items())
+        now = dict(made.policy_model.named_parameters())  # of a pipeline, those of the stage
+        unchanged = bool(now) and all(torch.equal(tensor, before[name]) for name, tensor in now.items())
         (folder / f"failed-{rank}.json").write_text(json.dumps({"unchanged": unchanged}))
         raise
     made.save_model(str(folder / "final"))

@@ -30,6 +30,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -285,26 +286,36 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     current_stream[index_of(stream.device())] = stream.id();
     return before;
   }
-  // an event is the stream that it was recorded on; waiting for it waits for all of that stream's copies
+  // an event is the stream that it was recorded on; waiting for it waits for all of that stream's copies. Its time is the
+  // host's, which runs the kernels
+  struct Recorded {
+    int device = 0;
+    c10::StreamId stream = 0;
+    std::chrono::steady_clock::time_point at;
+  };
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr)
-      *event = new std::pair<int, c10::StreamId>();
-    *static_cast<std::pair<int, c10::StreamId>*>(*event) = {index_of(stream.device()), stream.id()};
+      *event = new Recorded();
+    *static_cast<Recorded*>(*event) = {index_of(stream.device()), stream.id(), std::chrono::steady_clock::now()};
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    const auto between = static_cast<Recorded*>(second)->at - static_cast<Recorded*>(first)->at;
+    return std::chrono::duration<double, std::milli>(between).count();
   }
   void block(void* event, const c10::Stream&) const override {
     synchronizeEvent(event);
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
-      const auto [device, stream] = *static_cast<std::pair<int, c10::StreamId>*>(event);
-      finish(device, stream);
+      const auto* recorded = static_cast<Recorded*>(event);
+      finish(recorded->device, recorded->stream);
     }
   }
   bool queryEvent(void*) const override {
     return true;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<std::pair<int, c10::StreamId>*>(event);
+    delete static_cast<Recorded*>(event);
   }
   bool queryStream(const c10::Stream&) const override {
     return true;

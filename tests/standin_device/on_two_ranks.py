@@ -28,11 +28,13 @@ from accelerate.utils import DistributedType  # noqa: E402
 from replay import rollouts  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from trl_realloc.algorithms.nonfinite import NonFiniteError  # noqa: E402
 from trl_realloc.algorithms.ppo import PolicyLoss, PPOSettings, ValueLoss, prepare, sample_weights  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
 from trl_realloc.engines.device import group_device  # noqa: E402
-from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks  # noqa: E402
+from trl_realloc.engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup, SplitGroups, split_ranks  # noqa: E402
 from trl_realloc.engines.models import load_classifier, load_policy, seeded  # noqa: E402
+from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
@@ -45,6 +47,7 @@ from trl_realloc.profiling.machine import links  # noqa: E402
 from trl_realloc.realloc.layout import Layout, whole  # noqa: E402
 from trl_realloc.realloc.schedule import make_schedule  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer, TransferOptions  # noqa: E402
+from trl_realloc.runtime.fused_orders import FusedOrders  # noqa: E402
 from trl_realloc.runtime.process_groups import from_every_rank, from_first_rank  # noqa: E402
 
 
@@ -158,6 +161,27 @@ def test_an_engine_of_two_devices_trains_and_scores_as_one_host_does(degrees: tu
     print(f"rank {RANK}, {name}, tp {tp} pp {pp}: {reads} reads back of a step in 2, 8, 2, 8 micro-batches")
     if pp == 1:
         assert reads[3] <= reads[2] + 1, reads
+
+
+def test_two_roles_train_fused_as_one_host_trains_each() -> None:
+    """Their messages are in groups in which a rank only sends or only receives, and their times are the device's."""
+    batch, groups = training_batch(), split_groups(1, 2)
+    here = [ReplicatedEngine(head_of(name), MeshGroup((0,), 0), CPU, **SETTINGS) for name in LOSSES]
+    places = groups, groups.reversed()
+    first, second = (
+        MegatronEngine(head_of(name), place, SIM, **SETTINGS) for name, place in zip(LOSSES, places, strict=True)
+    )
+    messages = tuple(dist.new_group() for _ in range(MESSAGE_GROUPS))
+    fused = FusedTraining((first, second), FusedGroups(groups.pp, messages), FusedOrders())
+    fused.connect()
+    for budget in (64, 12, 12):
+        one, other = (FusedShare(batch, loss, budget, 1e-2) for loss in LOSSES.values())
+        outcomes = fused.train((one, other))
+        for engine, share, outcome in zip(here, (one, other), outcomes, strict=True):
+            assert not isinstance(outcome, NonFiniteError), outcome
+            for key, column in engine.train(batch, share.loss, 64, 1e-2).items():
+                assert torch.allclose(outcome[key], column, atol=1e-3, rtol=1e-3), key
+    assert all(sum(fused.times.fits[model, back].line()) > 0 for model in (0, 1) for back in (False, True))
 
 
 @pytest.mark.parametrize("name", LOSSES)

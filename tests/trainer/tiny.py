@@ -119,7 +119,7 @@ def trainer(folder: Path, *, callbacks: Any = None, given: dict[str, Any] | None
 
 def updates(made: PPOTrainer) -> list[dict[str, float]]:
     """The logs of the updates, less what time makes differ."""
-    volatile = ("time/", "tokens/s", "eps")
+    volatile = ("time/", "realloc/seconds/", "tokens/s", "eps")
     return [
         {key: value for key, value in row.items() if not key.startswith(volatile)}
         for row in made.state.log_history

@@ -52,6 +52,7 @@ def plan_table(plan: ExecutionPlan) -> Table:
     overlap = [str(plan.streams)] if plan.streams else []
     overlap += ["an iteration begins when the one before has ended"] if plan.barrier else []
     overlap += [str(plan.staleness)] if plan.staleness.versions else []
+    overlap += [f"{' and '.join(plan.fused)} train together"] if plan.fused else []
     caption = Text("; ".join(overlap)) if overlap else None
     table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
     table.caption, table.caption_justify = caption, "left"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ BUCKET_BYTES = 64 << 20  # of the tensors that one collective sends; a flat copy
 @dataclass(frozen=True)
 class MeshGroup:
     """Args:
-    ranks: global ranks of the mesh, ascending.
+    ranks: global ranks of the mesh, ascending; of a reversed pipeline, descending.
     rank: this process.
     group: its `torch.distributed` process group; `None` on a mesh of one device.
     device: of the tensors that the collectives send; a GPU with NCCL.
@@ -86,7 +86,7 @@ class MeshGroup:
             return [tensor]
         parts = [torch.empty_like(tensor, device=self.device) for _ in self.ranks]
         dist.all_gather(parts, tensor.to(self.device), group=self.group)
-        return parts
+        return parts if self.ranks[0] < self.ranks[-1] else parts[::-1]
 
     def share(self, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """The tensors of the rank with this index, in host memory, on every rank; the other ranks' are ignored. They
@@ -143,6 +143,39 @@ class SplitGroups:
     tp: MeshGroup
     pp: MeshGroup
     ends: MeshGroup
+
+    def reversed(self) -> SplitGroups:
+        """The same process groups with the stages in the opposite direction: this rank has stage `pp - 1 - p`."""
+        pp, ends = (replace(group, ranks=group.ranks[::-1]) for group in (self.pp, self.ends))
+        return replace(self, pp=pp, ends=ends)
+
+
+@dataclass(frozen=True)
+class FusedGroups:
+    """The process groups of two pipelines on the same devices, whose stages lie in opposite directions.
+
+    Args:
+        line: the ranks of this rank's pipeline that has more stages, ascending. The other role has one pipeline there,
+            or several one after the other.
+        messages: the groups of messages between stages. One, in which messages are told apart by their tags; or
+            `MESSAGE_GROUPS`, in each of which a rank only sends to one other rank, or only receives from one.
+    """
+
+    line: MeshGroup
+    messages: tuple[Any, ...]
+
+    def messages_of(self, channel: int, peer: int) -> Any:
+        """The group of the messages between this rank and a neighbour in the line.
+
+        Args:
+            channel: 0 to 3, one for the forwards and one for the backwards of each role.
+            peer: the neighbour's rank.
+        """
+        link = min(self.line.index, self.line.ranks.index(peer))
+        return self.messages[(2 * channel + link % 2) % len(self.messages)]
+
+
+MESSAGE_GROUPS = 8  # 4 channels x 2: a stage's links to its two neighbours take turns
 
 
 def split_ranks(ranks: tuple[int, ...], tp: int, pp: int) -> Mapping[str, list[tuple[int, ...]]]:

@@ -21,6 +21,7 @@ from .algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from .assignment import ENGINES, RELEASE_FLAGS, Assignment, ParallelStrategy, assignment_problems, engines_for, in_place
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge
+from .fused import Fused, fused_problems, is_reversed, read_fused, together
 from .staleness import Staleness, staleness_problems
 from .streams import Streams, stream_problems, streamed_calls
 
@@ -67,6 +68,8 @@ class ExecutionPlan:
         barrier: an iteration begins when the one before has ended on every device. Otherwise generation begins when its
             parameters have been trained.
         staleness: how far generation and scoring run ahead of the training.
+        fused: two calls that train at the same time on one mesh; the stages of the second lie in the opposite
+            direction. Empty if each call trains by itself.
 
     Raises:
         PlanError: with a sentence for each problem of the plan.
@@ -79,6 +82,7 @@ class ExecutionPlan:
     streams: Streams | None = None
     barrier: bool = False
     staleness: Staleness = Staleness()
+    fused: Fused = ()
 
     def __post_init__(self) -> None:
         problems = Problems(_problems(self.cluster, self.assignments, self.graph))
@@ -86,6 +90,7 @@ class ExecutionPlan:
         if not isinstance(self.barrier, bool):
             problems.append(f"barrier is true or false, not {shown(self.barrier)}.")
         problems += staleness_problems(self.graph, self.assignments, self.staleness, self.streams, self.barrier)
+        problems += fused_problems(self.graph, self.assignments, self.fused)
         problems.refuse()
         ordered = Assignments({name: self.assignments[name] for name in self.graph.order})
         object.__setattr__(self, "assignments", ordered)
@@ -110,6 +115,19 @@ class ExecutionPlan:
     def streamed(self) -> tuple[str, ...]:
         """The calls that take part in the streams, in order; empty if the plan has none."""
         return streamed_calls(self.graph, self.assignments, self.streams)
+
+    def runs_of(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """These calls, in the order in which every device runs them: the fused ones together, the others one by
+        one.
+
+        Args:
+            names: in the plan's order.
+        """
+        return together(self.fused, names)
+
+    def is_reversed(self, name: str) -> bool:
+        """Whether the first pipeline stage of a call is on the last device of its pipeline."""
+        return is_reversed(self.graph, self.assignments, self.fused, name)
 
     def calls_on(self, device: int) -> tuple[str, ...]:
         """The calls whose mesh contains `device`, in order."""
@@ -137,7 +155,8 @@ class ExecutionPlan:
         """The fields that say how calls overlap, without those that are the default."""
         streams = {} if self.streams is None else {"streams": self.streams.to_dict() or True}
         staleness = {"staleness": self.staleness.to_dict()} if self.staleness != Staleness() else {}
-        return {**streams, **({"barrier": True} if self.barrier else {}), **staleness}
+        fused = {"fused": list(self.fused)} if self.fused else {}
+        return {**streams, **({"barrier": True} if self.barrier else {}), **staleness, **fused}
 
     @staticmethod
     def from_dict(value: object) -> ExecutionPlan:
@@ -156,10 +175,13 @@ class ExecutionPlan:
         with problems.of():
             graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else _ppo_graph_of(value.get("calls"))
         streams, barrier, staleness = None, value.get("barrier", False), Staleness()
+        fused: Fused = ()
         with problems.of():
             streams = Streams.from_dict(value.get("streams"))
         with problems.of():
             staleness = Staleness.from_dict(value.get("staleness", 0))
+        with problems.of():
+            fused = read_fused(value.get("fused"))
         calls = value.get("calls")
         if not isinstance(calls, Mapping):
             problems.append(
@@ -179,7 +201,7 @@ class ExecutionPlan:
         problems.refuse()
         assert cluster is not None
         assert graph is not None
-        return ExecutionPlan(cluster, assignments, graph, name, streams, barrier, staleness)
+        return ExecutionPlan(cluster, assignments, graph, name, streams, barrier, staleness, fused)
 
     def to_yaml(self) -> str:
         """The plan as YAML: a line for each call, after a comment that explains the fields."""
@@ -274,8 +296,10 @@ _HEADER = f"""\
 #   barrier: true begins no iteration before the one before has ended everywhere
 #   staleness: 1 generates for the next batch while this one trains, on devices on which nothing trains; a token is
 #     trained at most so many updates after the policy that drew it
+#   fused: [actor.train, critic.train] trains both at the same time on one mesh, by engine megatron with pp above 1: a
+#     stage computes for one role while it would wait for the other's; the second role's stages lie in reverse
 """
-_KEYS = ("name", "cluster", "graph", "streams", "barrier", "staleness", "calls")
+_KEYS = ("name", "cluster", "graph", "streams", "barrier", "staleness", "fused", "calls")
 
 
 def _flow(value: object) -> str:

@@ -85,9 +85,9 @@ class PlanEvidence:
 
     def corrections(self) -> Corrections:
         """The corrections after these updates; those before them where there are fewer than `LEAST`, or where samples
-        stream or are generated ahead, because a call's seconds then depend on when its samples were there, and on what
-        else its devices did."""
-        overlaps = self.plan.streams is not None or self.plan.staleness.versions > 0
+        stream or are generated ahead or two calls train together, because a call's seconds then depend on when its
+        samples were there, and on what else its devices did."""
+        overlaps = self.plan.streams is not None or self.plan.staleness.versions > 0 or bool(self.plan.fused)
         if len(self._updates) < LEAST or overlaps:
             return self.before
         functions = {

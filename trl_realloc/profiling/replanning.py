@@ -33,12 +33,8 @@ def suits(now: ExecutionPlan, other: ExecutionPlan, episodes: int) -> bool:
     Args:
         episodes: samples of a batch.
     """
-    if (now.cluster, now.assignments, now.graph, now.staleness) != (
-        other.cluster,
-        other.assignments,
-        other.graph,
-        other.staleness,
-    ):
+    kept = ("cluster", "assignments", "graph", "staleness", "fused")
+    if any(getattr(now, name) != getattr(other, name) for name in kept):
         return False
     return all(
         engine_samples(other, call, episodes) <= engine_samples(now, call, episodes)

@@ -142,11 +142,14 @@ def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dic
     return kept
 
 
-def layout_of(assignment: Assignment, spec: ModelSpec) -> Layout:
+def layout_of(assignment: Assignment, spec: ModelSpec, *, is_reversed: bool = False) -> Layout:
     """The layout of a call's parameters under its assignment.
 
     The layout of a vLLM engine is the one that it is fed from: full tensors on the first device of each tensor group.
     What each of its devices computes with is `vllm_layout`.
+
+    Args:
+        is_reversed: `ExecutionPlan.is_reversed` of the call.
 
     Raises:
         PlanError: the model cannot be split by the assignment's tp or pp.
@@ -154,7 +157,7 @@ def layout_of(assignment: Assignment, spec: ModelSpec) -> Layout:
     mesh, strategy = assignment.mesh, assignment.strategy
     match assignment.engine:
         case "megatron":
-            return megatron_layout(spec, mesh, strategy.tp, strategy.pp)
+            return megatron_layout(spec, mesh, strategy.tp, strategy.pp, is_reversed=is_reversed)
         case "vllm":
             return owners_layout(spec, mesh, strategy.tp)
         case "zero" if strategy.zero_stage == 3:
@@ -223,9 +226,12 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
-def megatron_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int, pp: int) -> Layout:
+def megatron_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int, pp: int, *, is_reversed: bool = False) -> Layout:
     """Tensor and pipeline parallelism: device `(d * pp + p) * tp + t` of the mesh has tensor rank t of stage p of
     data-parallel replica d.
+
+    Args:
+        is_reversed: it has stage `pp - 1 - p` instead.
 
     Raises:
         PlanError: the model cannot be split by tp or pp, or the mesh's size is no multiple of tp x pp.
@@ -235,7 +241,8 @@ def megatron_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int, pp: int) -> Layo
         raise PlanError(f"tp {tp} x pp {pp} does not divide the {mesh.size} devices of mesh {mesh}.")
 
     def holders(stages: tuple[int, ...], tensor: int) -> list[int]:
-        return [mesh.first + (d * pp + p) * tp + tensor for d in range(mesh.size // (tp * pp)) for p in stages]
+        places = [pp - 1 - stage if is_reversed else stage for stage in stages]
+        return [mesh.first + (d * pp + p) * tp + tensor for d in range(mesh.size // (tp * pp)) for p in places]
 
     return _cut_layout(spec, tp, lambda parameter: spec.stages_of(parameter, pp), holders, lambda parameter: chunks)
 

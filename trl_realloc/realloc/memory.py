@@ -36,7 +36,10 @@ def resident_bytes(
             continue
         for spec in specs.get(name, ()):
             vllm = assignment.engine == "vllm" and spec.layers > 0  # only vLLM knows how it splits other families
-            layout = vllm_layout(spec, assignment.mesh, assignment.strategy.tp) if vllm else layout_of(assignment, spec)
+            if vllm:
+                layout = vllm_layout(spec, assignment.mesh, assignment.strategy.tp)
+            else:
+                layout = layout_of(assignment, spec, is_reversed=plan.is_reversed(name))
             for device in layout.devices:
                 size = layout.bytes(device)
                 if call.trains and call.role not in adapted:

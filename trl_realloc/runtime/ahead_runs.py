@@ -149,12 +149,12 @@ class AheadRuns:
     def _train(self, number: int) -> None:
         """Run this rank's calls of the iteration, in the plan's order."""
         of_rank = [n for n in self.plan.order if n not in self.ahead and self.placement.takes_part(n)]
-        for name, following in pairwise([*of_rank, ""]):
-            share = self._share(number, name)
-            if following:
-                self.placement.prefetch(following)  # while this call runs
-            is_done = self._run_call(number, name, share)
-            if name == self.train and is_done:
+        for names, following in pairwise([*self.plan.runs_of(of_rank), ()]):
+            shares = [self._share(number, name) for name in names]
+            for name in following:
+                self.placement.prefetch(name)  # while these run
+            is_done = self._run_calls(number, names, shares)
+            if self.train in names and is_done:
                 self._take_update(number + 1)
 
     def _share(self, number: int, name: str) -> Share | CallsFailed | None:
@@ -163,9 +163,11 @@ class AheadRuns:
         of_batch = self._in_flight[number]
         return of_batch.running.inputs.share(self.plan.graph.call(name), of_batch.batch.prompts)
 
-    def _run_call(self, number: int, name: str, share: Share | CallsFailed | None) -> bool:
-        is_done = self.runner.run(self._in_flight[number].running, self.plan.graph.call(name), share)
-        self._report(number, name, failed=not is_done)
+    def _run_calls(self, number: int, names: Sequence[str], shares: Sequence[Share | CallsFailed | None]) -> bool:
+        running = [self.plan.graph.call(name) for name in names]
+        is_done = self.runner.run_calls(self._in_flight[number].running, running, shares)
+        for name in names:
+            self._report(number, name, failed=not is_done)
         return is_done
 
     def _report(self, number: int, name: str, *, failed: bool = False) -> None:
@@ -186,7 +188,7 @@ class AheadRuns:
             task = self._link.next_task(0.0 if is_generating else WAIT_S)
             match task:
                 case RunCall(iteration, call):
-                    self._run_call(iteration, call, self._share(iteration, call))
+                    self._run_calls(iteration, [call], [self._share(iteration, call)])
                 case TakeUpdate(iteration):
                     self._take_update(iteration + 1)
                     self._admit()

@@ -7,6 +7,7 @@ What is computed for each kind of call is in `calls`, the loop over the calls in
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..algorithms.base import Algorithm
@@ -14,7 +15,7 @@ from ..algorithms.rollout import Rollouts
 from ..engines.base import EngineError
 from ..plan.dataflow import Call, CallKind
 from ..plan.timeline import Span
-from . import calls
+from . import calls, training_calls
 from .call_inputs import CallInputs
 from .calls import CallSettings, Step
 from .early_generation import EarlyGeneration
@@ -103,6 +104,48 @@ class CallRunner:
         iteration.exchange.publish(name, output)
         return isinstance(output, CallOutput)
 
+    def run_calls(
+        self, iteration: RunningIteration, running: Sequence[Call], shares: Sequence[Share | CallsFailed | None]
+    ) -> bool:
+        """Run one call, or the two that the plan fuses (`ExecutionPlan.runs_of`). The rest is as for `run`."""
+        if len(running) == 1:
+            return self.run(iteration, running[0], shares[0])
+        return self._run_together(iteration, (running[0], running[1]), [s for s in shares if s is not None])
+
+    def _run_together(
+        self, iteration: RunningIteration, pair: tuple[Call, Call], shares: Sequence[Share | CallsFailed]
+    ) -> bool:
+        """Run the two calls that the plan fuses, and publish the outputs of both, or for both the failure of one."""
+        step, names = iteration.step, " and ".join(call.name for call in pair)
+        outputs: Sequence[CallOutput | Failures]
+        failed = [share for share in shares if isinstance(share, CallsFailed)]
+        try:
+            self.alarm.at(f"{names} of {step.name}")
+            if failed:
+                outputs = [failed[0].failures, failed[0].failures]
+            else:
+                outputs = self._trained_together(pair, [s for s in shares if isinstance(s, Share)], step)
+        except JobFailed:
+            raise
+        except Exception as error:
+            self.failure = error
+            failure = failure_of(error, self.placement.rank, names, is_collective=True)
+            outputs = [(failure,), (failure,)]
+        for call, output in zip(pair, outputs, strict=True):
+            iteration.exchange.publish(call.name, output)
+        return all(isinstance(output, CallOutput) for output in outputs)
+
+    def _trained_together(self, pair: tuple[Call, Call], shares: Sequence[Share], step: Step) -> list[CallOutput]:
+        if any(share.is_skipped for share in shares):
+            return [CallOutput(Rollouts(), ())] * 2
+        placement, (first, second) = self.placement, pair
+        losses = self.algorithm.loss(first.name).of_tokens, self.algorithm.loss(second.name).of_tokens
+        batches = shares[0].mini_batches(), shares[1].mini_batches()
+        start = time.time()
+        with placement.resident(first.name), placement.resident(second.name):
+            columns = training_calls.train_together(placement, self.settings, losses, pair, batches, step)
+        return [CallOutput(own, (self._span(call, step, own, start),)) for call, own in zip(pair, columns, strict=True)]
+
     def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         """The outputs of a call of any kind for this rank's share."""
         placement, settings = self.placement, self.settings
@@ -115,7 +158,7 @@ class CallRunner:
                 return calls.forward(placement, settings, call, share.samples, step)
             case CallKind.TRAIN:
                 loss = self.algorithm.loss(call.name).of_tokens
-                return calls.train(placement, settings, loss, call, share.mini_batches(), step)
+                return training_calls.train(placement, settings, loss, call, share.mini_batches(), step)
 
     def _early_of(self, name: str) -> EarlyGeneration | None:
         return self.early if self.early is not None and self.early.call == name else None

@@ -1,13 +1,14 @@
-"""What one rank does for each kind of call: `generate`, `forward` and `train` take the rank's share of the samples and
-return the call's output columns.
+"""What one rank does for calls that generate and score: `generate` and `forward` take the rank's share of the samples
+and return the call's output columns.
 
-The loop over the calls is in `executor`, the division of the samples in `shares`. Only the engines communicate here.
+Calls that train are in `training_calls`, the loop over the calls in `executor`, the division of the samples in
+`shares`. Only the engines communicate here.
 The functions read a call's kind and columns from the graph, never its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,15 +17,11 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from ..algorithms.base import TokenLoss
-from ..algorithms.nonfinite import NonFiniteError, all_finite, check_rates, with_text
 from ..algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, Unfinished
 from ..plan.dataflow import Call, Role
 from .placement import Placement
-from .process_groups import from_every_rank
-from .replica_check import check_replicas, is_due
 from .routes import sources
 from .shares import as_responses
 
@@ -233,95 +230,3 @@ def score(
         return Rollouts()
     parts = {f"reward/{name}": scores for name, scores in table.items()} if len(table) > 1 else {}
     return Rollouts(index=samples.tensor("index"), **{call.outputs[0]: scores}, **parts)
-
-
-def train(
-    placement: Placement,
-    settings: CallSettings,
-    loss: TokenLoss,
-    call: Call,
-    mini_batches: Iterable[Rollouts],
-    step: Step,
-) -> Rollouts:
-    """Train one role for all epochs and mini-batches.
-
-    Args:
-        mini_batches: this rank's share of the samples of each optimizer step.
-
-    Returns:
-        A row for each sample of each optimizer step: `index` (the sample), `update` (the step) and the loss's
-            statistics.
-        Steps that were skipped have no rows.
-
-    Raises:
-        NonFiniteError: on every rank of the mesh, before an optimizer step that is not finite, or after steps that left
-            weights that are not finite.
-    """
-    engine, learning_rate = placement.trained(call.role), step.learning_rates[call.role]
-    assert engine is not None, "only the ranks of a call's mesh run it"
-    check_rates({call.name: learning_rate})
-    parts = []
-    for update, samples in enumerate(mini_batches):
-        try:
-            statistics = engine.train(samples, loss, placement.budget(call.name), learning_rate)
-        except NonFiniteError as error:
-            what = f"optimizer step {update + 1} of {call.name} in update {step.number + 1}"
-            if not settings.skip_nonfinite:
-                raise NonFiniteError(f"{what} was refused before it was taken: {error}", error.sample) from None
-            if _reports(placement, call.name, error, samples):
-                logger.warning(f"{what} was left out: {with_text(error, samples, settings.processing_class)}.")
-            continue
-        if statistics:
-            order = torch.full((len(samples),), update)
-            parts.append(Rollouts(index=samples.tensor("index"), update=order, **statistics))
-    rates = [learning_rate] if isinstance(learning_rate, (int, float)) else [group["lr"] for group in learning_rate]
-    check_weights(
-        placement, call.name, f"after update {step.number + 1}, at learning rate {', '.join(map(str, rates))}"
-    )
-    if is_due(step.number):
-        check_replicas(engine, placement.group(call.name), str(call.role))
-    return Rollouts.cat(parts) if parts else Rollouts()
-
-
-def _reports(placement: Placement, call: str, error: NonFiniteError, samples: Rollouts) -> bool:
-    """Whether this rank, of all ranks of the mesh, reports the error: the one that has its sample."""
-    if error.sample < 0:
-        return placement.group(call).is_leader
-    return placement.rank in sources(placement.plan, call) and error.sample in samples.tensor("index").tolist()
-
-
-def check_weights(placement: Placement, call: str, when: str) -> None:
-    """Check the weights of a call's role. Collective over the mesh of the call, which trains the role.
-
-    Args:
-        when: the end of the message.
-
-    Raises:
-        NonFiniteError: the weights are not finite on this or another rank of the mesh.
-    """
-    if placement.group(call).max(int(not _is_finite(placement, call))):
-        role = placement.role_of(call)
-        raise NonFiniteError(f"the {role}'s weights are not finite {when}; nothing of them is saved")
-
-
-def check_first_weights(placement: Placement, origin: str) -> None:
-    """Check the weights of all trained roles before the first update. Collective over the job.
-
-    Args:
-        origin: the end of the message.
-
-    Raises:
-        NonFiniteError: on every rank, if a trained role's weights are not finite.
-    """
-    trainings = [name for name in placement.plan.order if placement.plan.graph.call(name).trains]
-    broken = [n for n in trainings if placement.rank in placement.plan.mesh(n) and not _is_finite(placement, n)]
-    roles = {str(placement.role_of(n)) for calls in from_every_rank(broken, placement.control) for n in calls}
-    if roles:
-        raise NonFiniteError(f"the {' and the '.join(sorted(roles))}'s weights are not finite as {origin}")
-
-
-def _is_finite(placement: Placement, call: str) -> bool:
-    """Whether this rank's part of a trained role is finite."""
-    engine = placement.engine(call)
-    assert engine is not None, "only ranks that train have weights to look at"
-    return all_finite(tensor for parts in engine.parts().values() for _, tensor in parts)

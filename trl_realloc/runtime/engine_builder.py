@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..engines.base import EngineError, InPlaceEngine, ScoringEngine, TrainingEngine
 from ..engines.device import is_accelerator, release_cached_memory
 from ..engines.generation.transformers import TransformersEngine
+from ..engines.training.fused_training import FusedTraining
 from ..engines.training.megatron import MegatronEngine
 from ..engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from ..engines.training.replica_sync import copy_tensors, equalize, follow
@@ -58,6 +59,7 @@ class EngineBuilder:
             if role not in self.graph.trained_roles and is_own:
                 self._build_frozen(role)
         self._generate_in_place()
+        self._fuse()
         for call, groups in self.placement.reallocation_groups.items():
             if self.rank in groups.ranks:
                 self.placement.reallocations[call] = self._reallocation(call, groups)
@@ -223,6 +225,7 @@ class EngineBuilder:
         engine: TrainingEngine
         if assignment.engine == "megatron":
             groups = self.placement.split_groups[assignment.mesh, strategy.tp, strategy.pp]
+            groups = groups.reversed() if self.plan.is_reversed(call) else groups
             sharded = strategy.zero_stage == 1
             engine = MegatronEngine(head, groups, options.device, shard_optimizer=sharded, **shared)
         elif strategy.zero_stage == 0:
@@ -242,6 +245,20 @@ class EngineBuilder:
         if assignment.offload and not trains:
             self.placement.residents[call].append(Residency.attach(engine.head, options.device))
         return engine
+
+    def _fuse(self) -> None:
+        """Join the engines of the calls that train together."""
+        groups = self.placement.fused_groups
+        if groups is not None:
+            from .fused_orders import FusedOrders  # it imports Numba, which takes half a second
+
+            first, second = (self.placement.trainers[self.graph.call(name).role] for name in self.plan.fused)
+            assert isinstance(first, MegatronEngine), "the plan has been checked"
+            assert isinstance(second, MegatronEngine), "the plan has been checked"
+            orders = FusedOrders()
+            orders.compile()
+            self.placement.fused = FusedTraining((first, second), groups, orders)
+            self.placement.fused.connect()
 
     # --- replicas and copies ----------------------------------------------------------------------------------------
 

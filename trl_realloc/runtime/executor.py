@@ -17,7 +17,7 @@ from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
 from ..engines.base import Rate, Sampling
-from ..plan.dataflow import CallKind, Role
+from ..plan.dataflow import Call, CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import early_call
 from ..planner.dispatcher import Dispatcher, Order
@@ -35,6 +35,7 @@ from .iteration_results import iteration_results
 from .placement import Placement
 from .results import Iteration
 from .routes import RESULTS, replica
+from .shares import Share
 from .stream_leader import StreamLeader, StreamLink
 from .stream_worker import StreamWorker
 
@@ -132,19 +133,22 @@ class Executor:
         for name, samples in known.items():
             self.exchange.know(name, samples)
         leader = self._run_streamed(batch) if streamed else None
-        of_rank = [name for name in whole if self.placement.takes_part(name)]
-        for name, next_name in zip_longest(of_rank, of_rank[1:]):
-            call = self.plan.graph.call(name)
-            share = self._now.inputs.share(call, batch.prompts) if self.placement.has(name) else None
-            if next_name is not None:
-                self.placement.prefetch(next_name)  # while this call runs
-            self.runner.run(self._now, call, share)
+        of_rank = self.plan.runs_of([name for name in whole if self.placement.takes_part(name)])
+        for now, later in zip_longest(of_rank, of_rank[1:], fillvalue=()):
+            running = [self.plan.graph.call(name) for name in now]
+            shares = [self._share(call, batch) for call in running]
+            for name in later:
+                self.placement.prefetch(name)  # while these run
+            self.runner.run_calls(self._now, running, shares)
         self.runner.early = None
         if following:
             self._begin_early(following[0])
         if leader is not None:
             leader.wait()
         return self._finish(batch, names, known)
+
+    def _share(self, call: Call, batch: PromptBatch) -> Share | CallsFailed | None:
+        return self._now.inputs.share(call, batch.prompts) if self.placement.has(call.name) else None
 
     def _run_ahead(self, step: Step, batch: PromptBatch, following: Sequence[PromptBatch]) -> Iteration:
         assert self.ahead is not None, "the plan has a staleness"

@@ -16,13 +16,20 @@ from ..engines.base import GenerationEngine, ScoringEngine, TrainingEngine
 from ..engines.child_process import die_with_launcher
 from ..engines.device import is_accelerator, release_cached_memory
 from ..engines.mesh_group import MeshGroup
+from ..engines.training.fused_training import FusedTraining
 from ..engines.training.zero_setup import ensure_process_group
 from ..plan.assignment import sleeps
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from .engine_builder import EngineBuilder
 from .engine_options import EngineOptions
-from .process_groups import destroy_groups, make_groups, make_reallocation_groups, make_split_groups
+from .process_groups import (
+    destroy_groups,
+    make_fused_groups,
+    make_groups,
+    make_reallocation_groups,
+    make_split_groups,
+)
 from .reallocation import Moved, Reallocation
 from .residency import DroppedCopy, Residency, move_to_host
 from .roles import Roles
@@ -38,6 +45,7 @@ class Placement:
         trainers: by role, the engine on this rank that trains it.
         copies: the calls whose `engines` are copies of a trained role in another layout.
         generators: by call of the kind generate, this rank's generation engine.
+        fused: trains the roles whose training the plan fuses; `None` if it fuses none, and on ranks outside their mesh.
     """
 
     def __init__(self, plan: ExecutionPlan, rank: int, roles: Roles, options: EngineOptions) -> None:
@@ -48,11 +56,13 @@ class Placement:
         timeout = timedelta(seconds=options.collective_timeout_s)
         self.groups, self.control = make_groups(plan, rank, timeout)
         self.split_groups = make_split_groups(plan, rank, timeout)
+        self.fused_groups = make_fused_groups(plan, rank, timeout, self.split_groups)
         self.reallocation_groups = make_reallocation_groups(plan, rank, timeout)
         self.engines: dict[str, list[ScoringEngine]] = {}
         self.trainers: dict[Role, TrainingEngine] = {}
         self.copies: set[str] = set()
         self.generators: dict[str, GenerationEngine] = {}
+        self.fused: FusedTraining | None = None
         self.reallocations: dict[str, Reallocation] = {}
         self.residents: dict[str, list[Residency]] = defaultdict(list)
         self.dropped: dict[str, DroppedCopy] = {}
@@ -85,11 +95,12 @@ class Placement:
         models = [weakref.ref(engine.head.model) for engines in self.engines.values() for engine in engines]
         for table in (self.engines, self.trainers, self.generators, self.reallocations, self.residents, self.dropped):
             table.clear()
+        self.fused = None
         release_cached_memory(self.options.device)
         for model in filter(None, (reference() for reference in models)):
             move_to_host(model)
         release_cached_memory(self.options.device)
-        destroy_groups((self.groups, self.split_groups, self.reallocation_groups, self.control))
+        destroy_groups((self.groups, self.split_groups, self.fused_groups, self.reallocation_groups, self.control))
 
     # --- engines and groups of a call -------------------------------------------------------------------------------
 

@@ -28,11 +28,11 @@ from ..engines.base import Sampling
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
-from ..runtime.calls import check_first_weights
 from ..runtime.executor import make_executor
 from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.watchdog_client import watch
 from ..runtime.placement import Placement
+from ..runtime.training_calls import check_first_weights
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint import CheckpointError
 from .checkpoint.mixin import CheckpointMixin

@@ -329,15 +329,15 @@ def report_run(folder: str | Path) -> Path:
 
 def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
     """Seconds per update by the plan's schedule and the measured times of its calls: calls on different devices
-    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams or a staleness, or
-    a call was never measured.
+    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams or a staleness or
+    fuses calls, or a call was never measured.
 
     Args:
         plan: the plan's YAML.
     """
     try:
         parsed, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
-        if parsed.streams is not None or parsed.staleness.versions:
+        if parsed.streams is not None or parsed.staleness.versions or parsed.fused:
             return None  # a call's seconds do not say when its samples were there
         moves = {call.partition(" -> ")[2]: seconds for call, seconds in busy.items() if " -> " in call}
         return iteration_seconds(parsed, busy, moves)

@@ -25,7 +25,7 @@ from ..mesh_group import SplitGroups
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name
 from .master_weights import NamedOptimizer, SplitMasters
-from .nonfinite_guard import guarded, refusal
+from .nonfinite_guard import refusal
 from .packed_attention import base_of
 from .packed_forward import (
     PolicyHead,
@@ -38,7 +38,7 @@ from .packed_forward import (
     tied_weight,
 )
 from .part_gather import PartGather
-from .pipeline import Pipeline, keep_stage
+from .pipeline import MiniBatch, Pipeline, keep_stage
 from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_split, local, split_tensors, vocabulary_start
 from .vocab_parallel import SplitLogprobs
@@ -167,12 +167,38 @@ class MegatronEngine:
                 lambda value, is_last: value.backward(),  # type: ignore[no-untyped-call]
             )
         else:
-            statistics = self._train_stages(samples, loss, micro_batch_tokens)
+            batch = self.mini_batch(samples, loss, micro_batch_tokens)
+            if batch.micros:
+                self.pipeline.run(batch.micros, batch.finish, trains=True, call=self.in_context)
+            statistics = self.statistics_of(batch)
+        self.step(samples, statistics, learning_rate)
+        return statistics
+
+    def mini_batch(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> MiniBatch:
+        """A mini-batch for the stages of a pipeline. The arguments are those of `train`."""
+        batches = self._batches(samples, micro_batch_tokens)
+        return MiniBatch(batches, [samples.select(batch).to(self.device) for batch in batches], loss)
+
+    def statistics_of(self, batch: MiniBatch) -> dict[str, Tensor]:
+        """What `train` returns, of a mini-batch that has run through the stages. Collective over the pipeline."""
+        parts = [batch.statistics[at] for at in range(len(batch.statistics))]
+        return self._from_last_stage(statistics_in_order(parts, batch.batches))
+
+    def step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
+        """Take an optimizer step with the gradients that have been accumulated. Collective over the mesh.
+
+        Args:
+            samples: this rank's share of the mini-batch.
+            statistics: of its samples.
+
+        Raises:
+            NonFiniteError: as `train`.
+        """
+        assert self.masters is not None, "a frozen role cannot be trained"
         set_learning_rate(self.masters.optimizer, learning_rate)
         if not self.masters.step(self.max_grad_norm):
             raise refusal(self.groups.mesh, samples, statistics)
         self.version += 1
-        return statistics
 
     def _through_stages(self, samples: Rollouts, budget: int) -> dict[str, Ragged]:
         assert self.pipeline is not None
@@ -186,26 +212,11 @@ class MegatronEngine:
 
         if batches:
             micros = [inputs.select(batch).to(self.device) for batch in batches]
-            self.pipeline.run(micros, finish, trains=False, call=self._in_context)
+            self.pipeline.run(micros, finish, trains=False, call=self.in_context)
         results = in_order([parts[at] for at in range(len(parts))], batches)
         values = self._from_last_stage({name: column.values for name, column in results.items()})
         lengths = self._from_last_stage({name: column.lengths for name, column in results.items()})
         return {name: Ragged(values[name], lengths[name]) for name in values}
-
-    def _train_stages(self, samples: Rollouts, loss: TokenLoss, budget: int) -> dict[str, Tensor]:
-        assert self.pipeline is not None
-        batches = self._batches(samples, budget)
-        parts: dict[int, dict[str, Tensor]] = {}
-        micros = [samples.select(batch).to(self.device) for batch in batches]
-
-        def finish(at: int, outputs: Mapping[str, Ragged]) -> Tensor:
-            value, statistics = loss(outputs, micros[at])
-            parts[at] = {name: sums.detach() for name, sums in statistics.items()}
-            return guarded(value.float())
-
-        if batches:
-            self.pipeline.run(micros, finish, trains=True, call=self._in_context)
-        return self._from_last_stage(statistics_in_order([parts[at] for at in range(len(parts))], batches))
 
     def _batches(self, samples: Rollouts, budget: int) -> list[list[int]]:
         """Micro-batches as indices of samples: within the budget, and at least as many as stages if there are enough
@@ -217,10 +228,11 @@ class MegatronEngine:
         return self.groups.pp.share(results, self.groups.pp.size - 1)
 
     def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
-        outputs: Mapping[str, Ragged] = self._in_context(lambda: self.head(samples))
+        outputs: Mapping[str, Ragged] = self.in_context(lambda: self.head(samples))
         return outputs
 
-    def _in_context(self, compute: Callable[[], Any]) -> Any:
+    def in_context(self, compute: Callable[[], Any]) -> Any:
+        """Run a part of the model's forward with the engine's autocast."""
         if self.compute_dtype is None:
             return compute()
         with torch.autocast(self.device.type, self.compute_dtype):

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.model_spec import stage_layers
 from ..mesh_group import MeshGroup
+from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of
 from .packed_forward import RoleHead, tied_weight
 from .probe_model import Identity
@@ -51,6 +54,29 @@ def _replace(model: nn.Module, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, Identity())
 
 
+@dataclass
+class MiniBatch:
+    """A mini-batch of one pipeline, divided into micro-batches.
+
+    Args:
+        batches: the indices of each micro-batch's samples.
+        micros: the micro-batches, on the device.
+        loss: of a micro-batch.
+        statistics: of each micro-batch, filled on the last stage.
+    """
+
+    batches: Sequence[Sequence[int]]
+    micros: Sequence[Rollouts]
+    loss: TokenLoss
+    statistics: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def finish(self, at: int, outputs: Mapping[str, Ragged]) -> Tensor:
+        """The loss of a micro-batch, 0-dimensional, from the head's outputs. Keeps its statistics."""
+        value, statistics = self.loss(outputs, self.micros[at])
+        self.statistics[at] = {name: sums.detach() for name, sums in statistics.items()}
+        return guarded(value.float())
+
+
 class Pipeline:
     """One role's pipeline, on the rank of one stage.
 
@@ -64,6 +90,10 @@ class Pipeline:
     def __init__(self, head: RoleHead, group: MeshGroup, device: torch.device, hidden: int) -> None:
         self.head, self.group, self.device, self.hidden = head, group, device, hidden
         self.dtype = next(p.dtype for p in head.parameters() if p.is_floating_point())
+
+    @property
+    def is_first(self) -> bool:
+        return self.group.index == 0
 
     @property
     def is_last(self) -> bool:
@@ -91,26 +121,30 @@ class Pipeline:
         """
         width = max(micro.tokens for micro in micros)
         padded = [_padded(micro, width - micro.tokens) for micro in micros]
-        stage = _Stage(self, micros, padded, finish, call, trains)
+        module = _Stage(self, micros, padded, finish, call, trains)
         shape = torch.empty((1, width, self.hidden), dtype=self.dtype, device="meta", requires_grad=trains)
         ids = torch.zeros((len(micros), width), dtype=torch.long, device=self.device)
         number = torch.empty((), dtype=torch.float32, device="meta", requires_grad=trains)
-        is_first = self.group.index == 0
         pipeline_stage = PipelineStage(
-            stage,
+            module,
             self.group.index,
             self.group.size,
             self.device,
-            input_args=(ids[:1].to("meta") if is_first else shape,),
+            input_args=(ids[:1].to("meta") if self.is_first else shape,),
             output_args=(number if self.is_last else shape,),
             group=self.group.group,
         )
+        # torch takes the ranks of the group in ascending order, also those of a reversed pipeline
+        ascending = sorted(self.group.ranks)
+        pipeline_stage.stage_index_to_group_rank = {
+            stage: ascending.index(rank) for stage, rank in enumerate(self.group.ranks)
+        }
         loss = (lambda output, target: output) if trains else None
         # 1F1B has the activations of at most as many micro-batches as stages, and needs at least as many
         kind = Schedule1F1B if trains and len(micros) >= self.group.size else ScheduleGPipe
         schedule = kind(pipeline_stage, len(micros), loss_fn=loss, scale_grads=False)
         target = torch.zeros(len(micros), device=self.device) if self.is_last else None
-        arguments = (ids,) if is_first else ()
+        arguments = (ids,) if self.is_first else ()
         with _errors_of_stages():
             if trains:
                 schedule.step(*arguments, target=target, return_outputs=False)
@@ -153,7 +187,7 @@ class _Stage(nn.Module):
     def forward(self, received: Tensor) -> Tensor:
         at, self._at = self._at, self._at + 1
         samples = self._padded[at]
-        hidden = None if self._pipeline.group.index == 0 else received
+        hidden = None if self._pipeline.is_first else received
         if not self._pipeline.is_last:
             sent = self._call(lambda: self.head(samples, received=hidden, returns_hidden=True)).to(self._pipeline.dtype)
             # the later stages send gradients back even if no parameter up to here is trained

@@ -1,0 +1,153 @@
+"""A rank that trains a policy and a value model in one fused pipeline, beside one whole copy of each.
+
+Writes `<case>.json` on rank 0: the largest difference in statistics, parameters and optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from split import CPU, adagrad, batch, deal, gap, groups, head_of, optimizer
+from whole_state import whole_state
+
+from trl_realloc.algorithms.nonfinite import NonFiniteError
+from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
+from trl_realloc.engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup
+from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining, Orders, StageTask
+from trl_realloc.engines.training.megatron import MegatronEngine
+from trl_realloc.engines.training.replicated import ReplicatedEngine
+from trl_realloc.engines.training.stage_figures import FusedShape
+from trl_realloc.runtime.fused_orders import FusedOrders
+
+
+HEADS = ("policy", "value")
+LOSSES = (PolicyLoss(0.2), ValueLoss(0.2, 0.1))
+_messages: dict[int, tuple[Any, ...]] = {}
+
+
+def messages(count: int) -> tuple[Any, ...]:
+    """Made once: all ranks make all groups, in one order."""
+    if count not in _messages:
+        _messages[count] = tuple(dist.new_group() for _ in range(count))
+    return _messages[count]
+
+
+def infinite(outputs: Any, micro: Any) -> Any:
+    """The value loss, which is infinite for one sample."""
+    value, statistics = LOSSES[1](outputs, micro)
+    spoiled = torch.where(micro.tensor("index") == 4, torch.inf, 0.0)
+    return value + spoiled.sum(), {n: s + spoiled if n.endswith("_loss") else s for n, s in statistics.items()}
+
+
+def at_random(draw: random.Random) -> Callable[[FusedShape], Orders]:
+    """Any order that does not end in a deadlock; neighbours may take the micro-batches in different orders."""
+
+    def orders(shape: FusedShape) -> Orders:
+        size = len(shape.figures[0])
+        made: list[list[StageTask]] = [[] for _ in range(size)]
+        waiting = []  # for each micro-batch, what is left to be done: (stage, task)
+        for model, copies in enumerate(shape.tokens):
+            stages = size // len(copies)
+            for copy, tokens in enumerate(copies):
+                line = list(range(copy * stages, (copy + 1) * stages))[:: -1 if model else 1]
+                for number in range(len(tokens)):
+                    forwards = [(stage, StageTask(model, number, False)) for stage in line]
+                    waiting.append(forwards + [(stage, StageTask(model, number, True)) for stage in line[::-1]])
+        while waiting := [left for left in waiting if left]:
+            stage, task = draw.choice(waiting).pop(0)
+            made[stage].append(task)
+        return made
+
+    return orders
+
+
+def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
+    rank, tp, stages = dist.get_rank(), case.get("tp", 1), case["pp"]
+    norm = case.get("max_grad_norm", 0.05)
+    torch.use_deterministic_algorithms(bool(case.get("deterministic")))
+
+    def engine(kind: Any, head: str, *place: Any, **more: Any) -> Any:
+        of_head = {**case, **case.get(head, {})}
+        make = {"adagrad": adagrad}.get(case.get("optimizer", ""), optimizer)
+        dtype = torch.bfloat16 if case.get("kind") == "autocast" else None
+        made = head_of(of_head, head)
+        if case.get("kind") == "bfloat16":
+            made.to(torch.bfloat16)
+        return kind(made, *place, CPU, make_optimizer=make, max_grad_norm=norm, compute_dtype=dtype, **more)
+
+    whole = [engine(ReplicatedEngine, head, MeshGroup((rank,), rank)) for head in HEADS]
+    places = [groups(world, tp, stages[0]), groups(world, tp, stages[1]).reversed()]
+    line = groups(world, tp, max(stages)).pp
+    more = {"shard_optimizer": bool(case.get("shard"))}
+    split: list[MegatronEngine] = [
+        engine(MegatronEngine, head, place, **more) for head, place in zip(HEADS, places, strict=True)
+    ]
+    orders = FusedOrders() if not case.get("random") else at_random(random.Random(name))
+    fused = FusedTraining((split[0], split[1]), FusedGroups(line, messages(case.get("groups", 1))), orders)
+    fused.connect()
+    samples = batch(case.get("samples", 11))
+    budgets = case.get("tokens", [40, 40])
+    losses = (LOSSES[0], infinite if case.get("refused") else LOSSES[1])
+    differences: dict[str, float] = {}
+    for _ in range(2):
+        shares = []
+        for head, pp, loss, budget in zip(HEADS, stages, losses, budgets, strict=True):
+            of_head = {**case, **case.get(head, {})}
+            own = deal(samples, world // (tp * pp), rank // (tp * pp), of_head)
+            shares.append(FusedShare(own, loss, budget, 1e-2))
+        outcomes = fused.train((shares[0], shares[1]))
+        for model, (share, made) in enumerate(zip(shares, outcomes, strict=True)):
+            if isinstance(made, NonFiniteError):
+                assert (model, made.sample) == (1, 4)
+                with pytest.raises(NonFiniteError, match="the loss of sample 4 of the batch"):
+                    whole[model].train(samples, share.loss, 60, 1e-2)
+                continue
+            assert not (case.get("refused") and model), "the value model's step is refused"
+            expected = whole[model].train(samples, share.loss, 60, 1e-2)
+            at = share.samples.tensor("index")
+            here = {key: sums[at] for key, sums in expected.items()} if len(at) else {}
+            differences["statistics"] = max(differences.get("statistics", 0.0), gap(made, here))
+    for model, share in enumerate(shares):  # in the reversed pipeline by itself
+        made = split[model].forward(share.samples, budgets[model])
+        if len(share.samples):
+            scores = whole[model].forward(share.samples, 1000)
+            scored = gap({n: c.values for n, c in made.items()}, {n: c.values for n, c in scores.items()})
+            differences["scores"] = max(differences.get("scores", 0.0), scored)
+        whole[model].train(samples, LOSSES[model], 60, 1e-2)
+        split[model].train(share.samples, LOSSES[model], budgets[model], 1e-2)
+        state, kept = whole_state(whole[model]), whole_state(split[model])
+        for key in ("master", "sum") if case.get("optimizer") == "adagrad" else ("master", "exp_avg", "exp_avg_sq"):
+            if rank == 0:
+                differences[f"{HEADS[model]} {key}"] = gap(
+                    *({n: c[key] for n, c in s["parameters"].items()} for s in (state, kept))
+                )
+    told: list[dict[str, float]] = [{} for _ in range(world)]
+    dist.all_gather_object(told, differences)
+    return {key: max(each.get(key, 0.0) for each in told) for key in told[0]}
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    messages(1), messages(MESSAGE_GROUPS)
+    for name, case in options["cases"].items():
+        results = run(case, name, int(os.environ["WORLD_SIZE"]))
+        if dist.get_rank() == 0:
+            (folder / f"{name}.json").write_text(json.dumps(results))
+            print(name, results, flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # as in split.py
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,107 @@
+"""`FusedOrders`: the order in which two models that train together run their micro-batches, by the planner's search.
+
+The search is in `planner/fused_search`. Running the order is in `engines/training/fused_training`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import numpy as np
+
+from ..engines.training.fused_training import Orders, StageTask
+from ..engines.training.stage_figures import FusedShape
+from ..planner.fused_check import lower_bound, serial_memory, serial_time
+from ..planner.fused_pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
+from ..planner.fused_search import search
+
+
+LEAST_EFFORT, MOST_EFFORT = 5_000, 100_000  # tasks that a search places, about a million per second
+WORTH = 0.05  # of the seconds that an order can save, the most for its search
+TASKS_PER_SECOND = 1e6
+MOST_MEMORY = 1.25  # of the activations when one model trains after the other
+MOST_KEPT = 256  # orders that are kept for later mini-batches
+STEPS = 32  # times and memory are rounded to such parts of the largest, so that orders can be used again
+
+
+class FusedOrders:
+    """Finds orders, and keeps the latest schedules by the rounded times that they were found for.
+
+    Attributes:
+        latest: the times of the latest mini-batch, and its schedule; `None` before the first.
+    """
+
+    def __init__(self) -> None:
+        self.latest: tuple[FusedPipelines, FusedSchedule] | None = None
+        self._kept: OrderedDict[Hashable, FusedSchedule] = OrderedDict()
+
+    def compile(self) -> None:
+        """Compile the search, which takes some 10 s if its machine code is not on the disk."""
+        search(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), effort=1)
+
+    def __call__(self, shape: FusedShape) -> Orders:
+        """The tasks of each stage."""
+        pipelines = pipelines_of(shape)
+        rounded, unit = _rounded(pipelines)
+        arrays = [(p.forward, p.backward, p.memory) for p in (rounded.a, rounded.b)]
+        key = tuple((array.shape, array.tobytes()) for of_model in arrays for array in of_model)
+        if key not in self._kept:
+            saved = (serial_time(rounded) - lower_bound(rounded)) * unit if shape.is_measured else 0.0
+            effort = int(np.clip(WORTH * saved * TASKS_PER_SECOND, LEAST_EFFORT, MOST_EFFORT))
+            self._kept[key] = search(rounded, effort=effort).schedule
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        self.latest = pipelines, self._kept[key]
+        return tasks_of(self._kept[key], shape)
+
+
+def pipelines_of(shape: FusedShape) -> FusedPipelines:
+    """What the planner is asked, without a limit of memory."""
+    a, b = (Pipeline(*_arrays(shape, model)) for model in range(2))
+    return FusedPipelines(a, b)
+
+
+def _rounded(exact: FusedPipelines) -> tuple[FusedPipelines, float]:
+    """The same with times and memory rounded up to whole numbers, and with a limit of memory; and the unit of its
+    times."""
+    pair = exact.a, exact.b
+    unit = max(float(array.max()) for p in pair for array in (p.forward, p.backward)) / STEPS or 1.0
+    part = max(float(p.memory.max()) for p in pair) / STEPS or 1.0
+    a, b = (Pipeline(np.ceil(p.forward / unit), np.ceil(p.backward / unit), np.ceil(p.memory / part)) for p in pair)
+    most = max(MOST_MEMORY * serial_memory(FusedPipelines(a, b)), 2.0 * STEPS)  # a micro-batch of each always fits
+    return FusedPipelines(a, b, (most,) * exact.stages), unit
+
+
+def _arrays(shape: FusedShape, model: int) -> tuple[Array, Array, Array]:
+    """Seconds of forwards and backwards, and memory. Shape `(copies, micro_batches, stages)`. Where the copies' numbers
+    of micro-batches differ, the missing ones take nothing."""
+    tokens, figures = shape.tokens[model], shape.figures[model]
+    copies, width = len(tokens), max(1, *map(len, tokens))
+    stages = len(figures) // copies
+    forward, backward, memory = np.zeros((3, copies, width, stages))
+    for copy, lengths in enumerate(tokens):
+        block = figures[copy * stages : (copy + 1) * stages]
+        n, size = len(lengths), np.array(lengths, np.float64)
+        for stage, at in enumerate(block if model == 0 else block[::-1]):
+            forward[copy, :n, stage] = at.forward[0] + at.forward[1] * size
+            backward[copy, :n, stage] = at.backward[0] + at.backward[1] * size
+            memory[copy, :n, stage] = at.memory * size
+    return forward, backward, memory
+
+
+def tasks_of(schedule: FusedSchedule, shape: FusedShape) -> Orders:
+    """A schedule as the tasks of each stage, without the micro-batches that do not exist."""
+
+    def exists(task: Task) -> bool:
+        return task.micro_batch < len(shape.tokens[MODELS.index(task.model)][task.copy])
+
+    return tuple(
+        tuple(
+            StageTask(MODELS.index(task.model), task.micro_batch, task.kind == "backward")
+            for task in tasks
+            if exists(task)
+        )
+        for tasks in schedule.stages
+    )
