@@ -3,9 +3,11 @@ were drawn again after a job was killed."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ FILL = 4  # updates at the begin of a phase in which less is in flight than late
 TIMED = 8
 STALENESS = (0, 1, 2)
 BOUNDS = (1, 2, 4)
-SAVED, UPDATES, CONFIRMED = 5, 9, (0, 2)
+SAVED, UPDATES, CONFIRMED = 5, 12, (0, 2)
+KILLED_AFTER_S = 2.0  # since the checkpoint was complete
 
 
 # --- updates per second -----------------------------------------------------------------------------------------------
@@ -127,8 +130,8 @@ def _lengths(result: Mapping[str, Any]) -> list[int]:
 
 
 def resume(runs: Path) -> list[dict[str, Any]]:
-    """Kill a training after a checkpoint and resume it, for each bound: tokens that had been drawn when it was saved,
-    and how many of them are drawn again."""
+    """Kill a training after a checkpoint and resume it, for each bound: tokens that the engine had drawn when it was
+    saved, how many of them are not in the checkpoint and so drawn again, and whether each sample is trained once."""
     rows = []
     for k in BOUNDS:
         folder = runs / f"resume-{k}"
@@ -136,34 +139,62 @@ def resume(runs: Path) -> list[dict[str, Any]]:
         checkpoint = folder / "run" / f"checkpoint-{SAVED}"
         config = {"max_steps": UPDATES, "max_staleness": k, "save_strategy": "steps", "save_steps": SAVED}
         job = {"processes": 2, "config": config}
-        killed = staleness_measured.run(folder, job, checkpoint.is_dir)
+        killed = staleness_measured.run(folder, job, _long_after(checkpoint))
         assert killed is None, "it was saved before its end"
         saved = torch.load(checkpoint / "samples_under_way.pt", weights_only=True)["samples"]
+        drawn = _drawn_when_saved(folder)
         job["resume"] = str(checkpoint)
         done = staleness_measured.run(folder, job)
         assert done is not None
-        rows.append({"k": k, **_redrawn(saved, done[0])})
+        rows.append({"k": k, **_redrawn(saved, drawn, done[0])})
     return rows
 
 
-def _redrawn(saved: Mapping[int, Mapping[str, torch.Tensor]], result: Mapping[str, Any]) -> dict[str, Any]:
-    kept = sum(int(columns["lengths"].sum()) for columns in saved.values())
-    unfinished = sum(int((columns["stopped"] < 0).sum()) for columns in saved.values())
-    whole = sum(int(columns["lengths"][columns["stopped"] >= 0].sum()) for columns in saved.values())
-    trained = sum(update["tokens"] for update in result["updates"])
-    decoded = sum(sample["tokens"] - sample["begun"] for sample in result["drawn"])
-    steps = [update["step"] for update in result["updates"]]
-    redrawn = decoded + kept - trained
+def _long_after(checkpoint: Path) -> Callable[[], bool]:
+    since: list[float] = []
+
+    def is_due() -> bool:
+        if not since and checkpoint.is_dir():
+            since.append(time.monotonic())
+        return bool(since) and time.monotonic() > since[0] + KILLED_AFTER_S
+
+    return is_due
+
+
+def _drawn_when_saved(folder: Path) -> dict[tuple[int, int], int]:
+    """By (step, sample): the tokens that had been drawn, by the engines' own count."""
+    drawn: dict[tuple[int, int], int] = {}
+    for file in folder.glob("saved-*.json"):
+        note = json.loads(file.read_text())
+        lines = file.with_name(file.name.replace("saved", "ended") + "l").read_text().splitlines()
+        tokens = {(line["step"], line["index"]): line["tokens"] for line in map(json.loads, lines)}
+        drawn |= {(step, index): count for (step, index), count in note["unfinished"]}
+        drawn |= {(step, index): tokens[step, index] for step, index in note["ended"]}
+    return drawn
+
+
+def _redrawn(
+    saved: Mapping[int, Mapping[str, torch.Tensor]], drawn: Mapping[tuple[int, int], int], result: Mapping[str, Any]
+) -> dict[str, Any]:
+    kept = {
+        (step, index): length
+        for step, columns in saved.items()
+        for index, length in zip(columns["index"].tolist(), columns["lengths"].tolist(), strict=True)
+    }
+    redrawn = sum(max(0, count - kept.get(sample, 0)) for sample, count in drawn.items())
+    trained = [(update["step"], index) for update in result["updates"] for index in range(len(update["lengths"]))]
     return {
-        "samples_saved": sum(len(columns["index"]) for columns in saved.values()),
-        "unfinished": unfinished,
-        "tokens_saved": kept,
-        "of_ended_samples": whole,
-        "tokens_decoded_after": decoded,
-        "tokens_trained_after": trained,
+        "samples_drawn": len(drawn),
+        "unfinished": sum(int((columns["stopped"] < 0).sum()) for columns in saved.values()),
+        "tokens_drawn": sum(drawn.values()),
+        "tokens_saved": sum(kept.values()),
         "redrawn": redrawn,
-        "redrawn_share": redrawn / kept,
-        "steps": steps,
+        "redrawn_share": redrawn / sum(drawn.values()),
+        "first_update": min(trained)[0],
+        "trained": len(trained),
+        "trained_twice": len(trained) - len(set(trained)),
+        "decoded_after": sum(sample["tokens"] - sample["begun"] for sample in result["drawn"]),
+        "trained_tokens": sum(update["tokens"] for update in result["updates"]),
     }
 
 

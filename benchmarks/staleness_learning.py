@@ -256,12 +256,19 @@ def summary(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def cases(seeds: Sequence[int]) -> list[tuple[str, int, int, float]]:
-    """Method, delay, seed and learning rate of every run. Without a delay the methods are one."""
+    """Method, delay, seed and learning rate of every run, those that say most first. Without a delay the methods are
+    one. Methods that are there to show a harm are trained on the oldest samples alone."""
+    low, high = RATES
+    oldest = DELAYS[-1]
+    without, corrected = ("behaviour", 0), ("corrected", oldest)
+    harms = [("behaviour", oldest), ("hidden", oldest)]
+    younger = [("corrected", delay) for delay in DELAYS[:-1]]
+    groups = [(low, [without, corrected]), (high, [without, corrected, *harms]), (low, harms), (low, younger)]
     return [
         (method, delay, seed, rate)
+        for rate, methods in [*groups, (high, younger)]
         for seed in seeds
-        for rate in RATES
-        for method, delay in [("behaviour", 0), *((method, delay) for delay in DELAYS for method in METHODS)]
+        for method, delay in methods
     ]
 
 

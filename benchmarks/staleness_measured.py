@@ -95,9 +95,13 @@ class Drawn:
 
 
 class Counter:
-    """Notes every sample that this rank's engine ends, whatever becomes of it."""
+    """Notes every sample that this rank's engine ends, whatever becomes of it.
 
-    def __init__(self) -> None:
+    Args:
+        file: gets a line for each of them at once, for a process that is killed.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
         from trl_realloc.runtime.in_flight import BatchInFlight, sample_of
 
         self.drawn: list[Drawn] = []
@@ -113,6 +117,9 @@ class Counter:
         def counted_end(batch: BatchInFlight, index: int, completion: Any, at: float) -> None:
             tokens = len(completion.token_ids)
             self.drawn.append(Drawn(batch.number, index, tokens, begun.get((batch.number, index), 0)))
+            if file is not None:
+                with file.open("a") as lines:
+                    lines.write(json.dumps(vars(self.drawn[-1])) + "\n")
             end(batch, index, completion, at)
 
         BatchInFlight.admit = counted_admit  # type: ignore[method-assign]
@@ -236,7 +243,7 @@ def _phases(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 def _train(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """A training of the skewed policy, or of the demo's task if the options name its models."""
-    counter = Counter()
+    counter = Counter(folder / f"ended-{os.environ['RANK']}.jsonl")
     if assets := options.get("assets"):
         import staleness_learning
 
@@ -253,6 +260,7 @@ def _train(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
         return iteration
 
     made.executor.run = run
+    _note_drawn_when_saved(made.executor, folder / f"saved-{os.environ['RANK']}.json")
     made.train(resume_from_checkpoint=options.get("resume"))
     result = {"updates": noted, "drawn": counter.take()}
     if made.eval_dataset is not None:
@@ -260,6 +268,32 @@ def _train(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     made._end_together()
     made.close()
     return [result]
+
+
+def _note_drawn_when_saved(executor: Any, file: Path) -> None:
+    """Have a rank that generates write, right after what has been drawn was taken for a checkpoint, what its engine has
+    drawn then: the tokens of samples that have not ended, and which samples have. A sample that was admitted and that
+    the engine no longer generates has ended, whether or not the rank has been told."""
+    from trl_realloc.runtime.in_flight import sample_of
+
+    take = executor.samples_under_way
+
+    def taken(step: int) -> Any:
+        result = take(step)
+        ahead = executor.ahead
+        if ahead is not None and ahead._generation is not None:
+            unfinished = {sample_of(each.index): len(each.token_ids) for each in ahead._generation.peek()}
+            admitted = [
+                (batch.number, index)
+                for batch in ahead._in_flight.values()
+                if batch.is_admitted and batch.number >= step
+                for index in batch.samples.tensor("index").tolist()
+            ]
+            ended = [sample for sample in admitted if sample not in unfinished]
+            file.write_text(json.dumps({"unfinished": list(unfinished.items()), "ended": ended}))
+        return result
+
+    executor.samples_under_way = taken
 
 
 def _rank(folder: Path) -> None:
