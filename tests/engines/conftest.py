@@ -39,5 +39,11 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
+def models() -> dict[int, LlamaForCausalLM]:
+    """Parameters of six versions."""
+    return {version: llama(20 + version) for version in range(1, 7)}
+
+
+@pytest.fixture(scope="session")
 def vllm_engine(start: Start) -> VLLMEngine:
     return start()

@@ -4,25 +4,26 @@ by Transformers, with the parameters and with the keys and values that the engin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import groupby
 
-import numpy as np
 import pytest
 import torch
-from generating import buckets, llama, requests, samples
-from transformers import DynamicCache, LlamaForCausalLM
-
-from trl_realloc.engines.base import (
-    Completion,
-    EngineError,
-    Generation,
-    GenerationRequest,
-    Sampling,
-    Unfinished,
-    Updates,
+from generating import buckets, requests, samples
+from rescoring import (
+    TAKING,
+    TEMPERATURE,
+    Models,
+    assert_exact,
+    error_of,
+    kept_keys,
+    recomputed_keys,
+    the_rest,
+    wait_for,
 )
+from transformers import LlamaForCausalLM
+
+from trl_realloc.engines.base import Completion, EngineError, Sampling, Updates
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 
@@ -34,18 +35,10 @@ pytestmark = [
 ]
 
 Start = Callable[..., VLLMEngine]
-Models = Mapping[int, LlamaForCausalLM]  # by version
 
 ROWS = 16  # that the engine generates at the same time
-TEMPERATURE = 0.7
 LONG = Sampling(max_tokens=200, temperature=TEMPERATURE)
 STOPPING = Sampling(max_tokens=200, temperature=TEMPERATURE, stop_token_id=3)
-TAKING = [Updates.KEEP, Updates.RECOMPUTE]
-
-
-@pytest.fixture(scope="module")
-def models() -> Models:
-    return {version: llama(20 + version) for version in range(1, 7)}
 
 
 @pytest.fixture(scope="module")
@@ -58,94 +51,6 @@ def engine(shared: VLLMEngine, models: Models) -> VLLMEngine:
     """The engine with version 1, whatever the test before it has done."""
     shared.load(buckets(models[1]), 1)
     return shared
-
-
-def wait_for(generation: Generation, tokens: int, more: Sequence[Completion] = ()) -> list[Unfinished]:
-    """Look at a generation until a request has drawn so many tokens."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        so_far = generation.peek()
-        if max(len(unfinished.token_ids) for unfinished in so_far) >= tokens:
-            return so_far
-    raise AssertionError(f"no request has {tokens} tokens")
-
-
-def the_rest(generation: Generation) -> list[Completion]:
-    """All completions that a generation still has to give, by index."""
-    completions: list[Completion] = []
-    while generation.unfinished:
-        completions += generation.poll(30)
-    return sorted(completions, key=lambda completion: completion.index)
-
-
-def kept_keys(
-    models: Models, prompt: Sequence[int], tokens: Sequence[int], versions: Sequence[int], already: int = 0
-) -> torch.Tensor:
-    """The distribution of each token (tokens, vocabulary), where the keys of a position stay those of the parameters
-    that first computed it.
-
-    Args:
-        already: the number of tokens whose keys were computed with the first token's parameters after them.
-    """
-    cache, rows, ids = DynamicCache(), [], torch.tensor([[*prompt, *tokens]])
-    computed = 0  # positions whose keys are in the cache
-    for version, run in groupby(range(already, len(tokens)), key=lambda place: versions[place]):
-        end = len(prompt) + max(run)  # the last of the run's tokens is drawn at the position before its own
-        with torch.no_grad():
-            logits = models[version](ids[:, computed:end], past_key_values=cache, use_cache=True).logits[0]
-        rows.append(logits[max(0, len(prompt) + already - 1 - computed) :])
-        computed = end
-    return (torch.cat(rows) / TEMPERATURE).log_softmax(-1)
-
-
-def recomputed_keys(
-    models: Models, prompt: Sequence[int], tokens: Sequence[int], versions: Sequence[int]
-) -> torch.Tensor:
-    """The distribution of each token (tokens, vocabulary), where the keys of all positions are of its parameters."""
-    ids, rows = torch.tensor([[*prompt, *tokens]]), torch.empty(0)
-    with torch.no_grad():
-        by_version = {v: models[v](ids).logits[0, len(prompt) - 1 : -1] for v in set(versions)}
-    rows = torch.stack([by_version[version][place] for place, version in enumerate(versions)])
-    return (rows / TEMPERATURE).log_softmax(-1)
-
-
-REFERENCE = {Updates.KEEP: kept_keys, Updates.RECOMPUTE: recomputed_keys}
-
-
-def error_of(expected: torch.Tensor, logprobs: Sequence[float], tokens: Sequence[int]) -> float:
-    own = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    return float((own - torch.tensor(logprobs)).abs().max())
-
-
-def drawn_by(seed: int, expected: torch.Tensor) -> tuple[int, ...]:
-    """The tokens that a sample's random numbers give: number j belongs to token j."""
-    cumulative = expected.double().exp().cumsum(-1)
-    point = torch.from_numpy(np.random.default_rng(seed).random(len(expected)))[:, None] * cumulative[:, -1:]
-    return tuple(torch.searchsorted(cumulative, point, right=True)[:, 0].tolist())
-
-
-def shifted(versions: Sequence[int]) -> list[int]:
-    """As if each update had come a token later."""
-    return [versions[0], *versions[:-1]]
-
-
-def assert_exact(
-    models: Models, asked: Sequence[GenerationRequest], got: Sequence[Completion], updates: Updates
-) -> None:
-    """Each token is of its version, and drawn with the random number of its place."""
-    wrong = []
-    for request, completion in zip(asked, got, strict=True):
-        assert completion.index == request.index
-        assert len(completion.versions) == len(completion.token_ids) == len(completion.logprobs)
-        assert list(completion.versions) == sorted(completion.versions)
-        tokens, versions = completion.token_ids, completion.versions
-        expected = REFERENCE[updates](models, request.prompt_ids, tokens, versions)
-        assert error_of(expected, completion.logprobs, tokens) < 1e-4
-        assert drawn_by(request.seed, expected) == tokens
-        if len(set(versions)) > 1:
-            other = REFERENCE[updates](models, request.prompt_ids, tokens, shifted(versions))
-            wrong.append(error_of(other, completion.logprobs, tokens))
-    assert not wrong or min(wrong) > 1e-2, "a version that is a token off would not be noticed"
 
 
 @pytest.mark.parametrize("updates", TAKING)

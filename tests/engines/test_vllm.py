@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from generating import LENGTH, SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens, worst_difference
+from rescoring import TAKING, Models, assert_exact, the_rest, wait_for
 from transformers import LlamaForCausalLM
 
-from trl_realloc.engines.base import EngineDied, EngineError, GenerationRequest, Sampling
+from trl_realloc.engines.base import EngineDied, EngineError, GenerationRequest, Sampling, Updates
 from trl_realloc.engines.child_process import session_members
 from trl_realloc.engines.generation.engine_process import engine_environment
 from trl_realloc.engines.generation.transformers import TransformersEngine
@@ -279,6 +280,21 @@ def test_two_tensor_parallel_processes_hold_the_same_model(pair: VLLMEngine, mod
     assert named
     assert all(line.endswith("(deleted)") for line in named)
     assert all(name.startswith("@") for name in unix_sockets(pair._process.pid))
+
+
+@pytest.mark.parametrize("updates", TAKING)
+def test_two_tensor_parallel_processes_take_new_parameters_while_they_generate(
+    pair: VLLMEngine, models: Models, updates: Updates
+) -> None:
+    asked = requests(24)
+    pair.load(buckets(models[1]), 1)
+    generation = pair.start(asked, Sampling(max_tokens=100, temperature=0.7), updates)
+    wait_for(generation, 20)
+    pair.load(buckets(models[2]), 2)
+    got = the_rest(generation)
+    assert all(set(completion.versions) == {1, 2} for completion in got)
+    assert_exact(models, asked, got, updates)
+    generation.close()
 
 
 def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausalLM) -> None:

@@ -1,0 +1,152 @@
+"""New parameters during a generation, in vLLM engines that have steps under way or run for long: with two batches under
+way at the same time, as on a GPU, and over many requests and updates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from generating import buckets, llama, requests
+from rescoring import TAKING, TEMPERATURE, Models, assert_exact, the_rest, wait_for
+
+from trl_realloc.engines.base import Sampling, Updates
+from trl_realloc.engines.generation.engine_process import engine_environment
+from trl_realloc.engines.generation.vllm import VLLMEngine
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
+
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed"),
+]
+
+Start = Callable[..., VLLMEngine]
+
+# In the engine's process: vLLM launches a step while another is under way, as with asynchronous scheduling on a GPU. A
+# step has then the requests that are not in the other one. The numbers of steps under way at updates go into the log.
+TWO_BATCHES = """
+    import sys
+
+    if "trl_realloc.engines.generation.vllm_host" in sys.orig_argv:
+        from vllm.config.vllm import VllmConfig
+        from trl_realloc.engines.generation import vllm_compat
+
+        def counted(engine, drain=vllm_compat.drain):
+            print("under way:", len(engine.engine_core.engine_core.batch_queue), file=sys.stderr, flush=True)
+            return drain(engine)
+
+        VllmConfig.max_concurrent_batches = property(lambda config: 2)
+        vllm_compat.drain = counted
+    """
+
+
+@pytest.fixture
+def two_batches(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VLLMEngine, Path]:
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(TWO_BATCHES))
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), before))))
+    return start(max_num_seqs=16, log_path=tmp_path / "log"), tmp_path / "log"
+
+
+@pytest.mark.newest  # what is used of vLLM to wait for steps is private
+def test_steps_under_way_are_waited_for_and_their_tokens_are_of_the_version_before(
+    two_batches: tuple[VLLMEngine, Path], models: Models
+) -> None:
+    engine, log = two_batches
+    sampling = Sampling(max_tokens=120, temperature=TEMPERATURE)
+    for updates in TAKING:
+        engine.load(buckets(models[1]), 1)
+        asked = requests(24)
+        generation = engine.start(asked[:5], sampling, updates)
+        for version in range(2, 7):
+            wait_for(generation, 10)
+            generation.add(asked[4 * version - 3 : 4 * version + 1] if version < 6 else asked[21:])
+            engine.load(buckets(models[version]), version)
+        got = the_rest(generation)
+        assert_exact(models, asked, got, updates)
+        assert {version for completion in got for version in completion.versions} >= {1, 3, 6}
+        generation.close()
+    under_way = [int(line.split()[-1]) for line in log.read_text().splitlines() if line.startswith("under way:")]
+    assert max(under_way) >= 1
+    assert engine.version == 6
+
+
+GROWTH = """
+import gc, json, sys, tracemalloc
+from trl_realloc.engines.generation.vllm_host import build
+from trl_realloc.engines.generation.vllm_requests import RunningRequests
+from trl_realloc.engines.generation.vllm_sampler import SeededRows
+
+settings = dict(model=sys.argv[1], max_model_len=256, max_num_seqs=16, tensor_parallel_size=1, dtype="float32",
+                kv_cache_gib=1 / 32, gpu_memory_utilization=0.3, repeatable_sampling=False, sleep_level=0,
+                engine_kwargs={})
+if __name__ == "__main__":
+    llm = build(settings)
+    engine, rounds, each = llm.llm_engine, 60, 50
+    core = engine.engine_core.engine_core
+    running = RunningRequests(llm, dict(max_tokens=4, temperature=0.7, stop_token_id=3), by_seed=True, version=0)
+
+    def run(number):
+        running.add([(each * number + i, [i + 1, number % 100, 3] * 50, i, 0) for i in range(each)])
+        done, withdrawn = 0, 0
+        while running:
+            done += len(running.step())
+            withdrawn += len(running.withdraw([each * number + 7], 1))
+            running.settle()
+            running.peek()
+            running.updated(number, keep=number % 2 == 0)
+            if number % 2:
+                assert llm.reset_prefix_cache(reset_running_requests=True)
+        assert done + withdrawn == each
+
+    def used():
+        gc.collect()
+        return len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    for number in range(21):  # until each block of the cache has a key, and Python's free lists are filled
+        run(number)
+    before = used()
+    for number in range(21, 21 + rounds):
+        run(number)
+    after = used()
+    processor = engine.output_processor
+    tables = [processor.request_states, processor.external_req_ids, processor.parent_requests, core.scheduler.requests,
+              core.scheduler.running, core.scheduler.waiting, running._given, running._waiting, running._name_of]
+    grown = [(last - first) / (rounds * each) for first, last in zip(before, after)]
+    print(json.dumps([[len(table) for table in tables], grown]))
+"""
+
+
+def test_nothing_grows_with_the_requests_and_updates_of_a_long_generation(tmp_path: Path) -> None:
+    llama(0).config.save_pretrained(tmp_path)
+    (tmp_path / "growth.py").write_text(GROWTH)
+    environment = engine_environment(1, sorted(os.sched_getaffinity(0))[:1], None)
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "growth.py", tmp_path], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    tables, (objects, nbytes) = json.loads(ran.stdout.splitlines()[-1])
+    assert tables == [0] * len(tables)
+    assert objects < 0.1, "Python objects of each request"
+    assert nbytes < 20, "bytes of each request"
+
+
+def test_the_trainers_side_forgets_what_has_finished(vllm_engine: VLLMEngine, models: Models) -> None:
+    vllm_engine.load(buckets(models[1]), 1)
+    generation = vllm_engine.start([], Sampling(8, TEMPERATURE), Updates.KEEP)
+    for version in range(2, 6):
+        generation.add(requests(20))
+        generation.withdraw([100, 101])
+        vllm_engine.load(buckets(models[version]), version)
+        the_rest(generation)
+    assert generation.unfinished == 0
+    assert not generation._begun and not generation._finished
+    generation.close()
