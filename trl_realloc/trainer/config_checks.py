@@ -1,5 +1,5 @@
-"""Checks the settings of a `PPOConfig` before `TrainingArguments` computes values from them. Its errors would not name
-the setting.
+"""Checks the settings of a trainer's configuration before `TrainingArguments` computes values from them. Its errors
+would not name the setting.
 
 The ranges of numbers are in `common.settings`. What depends on data, models or the plan is checked in `setup`.
 """
@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 def check_settings(args: Any) -> None:
-    """Check a `PPOConfig`, and set numbers to what they are read as: NumPy's as Python's, 1e4 episodes as 10000.
+    """Check a configuration, and set numbers to what they are read as: NumPy's as Python's, 1e4 episodes as 10000.
 
     Raises:
         ConfigError: with all settings that are not allowed.
@@ -34,15 +34,13 @@ def check_settings(args: Any) -> None:
     read, problems = read_settings({field.name: getattr(args, field.name, None) for field in fields(args)})
     for name, value in read.items():
         setattr(args, name, value)
-    problems += _problems(args)
+    problems += [*_problems(args), *(_ppo_problems(args) if hasattr(args, "stop_token") else ())]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def _problems(args: Any) -> Iterator[str]:
     """Sentences about settings that are no numbers, and about settings that exclude each other."""
-    if args.stop_token is not None and args.stop_token_id is not None:
-        yield "stop_token and stop_token_id are both set; keep one of them."
     if not isinstance(args.plan, str | os.PathLike | Mapping | ExecutionPlan | None):
         yield f"plan must be auto, a preset, a YAML file's path, a dict or an ExecutionPlan, not {shown(args.plan)}."
     if args.save_only_model and args.load_best_model_at_end:
@@ -53,14 +51,20 @@ def _problems(args: Any) -> Iterator[str]:
     weights = args.reward_weights
     if weights is not None and not (isinstance(weights, list | tuple) and all(map(_is_finite, weights))):
         yield f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}."
-    if not isinstance(args.vllm_enable_sleep_mode, bool | None):
-        yield f"vllm_enable_sleep_mode must be true, false or None, not {shown(args.vllm_enable_sleep_mode)}."
-    if not isinstance(args.vllm_repeatable_sampling, bool):
-        yield f"vllm_repeatable_sampling must be true or false, not {shown(args.vllm_repeatable_sampling)}."
-    yield from _correction_problems(args)
+    for name in ("vllm_enable_sleep_mode", "vllm_repeatable_sampling"):
+        value, optional = getattr(args, name), name == "vllm_enable_sleep_mode"
+        if not isinstance(value, bool) and not (optional and value is None):
+            yield f"{name} must be true{', false or None' if optional else ' or false'}, not {shown(value)}."
     if args.vllm_engine_kwargs is not None:
         on_cpu = bool(args.use_cpu) or not torch.accelerator.is_available()
         yield from engine_argument_problems(_read_json(args.vllm_engine_kwargs), on_cpu)
+
+
+def _ppo_problems(args: Any) -> Iterator[str]:
+    """Sentences about settings of PPO that exclude each other."""
+    if args.stop_token is not None and args.stop_token_id is not None:
+        yield "stop_token and stop_token_id are both set; keep one of them."
+    yield from _correction_problems(args)
 
 
 def _correction_problems(args: Any) -> Iterator[str]:

@@ -5,35 +5,24 @@ What a setting may be is checked in `config_checks`; data and models in `setup`.
 
 from __future__ import annotations
 
-import os
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
 from ..algorithms.ppo import PPOSettings
-from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
-from ..runtime.launch.hosts import has_rendezvous, meet
-from ..runtime.launch.launcher import check_launch, separate_attempts
-from ..runtime.launch.network_interfaces import set_gloo_interface
-from ..runtime.launch.slurm import adopt_slurm
-from .config_checks import ConfigError, check_settings
+from .config_checks import ConfigError
+from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
 from .trl_compat import ConfigBase
 from .trl_ppo_config import TRLPPOConfig
 
 
 @dataclass
-class PPOConfig(TRLPPOConfig):
+class PPOConfig(PlanSettings, TRLPPOConfig):
     r"""
-    Configuration of [`PPOTrainer`]: the settings of TRL 1.12's `PPOConfig`, which `TRLPPOConfig` lists, and those of
-    plans and engines. On a machine without an accelerator `bf16` is False by default.
+    Configuration of [`PPOTrainer`]: the settings of TRL 1.12's `PPOConfig`, which `TRLPPOConfig` lists, those of plans
+    and engines, which `PlanSettings` lists, and those below. On a machine without an accelerator `bf16` is False by
+    default.
 
     Parameters:
-        plan (`dict | str`, *optional*):
-            The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, `separate`), a
-            YAML file or a dict. Default: `auto`.
         generation_engine (`str`, *optional*):
             `vllm` or `transformers`. Default: vllm where it is installed.
         value_learning_rate (`float`, *optional*):
@@ -64,44 +53,10 @@ class PPOConfig(TRLPPOConfig):
             Whether vLLM engines give their memory back while others use their GPUs (`drop` in a plan): `True` for all
             engines without `offload` in the plan, `False` for none of a plan that the planner chooses. Default: as the
             plan says; the planner lets them sleep if no plan fits otherwise.
-        vllm_repeatable_sampling (`bool`, *optional*, defaults to `False`):
-            Draw tokens on a GPU as on a CPU, by this package's sampler: the tokens of a sample depend on its seed and
-            its probabilities alone, and are those that generation by Transformers draws. Slower, and with vLLM's older
-            model runner. By default vLLM's own sampler draws, by a seed for each sample. Of no effect on a CPU.
-        vllm_engine_kwargs (`dict[str, Any]`, *optional*):
-            Further arguments of vLLM's engine, by vLLM's names, such as `max_num_batched_tokens`, `kv_cache_dtype` or
-            `enforce_eager`. Arguments that the plan or another setting decides are refused.
-        vllm_start_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds in which a vLLM engine must have started.
-        vllm_step_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds that a vLLM engine may take for one step, that is for a token of each sample, before it counts as
-            lost. The first steps may compile kernels.
-        vllm_load_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds that a vLLM engine may take for one bucket of new weights before it counts as lost.
-        memory_headroom (`float`, *optional*, defaults to `0.1`):
-            Share of a GPU's memory that a plan of `plan: auto` leaves free: for fragments of the allocator, and for
-            what the estimate of a plan's memory does not count.
-        skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
-            Leave out an update whose samples, losses or gradients are not finite, and count it in
-            `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
-        async_save (`bool`, *optional*, defaults to `False`):
-            Write the training state of a checkpoint in the background while training goes on. Each process copies its
-            part to host memory first. The checkpoint gets its name when all processes have written theirs.
-        heartbeat_timeout (`float`, *optional*):
-            Seconds after which the job ends on all ranks because a rank is stopped or sends no heartbeat (its host or
-            the network is down). A rank sends heartbeats during long computations too. Default: 30.
     """
 
-    # TrlParser reads fields of type dict from YAML only where they are named here
-    _VALID_DICT_FIELDS = [*getattr(ConfigBase, "_VALID_DICT_FIELDS", []), "plan", "vllm_engine_kwargs"]
+    _VALID_DICT_FIELDS = [*getattr(ConfigBase, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
 
-    plan: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, "
-            "`separate`), a YAML file or a dict. Default: `auto`."
-        },
-    )
     generation_engine: str | None = field(
         default=None,
         metadata={"help": "`vllm` or `transformers`. Default: vllm where it is installed."},
@@ -158,42 +113,6 @@ class PPOConfig(TRLPPOConfig):
         default=None,
         metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs."},
     )
-    vllm_repeatable_sampling: bool = field(
-        default=False,
-        metadata={"help": "Draw tokens on a GPU by this package's sampler, which repeats exactly, not by vLLM's."},
-    )
-    vllm_engine_kwargs: dict | str | None = field(
-        default=None,
-        metadata={"help": "Further arguments of vLLM's engine, by vLLM's names."},
-    )
-    vllm_start_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Seconds in which a vLLM engine must have started."},
-    )
-    vllm_step_timeout: float = field(
-        default=300.0,
-        metadata={"help": "Seconds that a vLLM engine may take for a token of each sample."},
-    )
-    vllm_load_timeout: float = field(
-        default=300.0,
-        metadata={"help": "Seconds that a vLLM engine may take for one bucket of new weights."},
-    )
-    memory_headroom: float = field(
-        default=0.1,
-        metadata={"help": "Share of a GPU's memory that a plan of `plan: auto` leaves free."},
-    )
-    skip_nonfinite_updates: bool = field(
-        default=False,
-        metadata={"help": "Leave out and count updates that are not finite, where otherwise the run ends."},
-    )
-    async_save: bool = field(
-        default=False,
-        metadata={"help": "Write a checkpoint's training state in the background while training goes on."},
-    )
-    heartbeat_timeout: float | None = field(
-        default=None,
-        metadata={"help": "Seconds after which a stopped or silent rank ends the job on all ranks. Default: 30."},
-    )
 
     if TYPE_CHECKING:  # TrainingArguments' own
         ddp_backend: str | None = None
@@ -201,23 +120,7 @@ class PPOConfig(TRLPPOConfig):
         bf16: bool | None = None
 
     def __post_init__(self) -> None:
-        adopt_slurm()
-        no_accelerator = not torch.accelerator.is_available()
-        if no_accelerator and not self.use_cpu and self.bf16 is None:
-            self.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine
-        if no_accelerator and self.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            self.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
-        check_settings(self)
-        check_launch(self)
-        set_gloo_interface()
-        separate_attempts()
-        if not dist.is_initialized() and has_rendezvous():
-            meet()  # before the lines below make a process group, which would wait for a host that cannot be reached
-        if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-            leave_out_shared_memory_op()  # which the line below would compile
-        with warnings.catch_warnings():
-            # the default is TRL's, under the name that TRL has for it
-            warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+        with before_training_arguments(self):
             super().__post_init__()
         if str(self.metric_for_best_model).removeprefix("eval_") == "loss":  # which the line above may have set
             raise ConfigError(

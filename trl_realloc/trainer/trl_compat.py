@@ -1,5 +1,7 @@
-"""The base classes of `PPOTrainer` and `PPOConfig` in the installed release of TRL. No other file depends on the
+"""The base classes of our trainers and configurations in the installed release of TRL. No other file depends on the
 release.
+
+GRPO and RLOO are TRL's own in every release.
 
 TRL 1.12 is the last release with `trl.experimental.ppo`. There our classes are subclasses of TRL's, so `isinstance`
 works. On newer releases they are subclasses of TRL's `_BaseTrainer` and `_BaseConfig`.
@@ -21,14 +23,24 @@ if not torch.accelerator.is_available():
 HAS_TRL_PPO = importlib.util.find_spec("trl.experimental.ppo") is not None
 
 if TYPE_CHECKING:
+    from transformers import Trainer as TRLGRPOTrainer
+    from transformers import Trainer as TRLRLOOTrainer
     from transformers import Trainer as TrainerBase
     from transformers import TrainingArguments as ConfigBase
+    from transformers import TrainingArguments as TRLGRPOConfig
+    from transformers import TrainingArguments as TRLRLOOConfig
 elif HAS_TRL_PPO:
     from trl.experimental.ppo import PPOConfig as ConfigBase
     from trl.experimental.ppo import PPOTrainer as TrainerBase
 else:
     from trl.trainer.base_config import _BaseConfig as ConfigBase
     from trl.trainer.base_trainer import _BaseTrainer as TrainerBase
+
+if not TYPE_CHECKING:
+    from trl import GRPOConfig as TRLGRPOConfig
+    from trl import GRPOTrainer as TRLGRPOTrainer
+    from trl import RLOOConfig as TRLRLOOConfig
+    from trl import RLOOTrainer as TRLRLOOTrainer
 
 
 class PPOTrainerBase(TrainerBase):
@@ -42,4 +54,12 @@ class PPOTrainerBase(TrainerBase):
             super().__init__(**trainer_arguments)
 
 
-__all__ = ["HAS_TRL_PPO", "ConfigBase", "PPOTrainerBase"]
+__all__ = [
+    "HAS_TRL_PPO",
+    "ConfigBase",
+    "PPOTrainerBase",
+    "TRLGRPOConfig",
+    "TRLGRPOTrainer",
+    "TRLRLOOConfig",
+    "TRLRLOOTrainer",
+]

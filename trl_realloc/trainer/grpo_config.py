@@ -1,0 +1,112 @@
+"""`GRPOConfig` and `RLOOConfig`: the settings of the installed TRL's classes of the same names, and those of plans and
+engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .config_checks import ConfigError
+from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
+from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
+
+
+_USE_VLLM = {"help": "Generate by vLLM engines (True) or by the training's models (False). Default: as the plan says."}
+
+_SLEEP = {"help": "Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says."}
+
+
+@dataclass
+class GRPOConfig(PlanSettings, TRLGRPOConfig):
+    r"""
+    Configuration of [`GRPOTrainer`]: the settings of TRL's `GRPOConfig` and those of plans and engines, which
+    `PlanSettings` lists. On a machine without an accelerator `bf16` is False by default.
+
+    Parameters:
+        use_vllm (`bool`, *optional*):
+            `True`: vLLM engines generate, and the loss is corrected for their log-probabilities
+            (`vllm_importance_sampling_correction`). `False`: the models that train generate, by Transformers. Default:
+            vLLM where it is installed and serves the model. The plan says on which devices; no server is started.
+        vllm_enable_sleep_mode (`bool`, *optional*):
+            Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says; the
+            planner lets them sleep if no plan fits otherwise.
+    """
+
+    _VALID_DICT_FIELDS = [*getattr(TRLGRPOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
+
+    use_vllm: bool | None = field(default=None, metadata=_USE_VLLM)
+    vllm_enable_sleep_mode: bool | None = field(default=None, metadata=_SLEEP)
+
+    if TYPE_CHECKING:  # TRL's own
+        bf16: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+        with before_training_arguments(self):
+            super().__post_init__()
+
+
+@dataclass
+class RLOOConfig(PlanSettings, TRLRLOOConfig):
+    r"""
+    Configuration of [`RLOOTrainer`]: the settings of TRL's `RLOOConfig` and those of plans and engines, which
+    `PlanSettings` lists. On a machine without an accelerator `bf16` is False by default.
+
+    Parameters:
+        use_vllm (`bool`, *optional*):
+            `True`: vLLM engines generate. `False`: the models that train generate, by Transformers. Default: vLLM where
+            it is installed and serves the model. The plan says on which devices; no server is started.
+        vllm_enable_sleep_mode (`bool`, *optional*):
+            Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says; the
+            planner lets them sleep if no plan fits otherwise.
+    """
+
+    _VALID_DICT_FIELDS = [*getattr(TRLRLOOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
+
+    use_vllm: bool | None = field(default=None, metadata=_USE_VLLM)
+    vllm_enable_sleep_mode: bool | None = field(default=None, metadata=_SLEEP)
+
+    if TYPE_CHECKING:  # TRL's own
+        bf16: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+        with before_training_arguments(self):
+            super().__post_init__()
+
+
+PolicyConfig = GRPOConfig | RLOOConfig
+
+
+def _check(args: Any) -> None:
+    """Refuse settings of TRL's that a plan decides, or that no engine has.
+
+    Raises:
+        ConfigError: with all of them.
+    """
+    if problems := list(_problems(args)):
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(args: Any) -> Iterator[str]:
+    if args.vllm_mode == "server":
+        yield (
+            "vllm_mode 'server' is a second command on GPUs of its own; here the plan gives the engines their GPUs: "
+            "leave it out, and set plan: separate."
+        )
+    if args.vllm_tensor_parallel_size != 1:
+        yield (
+            f"vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} is the plan's: set tp of actor.generate in a "
+            f"plan, or leave it to plan: auto."
+        )
+    if args.use_transformers_continuous_batching or getattr(args, "use_transformers_paged", False):
+        yield "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
+    if args.vllm_model_impl != "vllm":
+        yield f"vllm_model_impl {args.vllm_model_impl!r} is not supported; leave it out."
+    if not isinstance(args.use_vllm, bool | None):
+        yield f"use_vllm must be true, false or None, not {args.use_vllm!r}."
+
+
+__all__ = ["GRPOConfig", "PolicyConfig", "RLOOConfig"]

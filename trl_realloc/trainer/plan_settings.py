@@ -1,0 +1,137 @@
+"""`PlanSettings`: the settings of plans, engines and failures that the configurations of all trainers have, and what
+happens before `TrainingArguments` computes values from a configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
+from ..runtime.launch.hosts import has_rendezvous, meet
+from ..runtime.launch.launcher import check_launch, separate_attempts
+from ..runtime.launch.network_interfaces import set_gloo_interface
+from ..runtime.launch.slurm import adopt_slurm
+from .config_checks import check_settings
+
+
+# TrlParser reads fields of type dict from YAML only where they are named in `_VALID_DICT_FIELDS`
+DICT_FIELDS = ("plan", "vllm_engine_kwargs")
+
+
+@dataclass
+class PlanSettings:
+    """
+    Settings of plans, engines and failures.
+
+    Parameters:
+        plan (`dict | str`, *optional*):
+            The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, `separate`), a
+            YAML file or a dict. Default: `auto`.
+        vllm_repeatable_sampling (`bool`, *optional*, defaults to `False`):
+            Draw tokens on a GPU as on a CPU, by this package's sampler: the tokens of a sample depend on its seed and
+            its probabilities alone, and are those that generation by Transformers draws. Slower, and with vLLM's older
+            model runner. By default vLLM's own sampler draws, by a seed for each sample. Of no effect on a CPU.
+        vllm_engine_kwargs (`dict[str, Any]`, *optional*):
+            Further arguments of vLLM's engine, by vLLM's names, such as `max_num_batched_tokens`, `kv_cache_dtype` or
+            `enforce_eager`. Arguments that the plan or another setting decides are refused.
+        vllm_start_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds in which a vLLM engine must have started.
+        vllm_step_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds that a vLLM engine may take for one step, that is for a token of each sample, before it counts as
+            lost. The first steps may compile kernels.
+        vllm_load_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds that a vLLM engine may take for one bucket of new weights before it counts as lost.
+        memory_headroom (`float`, *optional*, defaults to `0.1`):
+            Share of a GPU's memory that a plan of `plan: auto` leaves free: for fragments of the allocator, and for
+            what the estimate of a plan's memory does not count.
+        skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
+            Leave out an update whose samples, losses or gradients are not finite, and count it in
+            `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
+        async_save (`bool`, *optional*, defaults to `False`):
+            Write the training state of a checkpoint in the background while training goes on. Each process copies its
+            part to host memory first. The checkpoint gets its name when all processes have written theirs.
+        heartbeat_timeout (`float`, *optional*):
+            Seconds after which the job ends on all ranks because a rank is stopped or sends no heartbeat (its host or
+            the network is down). A rank sends heartbeats during long computations too. Default: 30.
+    """
+
+    plan: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, "
+            "`separate`), a YAML file or a dict. Default: `auto`."
+        },
+    )
+    vllm_repeatable_sampling: bool = field(
+        default=False,
+        metadata={"help": "Draw tokens on a GPU by this package's sampler, which repeats exactly, not by vLLM's."},
+    )
+    vllm_engine_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Further arguments of vLLM's engine, by vLLM's names."},
+    )
+    vllm_start_timeout: float = field(
+        default=600.0,
+        metadata={"help": "Seconds in which a vLLM engine must have started."},
+    )
+    vllm_step_timeout: float = field(
+        default=300.0,
+        metadata={"help": "Seconds that a vLLM engine may take for a token of each sample."},
+    )
+    vllm_load_timeout: float = field(
+        default=300.0,
+        metadata={"help": "Seconds that a vLLM engine may take for one bucket of new weights."},
+    )
+    memory_headroom: float = field(
+        default=0.1,
+        metadata={"help": "Share of a GPU's memory that a plan of `plan: auto` leaves free."},
+    )
+    skip_nonfinite_updates: bool = field(
+        default=False,
+        metadata={"help": "Leave out and count updates that are not finite, where otherwise the run ends."},
+    )
+    async_save: bool = field(
+        default=False,
+        metadata={"help": "Write a checkpoint's training state in the background while training goes on."},
+    )
+    heartbeat_timeout: float | None = field(
+        default=None,
+        metadata={"help": "Seconds after which a stopped or silent rank ends the job on all ranks. Default: 30."},
+    )
+
+
+@contextmanager
+def before_training_arguments(args: Any) -> Iterator[None]:
+    """Around `TrainingArguments.__post_init__` of a configuration: checks its settings first, and what the job was
+    launched with, and sets what Transformers and Accelerate would get wrong without an accelerator.
+
+    Raises:
+        ConfigError: with all settings that are not allowed.
+        LaunchError, NetworkError: the job cannot be run as it was launched, or its hosts cannot reach each other.
+    """
+    adopt_slurm()
+    no_accelerator = not torch.accelerator.is_available()
+    if no_accelerator and not args.use_cpu and args.bf16 is None:
+        args.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine
+    if no_accelerator and args.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        args.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
+    check_settings(args)
+    check_launch(args)
+    set_gloo_interface()
+    separate_attempts()
+    if not dist.is_initialized() and has_rendezvous():
+        meet()  # before a process group is made, which would wait for a host that cannot be reached
+    if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        leave_out_shared_memory_op()  # which `TrainingArguments` would compile
+    with warnings.catch_warnings():
+        # the default is TRL's, under the name that TRL has for it
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+        yield
