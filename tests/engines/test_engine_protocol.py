@@ -68,16 +68,17 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.0)
 
 
-def build(kind: str, head: RoleHead | None = None, optimizer: Any = sgd) -> Any:
+def build(kind: str, head: RoleHead | None = None, optimizer: Any = sgd, max_grad_norm: float = 0.0) -> Any:
     head = head or PolicyHead(tiny.policy(), TEMPERATURE)
     mesh = MeshGroup((0,), 0, dist.group.WORLD)
+    options = {"make_optimizer": optimizer, "max_grad_norm": max_grad_norm}
     if kind == "replicated":
-        return ReplicatedEngine(head, mesh, CPU, make_optimizer=optimizer)
+        return ReplicatedEngine(head, mesh, CPU, **options)
     if kind == "megatron":
-        return MegatronEngine(head, SplitGroups(mesh, mesh, mesh, mesh, mesh), CPU, make_optimizer=optimizer)
+        return MegatronEngine(head, SplitGroups(mesh, mesh, mesh, mesh, mesh), CPU, **options)
     stage = int(kind.split()[1])
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # small parameters are partitioned too
-    return ZeroEngine(head, mesh, CPU, stage=stage, alone=dist.group.WORLD, make_optimizer=optimizer, config=config)
+    return ZeroEngine(head, mesh, CPU, stage=stage, alone=dist.group.WORLD, config=config, **options)
 
 
 def mean_logprob(outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
@@ -176,6 +177,23 @@ def test_a_step_is_the_gradient_times_the_learning_rate_whatever_the_micro_batch
         monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 3 * tiny.VOCABULARY)
         assert made.version == 1
         assert statistics["tokens"].tolist() == samples.ragged("responses").lengths.tolist()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("limit", [0.0, 1e-3, 1e3])
+def test_the_norm_of_the_gradient_before_clipping_is_known_after_a_step(kind: str, limit: float) -> None:
+    samples = rollouts(5)
+    by_hand = PolicyHead(tiny.policy(), TEMPERATURE).train()
+    mean_logprob(by_hand(samples), samples)[0].backward()
+    expected = math.sqrt(sum(float(p.grad.square().sum()) for p in by_hand.parameters() if p.grad is not None))
+    assert 1e-2 < expected < 1e2
+    made = build(kind, max_grad_norm=limit)
+    assert math.isnan(made.grad_norm)
+    made.train(samples, mean_logprob, 20, 0.0)
+    assert type(made.grad_norm) is float and made.grad_norm == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(NonFiniteError):
+        made.train(samples, broken, 1000, 0.1)
+    assert not math.isfinite(made.grad_norm)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

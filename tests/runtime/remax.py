@@ -126,8 +126,7 @@ def call_by_call(executor: Executor) -> Rollouts:
     parts = [executor.perform("actor.generate", samples.select(at)) for at in ([0, 1, 2], [3, 4])]
     samples = samples.plus(**Rollouts.cat(parts))
     samples = samples.plus(**executor.perform("reward.forward", samples))
-    executor.perform("actor.train", samples)
-    return samples
+    return samples.plus(**executor.perform("actor.train", samples).only(["grad_norm"]))
 
 
 def learned(executor: Executor) -> dict[str, Tensor]:

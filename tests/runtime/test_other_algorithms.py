@@ -3,6 +3,8 @@ iteration has two calls of one role and kind, runs whole and call by call."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from remax import GRAPH, GREEDY, call_by_call, learned, place, whole_run
@@ -31,6 +33,10 @@ def test_an_iteration_gives_the_same_whole_and_call_by_call() -> None:
     after, other = learned(whole), learned(driven)
     assert any(not torch.equal(before[name], after[name]) for name in after), "nothing was learned"
     assert all(torch.equal(after[name], other[name]) for name in after)
+    gap = math.sqrt(sum(float((after[name] - before[name]).square().sum()) for name in after))
+    norms = performed.tensor("grad_norm")
+    assert 0.1 * float(norms[0]) == pytest.approx(gap, rel=1e-4), "SGD at 0.1 moves by a tenth of the gradient"
+    assert torch.equal(norms, norms[:1].expand(len(norms)))
 
 
 def test_two_calls_of_one_role_draw_apart_and_as_each_is_told_to() -> None:

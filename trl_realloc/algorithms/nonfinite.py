@@ -46,6 +46,11 @@ DERIVED_COLUMNS = {
     "advantages": "an advantage",
     "returns": "a return",
 }
+# Columns of a loss that is given by its derivatives (`linear_loss`).
+SLOPE_COLUMNS = {
+    "logprob_slopes": "the loss's derivative by a log-probability",
+    "entropy_slopes": "the loss's derivative by an entropy",
+}
 
 
 def is_bad(numbers: Tensor) -> Tensor:
@@ -60,7 +65,7 @@ def problem_of(samples: Rollouts) -> NonFiniteError | None:
     Args:
         samples: the global batch after `Algorithm.prepare`.
     """
-    for name, description in {**CALL_COLUMNS, **DERIVED_COLUMNS}.items():
+    for name, description in {**CALL_COLUMNS, **SLOPE_COLUMNS, **DERIVED_COLUMNS}.items():
         if name not in samples:
             continue
         column = samples[name]

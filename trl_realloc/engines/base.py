@@ -305,7 +305,14 @@ class ScoringEngine(Protocol):
 
 @runtime_checkable
 class TrainingEngine(ScoringEngine, Protocol):
-    """A scoring engine with an optimizer. `version` is the number of its optimizer steps."""
+    """A scoring engine with an optimizer. `version` is the number of its optimizer steps.
+
+    Attributes:
+        grad_norm: L2 norm of the whole model's gradient in the latest `train`, before it was clipped; the same on every
+            rank of the mesh. `nan` before the first step. Of a step that was refused or skipped it is not finite.
+    """
+
+    grad_norm: float
 
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate

@@ -255,7 +255,8 @@ class Executor:
                 For a call that trains: the global batch.
 
         Returns:
-            The call's outputs in ascending order of `index`. For a call that trains: the statistics of its steps.
+            The call's outputs in ascending order of `index`. For a call that trains: the statistics of its steps, with
+            the norm of each step's gradient before clipping (`training_calls.train`).
 
         Raises:
             JobFailed: the call failed here or on another rank.

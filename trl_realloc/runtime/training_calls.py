@@ -24,6 +24,7 @@ from .routes import sources
 
 
 logger = logging.get_logger(__name__)
+GRAD_NORM = "grad_norm"  # column of what a call that trains returns: the norm of the step's gradient before clipping
 
 
 def train(
@@ -40,9 +41,9 @@ def train(
         mini_batches: this rank's share of the samples of each optimizer step.
 
     Returns:
-        A row for each sample of each optimizer step: `index` (the sample), `update` (the step) and the loss's
-            statistics.
-        Steps that were skipped have no rows.
+        A row for each sample of each optimizer step: `index` (the sample), `update` (the step), the loss's statistics,
+            and `grad_norm`, the step's (`base.TrainingEngine`), which is the same in all its rows. Steps that were
+            skipped have no rows.
 
     Raises:
         NonFiniteError: on every rank of the mesh, before an optimizer step that is not finite, or after steps that left
@@ -101,13 +102,17 @@ class _TrainingLog:
     def __init__(self, placement: Placement, settings: CallSettings, call: Call, step: Step) -> None:
         self.placement, self.settings, self.call, self.step = placement, settings, call, step
         self.learning_rate = step.learning_rates[call.role]
+        engine = placement.trained(call.role)
+        assert engine is not None, "only the ranks of a call's mesh run it"
+        self._engine = engine
         self._parts: list[Rollouts] = []
         check_rates({call.name: self.learning_rate})
 
     def add(self, update: int, samples: Rollouts, statistics: Mapping[str, torch.Tensor]) -> None:
         if statistics:
             order = torch.full((len(samples),), update)
-            self._parts.append(Rollouts(index=samples.tensor("index"), update=order, **statistics))
+            columns = {**statistics, GRAD_NORM: torch.full((len(samples),), self._engine.grad_norm)}
+            self._parts.append(Rollouts(index=samples.tensor("index"), update=order, **columns))
 
     def skip(self, update: int, samples: Rollouts, error: NonFiniteError) -> None:
         """Note an optimizer step that was refused. Raises `NonFiniteError` unless the run skips such steps."""
@@ -124,9 +129,7 @@ class _TrainingLog:
         when = f"after update {number + 1}, at learning rate {', '.join(map(str, rates))}"
         check_weights(self.placement, name, when)
         if is_due(number):
-            engine = self.placement.trained(self.call.role)
-            assert engine is not None, "only the ranks of a call's mesh run it"
-            check_replicas(engine, self.placement.group(name), str(self.call.role))
+            check_replicas(self._engine, self.placement.group(name), str(self.call.role))
         return Rollouts.cat(self._parts) if self._parts else Rollouts()
 
 

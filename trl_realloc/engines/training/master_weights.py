@@ -249,18 +249,18 @@ class SplitMasters:
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
 
     @torch.no_grad()
-    def step(self, max_norm: float) -> bool:
+    def step(self, max_norm: float) -> float:
         """Sum the gradients over the mesh, clip them by their global norm, step, and copy the result to every replica.
 
         Returns:
-            Whether the step was taken, the same on all ranks. It is not if the gradients are not finite; they are
-            dropped.
+            The norm before clipping, the same on all ranks. If it is not finite, the step was not taken, and the
+            gradients are dropped.
         """
         gradients = {master.name: master.take_gradient() for master in self.all}
         self._sum(gradients)
         norm = self._norm(gradients)
         if not norm.isfinite():
-            return False
+            return float(norm)
         for master in self.all:
             if master.weight is not None:
                 master.weight.grad = gradients[master.name]
@@ -273,7 +273,7 @@ class SplitMasters:
             if master.weight is not None:
                 master.weight.grad = None
         self.publish()
-        return True
+        return float(norm)
 
     def _sum(self, gradients: dict[str, Tensor]) -> None:
         groups = self.groups

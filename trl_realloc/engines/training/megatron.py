@@ -7,6 +7,7 @@ layers, `master_weights` has the optimizer. Here is how they work together in a 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ class MegatronEngine:
         self.head, self.groups, self.device = head, groups, device
         self.compute_dtype, self.max_grad_norm = compute_dtype, max_grad_norm
         self.frozen = make_optimizer is None
-        self.version = 0
+        self.version, self.grad_norm = 0, math.nan
         if self.frozen:
             head.requires_grad_(False).eval()
         model = head.model
@@ -196,7 +197,8 @@ class MegatronEngine:
         """
         assert self.masters is not None, "a frozen role cannot be trained"
         set_learning_rate(self.masters.optimizer, learning_rate)
-        if not self.masters.step(self.max_grad_norm):
+        self.grad_norm = self.masters.step(self.max_grad_norm)
+        if not math.isfinite(self.grad_norm):
             raise refusal(self.groups.mesh, samples, statistics)
         self.version += 1
 

@@ -8,6 +8,7 @@ the last micro-batch. Replicas whose optimizer state or parameters are sharded a
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -73,7 +74,7 @@ class ReplicatedEngine:
         self.optimizer = make_optimizer(head.model) if make_optimizer else None
         self.masters = MasterWeights(self.optimizer) if self.optimizer else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype is torch.float16)
-        self.version = 0
+        self.version, self.grad_norm = 0, math.nan
         if self.optimizer is None:
             head.requires_grad_(False).eval()
 
@@ -106,7 +107,8 @@ class ReplicatedEngine:
         )
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
-        if not self._clip().isfinite():
+        self.grad_norm = float(self._clip())
+        if not math.isfinite(self.grad_norm):
             self._refuse(samples, statistics)
         set_learning_rate(self.optimizer, learning_rate)
         self.scaler.step(self.optimizer)

@@ -8,6 +8,7 @@ workarounds and whatever is not in DeepSpeed's documentation in `deepspeed_compa
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,7 @@ class ZeroEngine:
                 dist_init_required=False,
             )
         self._gradients = compat.GradientMemory(self.engine.optimizer)
-        self.version = 0
+        self.version, self.grad_norm = 0, math.nan
 
     @property
     def parameter_specs(self) -> Mapping[str, TensorSpec]:
@@ -133,6 +134,8 @@ class ZeroEngine:
             statistics = run_training(
                 self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
             )
+        # DeepSpeed computes the norm in every step, to find gradients that are not finite (`zero_setup`)
+        self.grad_norm = float(self.engine.get_global_grad_norm())
         self._check_step(samples, statistics)
         self.version += 1
         return statistics

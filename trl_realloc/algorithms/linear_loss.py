@@ -1,0 +1,86 @@
+"""`LinearLoss`: a loss given by its derivatives with respect to the log-probabilities and entropies of the response
+tokens, the *slopes*. And `without_zero_slopes`, which leaves out samples that do not change the update.
+
+A loss L of a policy reads its model through the log-probability l_t and the entropy H_t of each token alone. By the
+chain rule dL/dw = Σ dL/dl_t · dl_t/dw + Σ dL/dH_t · dH_t/dw, which is the gradient of the linear loss
+Σ a_t · l_t + Σ b_t · H_t with the constants a_t = dL/dl_t and b_t = dL/dH_t at the current weights w. Code outside the
+engines, such as TRL's `_compute_loss`, can therefore compute L and its slopes on leaf tensors, while the engines
+compute the gradient. Slopes are those of the whole global mini-batch, so they do not depend on the plan. Making slopes
+is not in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .rollout import Ragged, Rollouts
+
+
+LOGPROB_SLOPES = "logprob_slopes"  # column: dL/d log-probability of each response token, float32
+ENTROPY_SLOPES = "entropy_slopes"  # column: dL/d entropy of each response token, float32; only if L has entropies
+LINEAR_LOSS = "linear_loss"  # statistic of `LinearLoss`
+
+
+@dataclass(frozen=True)
+class LinearLoss:
+    """Σ slope · log-probability + Σ slope · entropy over the response tokens, as a `base.TokenLoss`.
+
+    Reads the column `logprob_slopes` and, if the samples have it, `entropy_slopes`: ragged, one float32 per response
+    token. Without the second the engines compute no gradient of the entropies.
+
+    A token whose slope is 0 is left out, also if its log-probability is infinite.
+
+    The value of the loss is not that of L, only its gradient is. The statistics have each sample's part of the value
+    (`linear_loss`), (n,).
+
+    Raises (when called):
+        ValueError: a sample has another number of slopes than response tokens.
+    """
+
+    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        per_sample = _weighted_sums(outputs["logprobs"], samples, LOGPROB_SLOPES)
+        if ENTROPY_SLOPES in samples:
+            per_sample = per_sample + _weighted_sums(outputs["entropy"], samples, ENTROPY_SLOPES)
+        return per_sample.sum(), {LINEAR_LOSS: per_sample.detach()}
+
+
+def _weighted_sums(column: Ragged, samples: Rollouts, name: str) -> Tensor:
+    """(n,): the sum of slope times value over each sample's tokens."""
+    slopes = samples.ragged(name)
+    if not torch.equal(slopes.lengths, column.lengths):
+        row = int((slopes.lengths != column.lengths).nonzero()[0])
+        raise ValueError(
+            f"sample {int(samples.tensor('index')[row])} of the batch has {int(slopes.lengths[row])} {name} and "
+            f"{int(column.lengths[row])} response tokens; give one slope per response token"
+        )
+    products = torch.where(slopes.values == 0, 0.0, slopes.values * column.values)
+    return column.like(products).sum()
+
+
+def without_zero_slopes(samples: Rollouts) -> Rollouts:
+    """The samples of a mini-batch of which any slope is not 0, in their order.
+
+    The others add exactly 0 to the gradient, so the update is the same without their forward and backward. GRPO's
+    groups of equal rewards are such samples, if the loss has no other term. To be called on the whole global
+    mini-batch, before it is divided among the ranks. A model with dropout draws other numbers than with all samples.
+
+    If all slopes are 0, one sample stays, the shortest: an optimizer step with a gradient of 0 still changes weights
+    by momentum and weight decay, and it counts in the learning rate's schedule.
+
+    Args:
+        samples: with the columns `prompts`, `responses`, `logprob_slopes` and perhaps `entropy_slopes`.
+    """
+    used = torch.zeros(len(samples), dtype=torch.bool)
+    for name in (LOGPROB_SLOPES, ENTROPY_SLOPES):
+        if name in samples:
+            slopes = samples.ragged(name)
+            used[slopes.row_of[slopes.values != 0].cpu()] = True
+    if not used.any() and len(samples):
+        responses = samples.ragged("responses").lengths
+        # the forward of a sample without a response has no output to begin a backward at
+        used[int(torch.where(responses > 0, samples.lengths, samples.lengths.max() + 1).argmin())] = True
+    return samples.select(used.nonzero()[:, 0])
