@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.dataflow import Call, CallKind, DataEdge, DataflowGraph, ParameterEdge, Role
 
 
@@ -64,12 +64,28 @@ def test_ppo_hands_samples_along_its_data_edges() -> None:
     }
 
 
+def test_grpo_has_the_calls_that_its_run_needs() -> None:
+    assert GRPO.order == ("actor.generate", "reference.forward", "reward.forward", "actor.forward", "actor.train")
+    bare = grpo_graph(reference=False, reward_models=False)
+    assert bare.order == ("actor.generate", "actor.forward", "actor.train")
+    assert bare.call("actor.forward").outputs == ("policy_logprobs", "entropies")
+    assert bare.call("actor.train").inputs == ("prompts", "responses", "logprobs", "policy_logprobs")
+    for name, form in (
+        ("reference.forward", grpo_graph(reference=False)),
+        ("reward.forward", grpo_graph(reward_models=False)),
+    ):
+        assert GRPO.without([name]) == form
+    assert GRPO.without(["reference.forward", "reward.forward"]) == bare
+    assert ppo_graph(proximal=True).without(["actor.forward"]) == ppo_graph()
+
+
 def test_training_feeds_the_roles_other_calls_in_the_next_iteration() -> None:
     assert ppo_graph().parameter_edges == (
         ParameterEdge("actor.train", "actor.generate"),
         ParameterEdge("critic.train", "critic.forward"),
     )
-    assert GRPO.parameter_edges == REMAX.parameter_edges == (("actor.train", "actor.generate"),)
+    assert GRPO.parameter_edges == (("actor.train", "actor.generate"), ("actor.train", "actor.forward"))
+    assert REMAX.parameter_edges == (("actor.train", "actor.generate"),)
     assert DPO.parameter_edges == ()
 
 

@@ -404,7 +404,7 @@ def test_whatever_is_given_as_yaml_is_refused_in_sentences(text: str) -> None:
 def _grpo(cluster: Cluster, train: Assignment, generate: Assignment) -> ExecutionPlan:
     frozen = Assignment(DeviceMesh(0, 1), ParallelStrategy(), "zero")
     calls = {"actor.generate": generate, "reference.forward": frozen, "reward.forward": frozen, "actor.train": train}
-    return ExecutionPlan(cluster, calls, GRAPHS["grpo"])
+    return ExecutionPlan(cluster, calls, GRAPHS["grpo"].without(["actor.forward"]))
 
 
 def test_whole_copies_serve_any_call_inside_their_mesh_and_parameters_move_to_all_others() -> None:

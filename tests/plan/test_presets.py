@@ -1,27 +1,19 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, PlanError, check_mesh, halves
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.plan.presets import (
-    PRESETS,
-    flatten,
-    interleave,
-    resolve_plan,
-    separate,
-    with_proximal,
-    without_proximal,
-)
-from trl_realloc.plan.streams import Streams
+from trl_realloc.plan.fitting import plan_of_run
+from trl_realloc.plan.presets import PRESETS, flatten, interleave, presets_of, resolve_plan, separate
 
 
+PROXIMAL = ppo_graph(proximal=True)
 ENGINES = ("vllm", "transformers")
 clusters = st.builds(Cluster, st.integers(1, 8), st.integers(1, 64))
 engines, stages, presets = st.sampled_from(ENGINES), st.integers(0, 3), st.sampled_from(sorted(PRESETS))
@@ -62,34 +54,14 @@ def test_with_the_proximal_policy_a_preset_has_one_more_call_for_which_no_parame
     preset: str, cluster: Cluster, engine: str, stage: int
 ) -> None:
     plain = PRESETS[preset](cluster, generation_engine=engine, zero_stage=stage)
-    plan = PRESETS[preset](cluster, generation_engine=engine, zero_stage=stage, proximal=True)
-    assert plan.graph == ppo_graph(proximal=True)
+    plan = PRESETS[preset](cluster, generation_engine=engine, zero_stage=stage, graph=PROXIMAL)
+    assert plan.graph == PROXIMAL
     assert plan.order == (*plain.order[:4], "actor.forward", *plain.order[4:])
     assert {name: plan[name] for name in plain.order} == dict(plain.assignments)
     assert plan.mesh("actor.forward") == plan.mesh("actor.train")
     assert plan.reallocations == plain.reallocations
     assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan and "graph:" not in plan.to_yaml()
-    assert without_proximal(plan) == plain and with_proximal(plain) == plan == with_proximal(plan)
-
-
-@pytest.mark.parametrize(
-    "training", [{"tp": 2, "dp": 1, "zero_stage": 0}, {"pp": 2, "dp": 1, "micro_batch_tokens": 64}]
-)
-def test_the_proximal_policy_is_computed_in_the_layout_of_the_training(training: dict[str, int]) -> None:
-    plan = flatten(Cluster(1, 2)).to_dict()
-    plan["calls"]["actor.train"] = {"mesh": "0-1", "engine": "megatron", **training}
-    placed = with_proximal(ExecutionPlan.from_dict(plan))
-    assert placed["actor.forward"] == placed["actor.train"]
-    assert "actor.forward" not in {edge.target for edge in placed.reallocations}
-
-
-def test_a_plan_without_the_proximal_policy_does_not_stream_it() -> None:
-    plan = separate(Cluster(1, 2), proximal=True)
-    both = replace(plan, streams=Streams(("actor.forward", "reference.forward")))
-    assert without_proximal(both).streams == Streams(("reference.forward",))
-    assert without_proximal(replace(plan, streams=Streams())).streams == Streams()
-    with pytest.raises(PlanError, match="the plan streams actor.forward alone, which this run does not have"):
-        without_proximal(replace(plan, streams=Streams(("actor.forward",))))
+    assert plan_of_run(plan, ppo_graph()) == plain and plan_of_run(plain, PROXIMAL) == plan
 
 
 @given(clusters, engines, stages)
@@ -177,3 +149,33 @@ def test_separate_trains_on_one_half_and_does_all_else_on_the_other(cluster: Clu
     for name in plan.order:
         assert plan.mesh(name) == (training if name.endswith(".train") else inference)
     assert {edge.target for edge in plan.reallocations} == {"actor.generate", "critic.forward"}
+
+
+@given(st.booleans(), st.booleans(), clusters, engines, stages)
+def test_the_presets_of_grpo_are_legal_in_all_its_forms(
+    reference: bool, reward_models: bool, cluster: Cluster, engine: str, stage: int
+) -> None:
+    graph = grpo_graph(reference=reference, reward_models=reward_models)
+    presets = presets_of(graph)
+    assert ("interleave" in presets) == (reference and reward_models)
+    for name, preset in presets.items():
+        plan = preset(cluster, generation_engine=engine, zero_stage=stage, graph=graph)
+        assert plan == resolve_plan(name, cluster, generation_engine=engine, zero_stage=stage, graph=graph)
+        assert plan.graph == graph and ExecutionPlan.from_yaml(plan.to_yaml()) == plan
+        assert plan.mesh("actor.forward") == plan.mesh("actor.train")
+        assert "actor.forward" not in {edge.target for edge in plan.reallocations}
+
+
+@pytest.mark.parametrize(
+    ("reference", "reward_models", "told"),
+    [
+        (False, True, "this run has no call reference.forward; name flatten or separate"),
+        (True, False, "this run has no call reward.forward;"),
+        (False, False, "this run has no call reference.forward and no call reward.forward;"),
+    ],
+)
+def test_interleave_is_refused_without_two_frozen_models(reference: bool, reward_models: bool, told: str) -> None:
+    graph = grpo_graph(reference=reference, reward_models=reward_models)
+    for devices in (1, 4):
+        with pytest.raises(PlanError, match=told):
+            resolve_plan("interleave", Cluster(1, devices), graph=graph)

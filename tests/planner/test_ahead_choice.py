@@ -111,7 +111,7 @@ def test_a_graph_without_generation_has_none() -> None:
 )
 def test_a_difference_of_two_plans_in_words(seconds: float, said: str) -> None:
     prices = replace(costs(nodes=1), memory=None)
-    plan = estimate_plan(separate(prices.cluster, proximal=True), MODELS, prices, exact=False)
+    plan = estimate_plan(separate(prices.cluster, graph=GRAPH), MODELS, prices, exact=False)
     one, other = (replace(plan, estimate=replace(plan.estimate, seconds=each)) for each in (seconds, 10.0))
     assert saving(one, other) == said
 
@@ -138,7 +138,7 @@ def test_every_split_leaves_devices_on_both_sides_and_allows_plans_that_are_lega
 @pytest.mark.parametrize("epochs", [1, 4])
 def test_the_bound_is_close_to_the_simulation(versions: int, epochs: int) -> None:
     prices = replace(costs(replace(BALANCED, epochs=epochs), 1), memory=None)
-    plan = replace(separate(prices.cluster, proximal=True), staleness=Staleness(versions))
+    plan = replace(separate(prices.cluster, graph=GRAPH), staleness=Staleness(versions))
     found = estimate_plan(plan, MODELS, prices, exact=False)
     ahead = sorted(devices_ahead(plan.graph, plan.assignments))
     split = Split(prices.cluster, range(ahead[0], ahead[-1] + 1))

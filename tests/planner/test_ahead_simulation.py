@@ -35,7 +35,7 @@ LONG_TAIL = (*range(16, 256, 8), 1024)
 
 def halves(cluster: Cluster) -> ExecutionPlan:
     """The critic scores ahead, with a copy of the critic that trains."""
-    return separate(cluster, proximal=True)
+    return separate(cluster, graph=GRAPH)
 
 
 def critic_at_home(cluster: Cluster) -> ExecutionPlan:
@@ -202,7 +202,7 @@ def test_reading_samples_again_after_an_update_costs_what_their_prefill_costs() 
 
 def test_without_a_staleness_nothing_changes() -> None:
     prices = costs(work(response_tokens=LONG_TAIL))
-    for plan in (flatten(prices.cluster, proximal=True), halves(prices.cluster)):
+    for plan in (flatten(prices.cluster, graph=GRAPH), halves(prices.cluster)):
         plain, zero = (estimate_plan(p, MODELS, prices) for p in (plan, replace(plan, staleness=Staleness(0))))
         assert plain == zero
         assert zero.estimate.mean_age == zero.estimate.oldest == 0

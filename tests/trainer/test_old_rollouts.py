@@ -12,9 +12,9 @@ import tiny
 import torch
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.fitting import plan_of_run
 from trl_realloc.plan.presets import flatten
 
 
@@ -34,7 +34,7 @@ SAMPLING = {
 
 
 def flat(*, proximal: bool) -> dict[str, Any]:
-    return flatten(ONE, generation_engine="transformers", proximal=proximal).to_dict()
+    return flatten(ONE, generation_engine="transformers", graph=ppo_graph(proximal=proximal)).to_dict()
 
 
 def test_rollouts_of_the_policy_itself_are_trained_on_as_without_a_correction(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_plan_serves_runs_with_and_without_a_correction(
 def test_a_plan_of_another_algorithm_is_refused_with_the_runs_calls(tmp_path: Path) -> None:
     plan = flatten(ONE, generation_engine="transformers")
     graph = grpo_graph()
-    other = ExecutionPlan(ONE, {name: plan[name] for name in graph.order}, graph)
+    other = plan_of_run(plan, graph)
     with pytest.raises(PlanError, match="this trainer runs PPO, with the calls .*actor.forward, actor.train"):
         tiny.trainer(tmp_path, plan=other, **ON)
 

@@ -11,6 +11,7 @@ _SAMPLE = ("prompts", "responses")
 _TRAINING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scores")
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 PROXIMAL_CALL = "actor.forward"
+POLICY_LOGPROBS, ENTROPIES = "policy_logprobs", "entropies"
 
 
 def ppo_graph(*, proximal: bool = False) -> DataflowGraph:
@@ -36,14 +37,23 @@ def ppo_graph(*, proximal: bool = False) -> DataflowGraph:
     )
 
 
-def grpo_graph() -> DataflowGraph:
-    """GRPO (Shao et al. 2024): several responses of each prompt, each a sample, and no critic."""
+def grpo_graph(*, reference: bool = True, reward_models: bool = True) -> DataflowGraph:
+    """GRPO (Shao et al. 2024) and RLOO (Ahmadian et al. 2024): several responses of each prompt, each a sample, and no
+    critic. `actor.forward` computes the log-probabilities and entropies that the loss of the host is a function of.
+
+    Args:
+        reference: with the log-probabilities of the reference, for a KL penalty.
+        reward_models: with the scores of reward models. Reward functions need no call.
+    """
+    frozen = [Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",))] if reference else []
+    frozen += [Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",))] if reward_models else []
+    scored = (column for call in frozen for column in call.outputs)
     return DataflowGraph(
         (
             Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
-            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
-            Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",)),
-            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", "ref_logprobs", "scores")),
+            *frozen,
+            Call(Role.ACTOR, CallKind.FORWARD, _SAMPLE, (POLICY_LOGPROBS, ENTROPIES)),
+            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", POLICY_LOGPROBS, *scored)),
         )
     )
 

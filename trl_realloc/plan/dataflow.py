@@ -7,8 +7,8 @@ calls in the next iteration. Where and how a call runs is in `assignment`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -219,6 +219,13 @@ class DataflowGraph:
     def uses_of(self, role: Role) -> tuple[str, ...]:
         """The names of the calls of `role` that do not train it, in order."""
         return tuple(call.name for call in map(self.call, self.order) if call.role is role and not call.trains)
+
+    def without(self, names: Collection[str]) -> DataflowGraph:
+        """The graph without these calls and without their outputs among the inputs of the others."""
+        gone = {column for call in self.calls if call.name in names for column in call.outputs}
+        left = [call for call in self.calls if call.name not in names]
+        read = [replace(call, inputs=tuple(column for column in call.inputs if column not in gone)) for call in left]
+        return replace(self, calls=tuple(read))
 
     def to_dict(self) -> dict[str, object]:
         return {

@@ -159,8 +159,15 @@ class ExecutionPlan:
         return {**streams, **({"barrier": True} if self.barrier else {}), **staleness, **fused}
 
     @staticmethod
-    def from_dict(value: object) -> ExecutionPlan:
-        """The inverse of `to_dict`. Raises `PlanError` with all problems at once, including unknown keys."""
+    def from_dict(value: object, graph: DataflowGraph | None = None) -> ExecutionPlan:
+        """The inverse of `to_dict`.
+
+        Args:
+            graph: of a plan that has none written; by default PPO's.
+
+        Raises:
+            PlanError: with all problems at once, including unknown keys.
+        """
         if not isinstance(value, Mapping):
             raise PlanError(f"a plan has the keys cluster and calls; this is {shown(value)}.")
         problems = Problems(unknown_keys(value, _KEYS, "a plan has no key"))
@@ -169,11 +176,14 @@ class ExecutionPlan:
             problems.append(f"a plan's name is text, not {shown(name)}; put it in quotes or leave it out.")
         elif len(name) > LONGEST_NAME:
             problems.append(f"a plan's name has {LONGEST_NAME} characters at most, this one {len(name):,}.")
-        cluster = graph = None
+        cluster = None
         with problems.of():
             cluster = _read_cluster(value.get("cluster"))
         with problems.of():
-            graph = DataflowGraph.from_dict(value["graph"]) if "graph" in value else _ppo_graph_of(value.get("calls"))
+            if "graph" in value:
+                graph = DataflowGraph.from_dict(value["graph"])
+            else:
+                graph = graph or _ppo_graph_of(value.get("calls"))
         streams, barrier, staleness = None, value.get("barrier", False), Staleness()
         fused: Fused = ()
         with problems.of():

@@ -10,58 +10,84 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..common.errors import PlanError, nearest, shown
-from ..common.files import exists
+from ..common.errors import PlanError, Problems, nearest, shown
+from ..common.files import exists, parse_yaml, read_text
 from .algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from .cluster import Cluster, DeviceMesh, halves
 from .dataflow import CallKind, DataflowGraph, Role
 from .execution_plan import Assignment, ExecutionPlan, ParallelStrategy
+from .fitting import plan_of_run, read_plan
 
 
 class Preset(Protocol):
-    """Makes a plan for a cluster."""
+    """Makes a plan for a cluster.
+
+    Args:
+        graph: the run's calls; by default PPO's.
+    """
 
     def __call__(
-        self, cluster: Cluster, *, generation_engine: str = ..., zero_stage: int = ..., proximal: bool = ...
+        self,
+        cluster: Cluster,
+        *,
+        generation_engine: str = ...,
+        zero_stage: int = ...,
+        graph: DataflowGraph | None = ...,
     ) -> ExecutionPlan: ...
 
 
 def flatten(
-    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, proximal: bool = False
+    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, graph: DataflowGraph | None = None
 ) -> ExecutionPlan:
     """Every call on all devices, one after the other, as TRL does."""
-    plan = _data_parallel("flatten", cluster, {}, generation_engine, zero_stage)
-    return with_proximal(plan) if proximal else plan
+    return _data_parallel("flatten", cluster, graph, {}, generation_engine, zero_stage)
 
 
 def interleave(
-    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, proximal: bool = False
+    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, graph: DataflowGraph | None = None
 ) -> ExecutionPlan:
     """The reference scores on one half of the devices while the reward model scores on the other half. Every other call
-    is on all devices. On one device this is `flatten`."""
+    is on all devices. On one device this is `flatten`.
+
+    Raises:
+        PlanError: the graph has no reference or no reward models.
+    """
+    absent = [role for role in (Role.REFERENCE, Role.REWARD) if role not in (graph or ppo_graph()).roles]
+    if absent:
+        raise PlanError(
+            f"the preset interleave gives one half of the devices to the reference and the other half to the reward "
+            f"models, and this run has no call {' and no call '.join(f'{role}.forward' for role in absent)}; name "
+            f"flatten or separate."
+        )
     if cluster.size == 1:
-        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage, proximal=proximal)
+        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage, graph=graph)
     first, second = halves(cluster)
     meshes = {Role.REFERENCE: first, Role.REWARD: second}
-    plan = _data_parallel("interleave", cluster, meshes, generation_engine, zero_stage)
-    return with_proximal(plan) if proximal else plan
+    return _data_parallel("interleave", cluster, graph, meshes, generation_engine, zero_stage)
 
 
 def separate(
-    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, proximal: bool = False
+    cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, graph: DataflowGraph | None = None
 ) -> ExecutionPlan:
     """Actor and critic train on one half of the devices. Generation and scoring are on the other half, with copies of
-    both that are updated when they change. On one device this is `flatten`."""
+    both that are updated when they change. The actor scores where it trains. On one device this is `flatten`."""
     if cluster.size == 1:
-        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage, proximal=proximal)
+        return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage, graph=graph)
     training, inference = halves(cluster)
-    plan = _data_parallel("separate", cluster, {}, generation_engine, zero_stage, training=training, other=inference)
-    return with_proximal(plan) if proximal else plan
+    return _data_parallel(
+        "separate", cluster, graph, {}, generation_engine, zero_stage, training=training, other=inference
+    )
 
 
 AUTO = "auto"  # the planner's choice, for which the cluster's size is not enough
 
 PRESETS: Mapping[str, Preset] = {"flatten": flatten, "interleave": interleave, "separate": separate}
+
+
+def presets_of(graph: DataflowGraph) -> Mapping[str, Preset]:
+    """The presets that there are for a graph: `interleave` needs a reference and reward models."""
+    frozen = {Role.REFERENCE, Role.REWARD} <= set(graph.roles)
+    return {name: preset for name, preset in PRESETS.items() if frozen or name != "interleave"}
 
 
 def resolve_plan(
@@ -70,7 +96,7 @@ def resolve_plan(
     *,
     generation_engine: str = "vllm",
     zero_stage: int = 0,
-    proximal: bool = False,
+    graph: DataflowGraph | None = None,
 ) -> ExecutionPlan:
     """The plan for a job on `cluster`.
 
@@ -78,24 +104,26 @@ def resolve_plan(
         plan: a preset's name, the path of a YAML file, a plan as a dictionary, or a plan.
         generation_engine: `vllm` or `transformers`; only for a preset.
         zero_stage: of the trained roles; only for a preset.
-        proximal: with `actor.forward`; only for a preset.
+        graph: the run's calls, to which the plan is fitted (`plan_of_run`). Without it a preset is for PPO, and another
+            plan for the calls that it has.
 
     Raises:
-        PlanError: the preset or file does not exist, the plan is invalid, or it is for another number of devices.
+        PlanError: the preset or file does not exist, the plan is invalid, or it is for another number of devices or
+            another algorithm.
     """
     if isinstance(plan, str) and plan in PRESETS:
-        return PRESETS[plan](cluster, generation_engine=generation_engine, zero_stage=zero_stage, proximal=proximal)
+        return PRESETS[plan](cluster, generation_engine=generation_engine, zero_stage=zero_stage, graph=graph)
     if isinstance(plan, (str, Path)):
-        resolved = load_plan(plan)
+        resolved = load_plan(plan, graph)
     elif isinstance(plan, Mapping):
-        resolved = ExecutionPlan.from_dict(plan)
+        resolved = read_plan(plan, graph)
     elif isinstance(plan, ExecutionPlan):
         resolved = plan
     else:
         presets = ", ".join((AUTO, *PRESETS))
         raise PlanError(f"a plan is {presets}, a YAML file's path, a dict or an ExecutionPlan, not {shown(plan)}.")
     resolved.check_world(cluster.size)
-    return resolved
+    return resolved if graph is None else plan_of_run(resolved, graph)
 
 
 def with_sleeping_engines(plan: ExecutionPlan) -> ExecutionPlan:
@@ -107,42 +135,18 @@ def with_sleeping_engines(plan: ExecutionPlan) -> ExecutionPlan:
     return replace(plan, assignments=assignments)
 
 
-def with_proximal(plan: ExecutionPlan) -> ExecutionPlan:
-    """A plan of PPO with `actor.forward`: as the plan has it, or, where it does not, on the mesh of `actor.train` and
-    in its layout, so that no parameters move."""
-    if PROXIMAL_CALL in plan.assignments:
-        return plan
-    training = plan["actor.train"]
-    # stages 1 and 2 shard what a forward does not have
-    stage = training.strategy.zero_stage if training.strategy.zero_stage == 3 else 0
-    in_place = Assignment(training.mesh, replace(training.strategy, zero_stage=stage), training.engine)
-    assignments = {**plan.assignments, PROXIMAL_CALL: in_place}
-    return replace(plan, assignments=assignments, graph=ppo_graph(proximal=True))
+def load_plan(path: str | Path, graph: DataflowGraph | None = None) -> ExecutionPlan:
+    """The plan in a YAML file. Raises `PlanError`, which suggests a preset if there is no such file.
 
-
-def without_proximal(plan: ExecutionPlan) -> ExecutionPlan:
-    """A plan of PPO without `actor.forward`.
-
-    Raises:
-        PlanError: `actor.forward` is the only call that the plan streams.
+    Args:
+        graph: the run's calls, for a file without a graph; by default PPO's.
     """
-    streams = plan.streams
-    if streams is not None and streams.calls == (PROXIMAL_CALL,):
-        raise PlanError(
-            f"the plan streams {PROXIMAL_CALL} alone, which this run does not have; leave streams out of the plan, or "
-            f"set vllm_importance_sampling_correction."
-        )
-    if streams is not None and streams.calls is not None:
-        streams = replace(streams, calls=tuple(name for name in streams.calls if name != PROXIMAL_CALL))
-    assignments = {name: assignment for name, assignment in plan.assignments.items() if name != PROXIMAL_CALL}
-    return replace(plan, assignments=assignments, graph=ppo_graph(), streams=streams)
-
-
-def load_plan(path: str | Path) -> ExecutionPlan:
-    """The plan in a YAML file. Raises `PlanError`, which suggests a preset if there is no such file."""
     file = Path(path)
     if exists(file):
-        return ExecutionPlan.load(file)
+        text, problems = read_text(file, "the plan"), Problems()
+        with problems.of(str(file)):
+            return read_plan(parse_yaml(text, "the plan"), graph)
+        problems.refuse()
     presets = ", ".join(PRESETS)
     if file.suffix in (".yaml", ".yml") or len(file.parts) > 1:
         raise PlanError(f"there is no plan file {shown(str(path))}; give its path, or one of the presets {presets}.")
@@ -154,6 +158,7 @@ def load_plan(path: str | Path) -> ExecutionPlan:
 def _data_parallel(
     name: str,
     cluster: Cluster,
+    graph: DataflowGraph | None,
     meshes: Mapping[Role, DeviceMesh],
     generation_engine: str,
     zero_stage: int,
@@ -162,17 +167,20 @@ def _data_parallel(
     other: DeviceMesh | None = None,
 ) -> ExecutionPlan:
     """A plan with every call data-parallel. A call that does not train has ZeRO stage 3 if `zero_stage` is 3, and
-    otherwise 0, because it has no optimizer state or gradients to shard.
+    otherwise 0, because it has no optimizer state or gradients to shard. `actor.forward` is on the mesh of
+    `actor.train`, so that no parameters move for it.
 
     Args:
+        graph: `None` for PPO's.
         meshes: by role.
         training, other: the mesh of calls that train, and of other calls, for roles that are not in `meshes`; by
             default all devices.
     """
-    graph: DataflowGraph = ppo_graph()
+    graph = graph or ppo_graph()
     assignments = {}
     for call in graph.calls:
-        mesh = meshes.get(call.role, (training if call.trains else other) or cluster.mesh)
+        is_with_training = call.trains or call.name == PROXIMAL_CALL
+        mesh = meshes.get(call.role, (training if is_with_training else other) or cluster.mesh)
         if call.kind is CallKind.GENERATE:
             assignments[call.name] = Assignment(mesh, ParallelStrategy(dp=mesh.size), generation_engine)
         else:

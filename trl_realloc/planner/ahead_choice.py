@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..common.errors import PlanError
-from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from ..plan.presets import separate
 from ..plan.staleness import Staleness, calls_ahead
 from .ahead_problem import AheadProblem, splits
@@ -171,9 +170,8 @@ def _versions(most: int) -> list[int]:
 def _separate_presets(problem: Problem, *, exact: bool) -> Iterator[PricedPlan]:
     """The preset `separate`, under each ZeRO stage."""
     space = problem.space
-    proximal = PROXIMAL_CALL in space.graph.order
-    for stage in space.zero_stages if space.graph == ppo_graph(proximal=proximal) else ():
-        plan = separate(space.cluster, zero_stage=stage, proximal=proximal)
+    for stage in space.zero_stages if space.graph.trained_roles else ():
+        plan = separate(space.cluster, zero_stage=stage, graph=space.graph)
         name = "separate" if stage == 0 else f"separate, ZeRO-{stage}"
         yield problem.priced_plan(problem.state_of(plan.assignments), name, exact=exact)
 

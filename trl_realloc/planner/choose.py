@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.errors import PlanError
-from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
-from ..plan.presets import PRESETS, with_sleeping_engines
+from ..plan.presets import presets_of, with_sleeping_engines
 from .ahead_choice import StalenessChoice, choose_staleness
 from .cost import PARTS, CallCost, Pricing
 from .problem import PricedPlan, Problem
@@ -239,13 +239,12 @@ def _price_presets(
     """The presets that fit in memory, each under its fastest ZeRO stage; and those that do not fit."""
     fitting: list[PricedPlan] = []
     too_large: list[Alternative] = []
-    cluster = problem.space.cluster
-    proximal = PROXIMAL_CALL in problem.space.graph.order
-    for name, preset in PRESETS.items() if problem.space.graph == ppo_graph(proximal=proximal) else ():
+    cluster, graph = problem.space.cluster, problem.space.graph
+    for name, preset in presets_of(graph).items():
         by_stage = []
         for stage in stages:
             label = name if stage == 0 else f"{name}, ZeRO-{stage}"
-            plan = preset(cluster, generation_engine=generation_engine, zero_stage=stage, proximal=proximal)
+            plan = preset(cluster, generation_engine=generation_engine, zero_stage=stage, graph=graph)
             if problem.space.pricing.vllm_sleeps:
                 plan = with_sleeping_engines(plan)
             by_stage.append(problem.priced_plan(problem.state_of(plan.assignments), label, exact=is_small))

@@ -92,7 +92,7 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
     """
     if job.cluster.size == 1:
         # one device has one plan
-        plan = flatten(job.cluster, generation_engine=job.engine, proximal=job.has_proximal)
+        plan = flatten(job.cluster, generation_engine=job.engine, graph=job.graph)
         return JobPlan(with_sleeping_engines(plan) if job.vllm_sleeps else plan).allowed(job.check)
     profile, is_new = cached_profile(job) if measure_first else (starting_profile(job), False)
     if not profile.observations:

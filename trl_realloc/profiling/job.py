@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..engines.device import memory_bytes
 from ..engines.training import deepspeed_compat
-from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
@@ -81,11 +81,6 @@ class Job:
             max_staleness=self.max_staleness,
             time_limit_s=time_limit_s,
         )
-
-    @property
-    def has_proximal(self) -> bool:
-        """Whether the run has the call `actor.forward`."""
-        return PROXIMAL_CALL in self.graph.order
 
     @property
     def zero_stages(self) -> tuple[int, ...]:

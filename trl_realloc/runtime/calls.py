@@ -185,15 +185,18 @@ def completed(
 
 
 def forward(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:
-    """Compute the call's output column for this rank's samples: a number per token from a policy or a value model, a
-    number per sample from a role of the kind `score`."""
+    """Compute the call's outputs for this rank's samples: a number per token from a policy or a value model, a number
+    per sample from a role of the kind `score`. The second output of a policy is the entropy at each token."""
     samples = as_responses(call, samples)
     if placement.roles[call.role].kind == "score":
         return score(placement, settings, call, samples, step.rows)
     with placement.scoring(call.name) as (engine,):
         out = engine.forward(samples, placement.budget(call.name))
-    column = "logprobs" if placement.roles[call.role].kind == "policy" else "values"
-    return Rollouts(index=samples.tensor("index"), **{call.outputs[0]: out[column]}) if out else Rollouts()
+    if not out:
+        return Rollouts()
+    columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)
+    made = {name: out[column] for name, column in zip(call.outputs, columns, strict=False)}
+    return Rollouts(index=samples.tensor("index"), **made)
 
 
 def score(

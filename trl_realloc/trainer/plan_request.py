@@ -11,22 +11,19 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..common.errors import PlanError
 from ..common.notices import notice
 from ..engines.device import is_accelerator
 from ..engines.generation.vllm_support import is_vllm_available, why_not_served, why_not_this_class
 from ..engines.models import read_config
-from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import AUTO, resolve_plan, with_proximal, with_sleeping_engines, without_proximal
+from ..plan.presets import AUTO, resolve_plan, with_sleeping_engines
 from ..plan.staleness import Staleness
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
 from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
-from .ppo_config import PPOConfig
 from .trainer_inputs import path_as_text
 
 
@@ -51,12 +48,16 @@ class PlanRequest:
     policy_config: Any
 
 
-def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, model: Any) -> PlanRequest:
+def read_plan_request(
+    args: Any, plugin: ReallocationPlugin, world: Any, model: Any, graph: DataflowGraph
+) -> PlanRequest:
     """The execution plan of this job, unless the planner is to choose it (`auto`). All ranks together.
 
     Args:
+        args: training arguments of any trainer.
         world: Accelerate's `PartialState`.
         model: the policy as the user gave it.
+        graph: the run's calls.
 
     Raises:
         PlanError: there is no such plan, or it is for another number of processes or another algorithm.
@@ -76,10 +77,10 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
         logger.warning(f"generation_engine is transformers, which is slower than vLLM: {problem}.")
     processes = meet() if is_accelerator(args.device) else without_gpus(meet())
     cluster = cluster_of(processes)
-    graph = args.ppo_settings().graph
+    max_staleness = getattr(args, "max_staleness", 0)
     plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph)
     if plan is not None:
-        plan = _with_staleness(plan, args.max_staleness, is_preset=plugin.plan == "separate")
+        plan = _with_staleness(plan, max_staleness, is_preset=plugin.plan == "separate")
     if plan is not None and args.vllm_enable_sleep_mode:
         if plan.staleness.versions:
             raise ConfigError(
@@ -97,9 +98,9 @@ def read_plan_request(args: PPOConfig, plugin: ReallocationPlugin, world: Any, m
         raise ConfigError(f"{problem}; set generation_engine: transformers.")
     if "vllm" not in engines and args.vllm_engine_kwargs and world.is_main_process:
         logger.warning("vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine.")
-    if args.max_staleness > 0 and not args.vllm_importance_sampling_correction and world.is_main_process:
+    if max_staleness > 0 and not args.vllm_importance_sampling_correction and world.is_main_process:
         logger.warning(
-            f"vllm_importance_sampling_correction is false at max_staleness {args.max_staleness}: the KL penalty and "
+            f"vllm_importance_sampling_correction is false at max_staleness {max_staleness}: the KL penalty and "
             f"PPO's ratio are those of the policies that drew the tokens, and updates are clipped around these."
         )
     return PlanRequest(plan, cluster, engine, processes, config if isinstance(model, str) else None)
@@ -118,18 +119,12 @@ def _requested_plan(
         PlanError: there is no such plan, or it is for another number of processes or another algorithm.
     """
     stage = 0 if deepspeed is None else int(deepspeed.zero_stage)
-    options: dict[str, Any] = {
-        "generation_engine": engine,
-        "zero_stage": stage,
-        "proximal": PROXIMAL_CALL in graph.order,
-    }
+    options: dict[str, Any] = {"generation_engine": engine, "zero_stage": stage, "graph": graph}
     if plugin.plan != AUTO:
-        plan = resolve_plan(plugin.plan, cluster, **options)
-    elif stage or cluster.size == 1:  # launching with ZeRO is a choice of the user's; one device leaves no choice
-        plan = resolve_plan("flatten", cluster, **options)
-    else:
-        return None
-    return _for_graph(plan, graph)
+        return resolve_plan(plugin.plan, cluster, **options)
+    if stage or cluster.size == 1:  # launching with ZeRO is a choice of the user's; one device leaves no choice
+        return resolve_plan("flatten", cluster, **options)
+    return None
 
 
 def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> ExecutionPlan:
@@ -157,34 +152,3 @@ def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> Execu
     name = f"the plan {plan.name!r}" if plan.name else "the plan"
     notice(f"{name} has no staleness, so max_staleness {most} has no effect; the preset separate generates ahead")
     return plan
-
-
-def _for_graph(plan: ExecutionPlan, graph: DataflowGraph) -> ExecutionPlan:
-    """The plan with `actor.forward` if the run corrects its rollouts, and without it otherwise. A notice says what was
-    changed, so that one plan serves runs with and without the correction.
-
-    Args:
-        graph: of the run.
-
-    Raises:
-        PlanError: the plan is for another algorithm, or it would stream nothing without `actor.forward`.
-    """
-    if plan.graph == graph:
-        return plan
-    if plan.graph == ppo_graph():
-        notice(
-            f"the plan has no {PROXIMAL_CALL}, which vllm_importance_sampling_correction needs; it runs on the mesh of "
-            f"actor.train and in its layout, {with_proximal(plan).mesh(PROXIMAL_CALL)} "
-            f"({with_proximal(plan)[PROXIMAL_CALL].strategy})"
-        )
-        return with_proximal(plan)
-    if plan.graph == ppo_graph(proximal=True):
-        notice(
-            f"the plan's {PROXIMAL_CALL} is left out, because this run does not correct its rollouts "
-            f"(vllm_importance_sampling_correction)"
-        )
-        return without_proximal(plan)
-    raise PlanError(
-        f"the plan's graph has the calls {', '.join(plan.graph.order)}, but this trainer runs PPO, with the calls "
-        f"{', '.join(graph.order)}; leave graph out of the plan."
-    )

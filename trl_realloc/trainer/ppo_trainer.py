@@ -126,7 +126,7 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
         self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
-        request = read_plan_request(args, self.plugin, world, model)
+        request = read_plan_request(args, self.plugin, world, model, args.ppo_settings().graph)
         inputs = TrainerInputs(
             processing_class=processing_class,
             model=model,
