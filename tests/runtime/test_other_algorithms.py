@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import tiny
 import torch
-from remax import GRAPH, GREEDY, call_by_call, learned, place, whole_run
+from remax import GRAPH, GREEDY, call_by_call, learned, place, prompts, whole_run
 
 from trl_realloc import Cluster, ExecutionPlan, PlanError
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
+from trl_realloc.runtime.calls import Step
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.roles import RoleModels, Roles
 
@@ -45,6 +47,21 @@ def test_two_calls_of_one_role_draw_apart_and_as_each_is_told_to() -> None:
     greedy, sampled = samples.ragged("greedy_responses"), samples.ragged("responses")
     assert greedy.values.tolist() != sampled.values.tolist()
     assert float(samples.ragged("greedy_logprobs").values.min()) > -1e-3, "a greedy token is all but certain"
+
+
+def test_the_second_output_of_a_policys_forward_is_the_entropy() -> None:
+    graph = GRAPH.without([GREEDY, "reward.forward.greedy"])
+    forward = Call(Role.ACTOR, CallKind.FORWARD, ("prompts", "responses"), ("policy_logprobs", "entropies"))
+    graph = DataflowGraph((*graph.calls, forward))
+    plan = resolve_plan("flatten", Cluster(1, 1), generation_engine="transformers", graph=graph)
+    executor, batch = place(plan, 0), prompts()
+    executor.begin(Step(0, batch.rows))
+    samples = batch.prompts.plus(**executor.perform("actor.generate", batch.prompts))
+    scored = executor.perform("actor.forward", samples)
+    assert torch.allclose(scored.ragged("policy_logprobs").values, samples.ragged("logprobs").values, atol=1e-5)
+    entropies, words = scored.ragged("entropies"), tiny.policy().config.vocab_size
+    assert torch.equal(entropies.lengths, samples.ragged("responses").lengths)
+    assert float(entropies.values.min()) > 0 and float(entropies.values.max()) < math.log(words)
 
 
 def test_a_role_cannot_copy_a_role_that_no_call_trains() -> None:
