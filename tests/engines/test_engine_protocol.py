@@ -322,7 +322,7 @@ def test_a_stop_token_ends_its_sample_and_is_part_of_it(generator: Any) -> None:
     asked = requests(24)
     free = in_order(engine, asked)
     stop = free[0].token_ids[5]
-    got = in_order(engine, asked, Sampling(max_tokens=24, temperature=0.7, stop_token_id=stop))
+    got = in_order(engine, asked, Sampling(max_tokens=24, temperature=0.7, stop_token_ids=(stop,)))
     for whole, cut in zip(free, got, strict=True):
         length = whole.token_ids.index(stop) + 1 if stop in whole.token_ids else 24
         assert (cut.token_ids, cut.stopped) == (whole.token_ids[:length], stop in whole.token_ids)

@@ -38,7 +38,7 @@ Start = Callable[..., VLLMEngine]
 
 ROWS = 16  # that the engine generates at the same time
 LONG = Sampling(max_tokens=200, temperature=TEMPERATURE)
-STOPPING = Sampling(max_tokens=200, temperature=TEMPERATURE, stop_token_id=3)
+STOPPING = Sampling(max_tokens=200, temperature=TEMPERATURE, stop_token_ids=(3,))
 
 
 @pytest.fixture(scope="module")

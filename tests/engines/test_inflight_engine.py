@@ -80,21 +80,23 @@ def test_steps_under_way_are_waited_for_and_their_tokens_are_of_the_version_befo
 
 GROWTH = """
 import gc, json, sys, tracemalloc
+from dataclasses import asdict
+from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.generation.vllm_host import build
-from trl_realloc.engines.generation.vllm_requests import RunningRequests
+from trl_realloc.engines.generation.vllm_requests import CachedKeys, RunningRequests
 from trl_realloc.engines.generation.vllm_sampler import SeededRows
 
 settings = dict(model=sys.argv[1], max_model_len=256, max_num_seqs=16, tensor_parallel_size=1, dtype="float32",
                 kv_cache_gib=1 / 32, gpu_memory_utilization=0.3, repeatable_sampling=False, sleep_level=0,
-                engine_kwargs={})
+                engine_kwargs={}, tokenizer=None)
 if __name__ == "__main__":
     llm = build(settings)
     engine, rounds, each = llm.llm_engine, 60, 50
     core = engine.engine_core.engine_core
-    running = RunningRequests(llm, dict(max_tokens=4, temperature=0.7, stop_token_id=3), by_seed=True, version=0)
+    running = RunningRequests(llm, asdict(Sampling(4, 0.7, (3,))), by_seed=True, version=0, keys=CachedKeys())
 
     def run(number):
-        running.add([(each * number + i, [i + 1, number % 100, 3] * 50, i, 0) for i in range(each)])
+        running.add([(each * number + i, [i + 1, number % 100, 3] * 50, i, 0, 4) for i in range(each)])
         done, withdrawn = 0, 0
         while running:
             done += len(running.step())

@@ -45,7 +45,7 @@ Start = Callable[..., VLLMEngine]
 
 ROWS = 16  # that an engine generates at the same time
 LONG = Sampling(max_tokens=64, temperature=0.7)
-STOPPING = Sampling(max_tokens=64, temperature=0.7, stop_token_id=3)
+STOPPING = Sampling(max_tokens=64, temperature=0.7, stop_token_ids=(3,))
 
 
 @pytest.fixture(scope="module")
@@ -306,12 +306,14 @@ def test_another_releases_vllm_fails_loudly_and_steps_under_way_are_waited_for()
 
 COUNT = """
 import json, random, sys
+from dataclasses import asdict
+from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.generation.vllm_host import build
-from trl_realloc.engines.generation.vllm_requests import RunningRequests
+from trl_realloc.engines.generation.vllm_requests import CachedKeys, RunningRequests
 
 settings = dict(model=sys.argv[1], max_model_len=256, max_num_seqs=16, tensor_parallel_size=1, dtype="float32",
                 kv_cache_gib=0.25, gpu_memory_utilization=0.3, repeatable_sampling=False, sleep_level=0,
-                engine_kwargs={})
+                engine_kwargs={}, tokenizer=None)
 if __name__ == "__main__":
     llm, chance, decoded = build(settings), random.Random(3), 0
     core, get_output = llm.llm_engine.engine_core, llm.llm_engine.engine_core.get_output
@@ -323,18 +325,18 @@ if __name__ == "__main__":
         return outputs
 
     core.get_output = counted
-    running = RunningRequests(llm, dict(max_tokens=64, temperature=0.7, stop_token_id=3), by_seed=True, version=1)
+    running = RunningRequests(llm, asdict(Sampling(64, 0.7, (3,))), by_seed=True, version=1, keys=CachedKeys())
     prompts = {index: [index + 1, 2, 3] for index in range(24)}
     begun, complete, moves = {index: [] for index in prompts}, {}, 0
-    running.add([(index, prompt, index, 0) for index, prompt in prompts.items()])
+    running.add([(index, prompt, index, 0, 64) for index, prompt in prompts.items()])
     while running:
-        for index, tokens, logprobs, stopped, _ in running.step():
+        for index, tokens, logprobs, *_ in running.step():
             assert len(logprobs) == len(tokens)
             complete[index] = begun[index] + tokens
         for index, tokens, logprobs, _ in running.withdraw(chance.sample(sorted(prompts), chance.randrange(4)), 1):
             assert len(logprobs) == len(tokens)
             begun[index] += tokens
-            running.add([(index, prompts[index] + begun[index], index, len(begun[index]))])
+            running.add([(index, prompts[index] + begun[index], index, len(begun[index]), 64)])
             moves += 1
     print(json.dumps([moves, decoded, sum(map(len, complete.values())), sorted(complete) == sorted(prompts)]))
 """

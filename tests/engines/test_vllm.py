@@ -86,7 +86,7 @@ def test_the_same_seeds_draw_the_same_tokens_as_generation_by_transformers(
     loaded: VLLMEngine, model: LlamaForCausalLM
 ) -> None:
     reference = TransformersEngine(lambda: contextlib.nullcontext(model), torch.device("cpu"), batch_size=8)
-    sampling = Sampling(max_tokens=24, temperature=0.7, stop_token_id=3)
+    sampling = Sampling(max_tokens=24, temperature=0.7, stop_token_ids=(3,))
     for one, other in zip(
         samples(loaded, requests(24), sampling), samples(reference, requests(24), sampling), strict=True
     ):
@@ -174,7 +174,7 @@ def test_a_generation_left_unfinished_is_ended_by_the_next_call(loaded: VLLMEngi
     assert samples(loaded, requests(8)) == expected
     with pytest.raises(EngineError, match="ended by a later call"):
         next(left)
-    short_and_long = loaded.generate(requests(64), Sampling(max_tokens=200, temperature=0.7, stop_token_id=3))
+    short_and_long = loaded.generate(requests(64), Sampling(max_tokens=200, temperature=0.7, stop_token_ids=(3,)))
     next(short_and_long)
     short_and_long.close()  # type: ignore[attr-defined]
     loaded.load(buckets(model), 1)
@@ -182,7 +182,7 @@ def test_a_generation_left_unfinished_is_ended_by_the_next_call(loaded: VLLMEngi
 
 
 def test_samples_come_as_they_finish(loaded: VLLMEngine) -> None:
-    sampling = Sampling(max_tokens=200, temperature=0.7, stop_token_id=3)
+    sampling = Sampling(max_tokens=200, temperature=0.7, stop_token_ids=(3,))
     lengths = [len(completion.token_ids) for completion in loaded.generate(requests(48), sampling)]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]

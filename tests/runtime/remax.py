@@ -95,13 +95,13 @@ def place(plan: ExecutionPlan, rank: int) -> Executor:
     placement = Placement(plan, rank, Roles({Role.ACTOR: actor, Role.REWARD: RoleModels("score", [])}), options)
     placement.start()
     rules = CallSettings(
-        Sampling(LENGTH, 1.0, tokenizer.eos_token_id),
+        Sampling(LENGTH, 1.0, (tokenizer.eos_token_id,)),
         seed=3,
         eos_token_id=tokenizer.eos_token_id,
         processing_class=tokenizer,
         functions=[FunctionReward(even, "even")],
         reward_weights={"even": 1.0},
-        sampling_of={GREEDY: Sampling(LENGTH, 1e-6, tokenizer.eos_token_id)},
+        sampling_of={GREEDY: Sampling(LENGTH, 1e-6, (tokenizer.eos_token_id,))},
     )
     return make_executor(placement, ReMax(), rules)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -45,17 +45,45 @@ class EngineDied(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Always from the whole vocabulary, because PPO's ratio compares full distributions.
+    """How tokens are drawn. The defaults draw from the whole vocabulary, as PPO does.
+
+    The distribution of a token is made in vLLM's order: `regex` excludes tokens, the repetition penalty changes logits,
+    they are divided by the temperature, and min-p, top-k and top-p exclude tokens; the probabilities of those that stay
+    sum to 1. Transformers' own `generate` applies min-p after top-p, so it keeps other tokens where both are set.
+
+    For importance ratios: a `Completion` has the log-probabilities under this distribution (`processed_logprobs` of
+    vLLM, as TRL asks for). A forward of the model gives those of the whole vocabulary, after temperature at best. They
+    agree only with neutral values of all other settings. Where tokens were excluded, the engine's are greater by minus
+    the logarithm of the probability of the tokens that stayed, so a ratio of the two is biased (TRL's issue 6789).
 
     Args:
         max_tokens: most response tokens, the stop token and those that a request has `begun` with included.
         temperature: logits are divided by this; greater than 0.
-        stop_token_id: the token that ends a response and is its last; `None` for responses of `max_tokens` tokens.
+        stop_token_ids: a response ends with any of these tokens, which is its last; empty for responses of `max_tokens`
+            tokens.
+        top_p: keep the most probable tokens, as many as have this probability together; in (0, 1].
+        top_k: keep this number of most probable tokens; 0 keeps all.
+        min_p: keep tokens that have this share of the greatest probability; in [0, 1].
+        repetition_penalty: positive logits of tokens that are in the prompt or in the response so far are divided by
+            this, negative ones multiplied; greater than 0.
+        regex: the response's text matches this regular expression (vLLM's structured outputs). The tokenizer's eos
+            token ends a response too. vLLM only, and only an engine that has a tokenizer.
+        extra: further arguments of vLLM's `SamplingParams`. vLLM only; checked by `generation/sampling_checks`.
     """
 
     max_tokens: int
     temperature: float
-    stop_token_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    regex: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def limit_of(self, request: GenerationRequest) -> int:
+        """Most response tokens of this request."""
+        return self.max_tokens if request.max_tokens is None else request.max_tokens
 
 
 class Updates(StrEnum):
@@ -91,12 +119,14 @@ class GenerationRequest:
         index: in the global batch.
         seed: determines the response's random draws.
         begun: the tokens that another engine has already drawn; the generation goes on after them.
+        max_tokens: most response tokens of this request, at most those of the `Sampling`; `None` for those.
     """
 
     index: int
     prompt_ids: tuple[int, ...]
     seed: int
     begun: Unfinished | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,9 +136,12 @@ class Completion:
     Args:
         index: of its request.
         token_ids: with the stop token, if it `stopped`, and with those that the request had `begun` with.
-        logprobs: of each token, natural logarithms, under the distribution after temperature that it was drawn from.
-        stopped: whether it ended with the stop token.
+        logprobs: of each token, natural logarithms, under the distribution that it was drawn from (`Sampling`).
+        stopped: whether it ended with a stop token, or by a rule of `Sampling.regex` or `extra`; otherwise its limit of
+            tokens ended it.
         versions: of the parameters that each token was drawn with: the engine's `version` at that time.
+        cached_tokens: tokens of the prompt, with those that the request had `begun` with, whose keys and values the
+            engine found in its cache; it did not compute these.
     """
 
     index: int
@@ -116,6 +149,7 @@ class Completion:
     logprobs: tuple[float, ...]
     stopped: bool
     versions: tuple[int, ...]
+    cached_tokens: int = field(default=0, compare=False)
 
 
 @runtime_checkable
@@ -194,7 +228,7 @@ class Generation(Protocol):
         Args:
             indices: of requests. Those that have finished meanwhile are left out, because they come out of `poll`, and
                 so are those that are not in this generation.
-            least_tokens: requests that have fewer tokens left until `max_tokens` go on.
+            least_tokens: requests that have fewer tokens left until their limit go on.
 
         Returns:
             What each withdrawn request has drawn so far. It has no tokens if its decoding has not begun.

@@ -232,7 +232,9 @@ def _describe_job(
 
 def _call_settings(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens, rewards: Rewards) -> CallSettings:
     return CallSettings(
-        sampling=Sampling(args.response_length, sampling_temperature(args), tokens.stop),
+        sampling=Sampling(
+            args.response_length, sampling_temperature(args), () if tokens.stop is None else (tokens.stop,)
+        ),
         seed=args.seed,
         eos_token_id=tokens.eos,
         processing_class=inputs.processing_class,

@@ -120,9 +120,11 @@ class BackgroundGeneration:
         """Take the samples of a message; a message of progress has none. Returns whether it is one of the two."""
         if message[0] == "samples":
             _, samples, self._ended_at = message
-            for index, tokens, logprobs, stopped, runs in samples:
-                whole = self._with_begun(index, tokens, logprobs, runs)
-                self._finished.append(Completion(index, whole.token_ids, whole.logprobs, stopped, whole.versions))
+            for *drawn, stopped, cached in samples:
+                whole = self._with_begun(*drawn)
+                self._finished.append(
+                    Completion(whole.index, whole.token_ids, whole.logprobs, stopped, whole.versions, cached)
+                )
         return message[0] in ("samples", "progress")
 
     def _ask(self, word: str, doing: str, *message: Any) -> list[Unfinished]:
@@ -165,6 +167,7 @@ class BackgroundGeneration:
                 [*request.prompt_ids, *begun[request.index].token_ids],
                 request.seed & (2**63 - 1),
                 len(begun[request.index].token_ids),
+                self._sampling.limit_of(request),
             )
             for request in requests
         ]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..base import EngineError, GenerationRequest, Sampling
-from .vllm_support import MIN_TEMPERATURE
+from .sampling_checks import vllm_problems, why_not_moved
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class RequestChecks:
         name: of the engine in messages.
         max_model_len: most tokens of a prompt and its response together.
         vocabulary: number of the model's tokens; `None` if it is not known.
+        has_tokenizer: whether the engine can read text.
     """
 
     name: str
     max_model_len: int
     vocabulary: int | None
+    has_tokenizer: bool = False
 
     def check(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, unfinished: Collection[int] = ()
@@ -37,15 +39,14 @@ class RequestChecks:
         Raises:
             EngineError: which request cannot be served, and why.
         """
-        if sampling.max_tokens < 1:
-            raise EngineError(f"{self.name}: max_tokens is {sampling.max_tokens}; it must be at least 1.")
-        if not sampling.temperature >= MIN_TEMPERATURE:
-            raise EngineError(f"{self.name}: temperature {sampling.temperature} is below vLLM's {MIN_TEMPERATURE}.")
+        if problems := vllm_problems(sampling, self.vocabulary, self.has_tokenizer):
+            raise EngineError(f"{self.name}: {' '.join(problems)}")
         indices = set(unfinished)
         for request in requests:
             if request.index in indices:
                 raise EngineError(f"{self.name}: request {request.index} is in this generation already.")
             indices.add(request.index)
+            check_limit(self.name, request, sampling)
             self._check_prompt(request, sampling)
             self._check_begun(request, sampling)
 
@@ -53,10 +54,11 @@ class RequestChecks:
         length = len(request.prompt_ids)
         if length == 0:
             raise EngineError(f"{self.name}: the prompt of request {request.index} is empty.")
-        if length + sampling.max_tokens > self.max_model_len:
+        limit = sampling.limit_of(request)
+        if length + limit > self.max_model_len:
             raise EngineError(
                 f"{self.name}: the prompt of request {request.index} has {length} tokens; with up to "
-                f"{sampling.max_tokens} new ones that is more than max_model_len {self.max_model_len}. "
+                f"{limit} new ones that is more than max_model_len {self.max_model_len}. "
                 "Shorten the prompt or the response, or raise max_model_len."
             )
         if not self._in_vocabulary(request.prompt_ids):
@@ -81,13 +83,18 @@ class RequestChecks:
                 f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens and "
                 f"{len(begun.versions)} versions; each token needs one."
             )
-        if len(begun.token_ids) >= sampling.max_tokens:
+        if len(begun.token_ids) >= sampling.limit_of(request):
             raise EngineError(
                 f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens, and max_tokens is "
-                f"{sampling.max_tokens}: it has finished."
+                f"{sampling.limit_of(request)}: it has finished."
             )
-        if begun.token_ids and begun.token_ids[-1] == sampling.stop_token_id:
-            raise EngineError(f"{self.name}: request {request.index} has begun with the stop token: it has finished.")
+        if begun.token_ids and begun.token_ids[-1] in sampling.stop_token_ids:
+            raise EngineError(f"{self.name}: request {request.index} has begun with a stop token: it has finished.")
+        if begun.token_ids and (why := why_not_moved(sampling)):
+            raise EngineError(
+                f"{self.name}: request {request.index} was begun by another engine, and cannot go on here: {why}. "
+                "Choose a plan without migration, or leave the setting out."
+            )
         if begun.token_ids and not self._in_vocabulary(begun.token_ids):
             raise EngineError(
                 f"{self.name}: request {request.index} has begun with a token outside the model's vocabulary of "
@@ -96,3 +103,16 @@ class RequestChecks:
 
     def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
         return not self.vocabulary or 0 <= min(token_ids) <= max(token_ids) < self.vocabulary
+
+
+def check_limit(name: str, request: GenerationRequest, sampling: Sampling) -> None:
+    """Refuse a request's own limit of tokens that is not from 1 to that of `sampling`.
+
+    Args:
+        name: of the engine in messages.
+    """
+    if not 1 <= sampling.limit_of(request) <= sampling.max_tokens:
+        raise EngineError(
+            f"{name}: request {request.index} has a max_tokens of {request.max_tokens}; it may be from 1 to the "
+            f"sampling's {sampling.max_tokens}."
+        )

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
 from ..base import Bucket, Completion, EngineError, GenerationEngine, GenerationRequest, Sampling
+from .request_checks import check_limit
+from .sampling_checks import transformers_problems
+from .token_draw import draw, keep_likely, keep_nucleus, keep_top, penalize_repetition
 
 
 class _SeededDraw(LogitsProcessor):
@@ -24,22 +27,43 @@ class _SeededDraw(LogitsProcessor):
 
     One uniform number per token is mapped through the inverse of the cumulative distribution, so a sample depends on
     its seed and not on the other samples, the batch size or the number of processes. Keeps one log-probability per
-    token; `output_scores` would keep those of the full vocabulary.
+    token; `output_scores` would keep those of the full vocabulary. Changes logits in vLLM's order (`base.Sampling`).
+
+    Args:
+        prompts: (rows, tokens), with `mask` (rows, tokens), 0 for padding.
+        tokens: most tokens to draw.
     """
 
-    def __init__(self, seeds: Sequence[int], sampling: Sampling, device: torch.device) -> None:
-        uniform = np.stack([np.random.default_rng(seed).random(sampling.max_tokens) for seed in seeds])
-        self.uniform = torch.from_numpy(uniform).to(device)
-        self.temperature = sampling.temperature
+    def __init__(self, seeds: Sequence[int], sampling: Sampling, tokens: int, prompts: Tensor, mask: Tensor) -> None:
+        uniform = np.stack([np.random.default_rng(seed).random(tokens) for seed in seeds])
+        self.uniform = torch.from_numpy(uniform).to(prompts.device)
+        self.sampling, self.prompts, self.mask = sampling, prompts, mask
+        self.seen: Tensor | None = None  # (rows, vocabulary) bool
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logprobs = torch.log_softmax(scores.float() / self.temperature, -1)
-        cumulative = logprobs.double().exp().cumsum(-1)
-        point = self.uniform[:, len(self.logprobs), None] * cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, point, right=True).clamp(max=scores.shape[-1] - 1)
+        logprobs = torch.log_softmax(self._logits(scores.float()), -1)
+        token = draw(logprobs, self.uniform[:, len(self.logprobs), None])[:, None]
         self.logprobs.append(logprobs.gather(-1, token).squeeze(-1))
+        if self.seen is not None:
+            self.seen.scatter_(-1, token, True)
         return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+
+    def _logits(self, logits: Tensor) -> Tensor:
+        """Of the distribution to draw from: (rows, vocabulary) float32."""
+        sampling = self.sampling
+        if sampling.repetition_penalty != 1.0:
+            if self.seen is None:
+                # padding is token 0, which must not count; a count per token, because several places of a row write it
+                counts = torch.zeros_like(logits).scatter_add_(-1, self.prompts, self.mask.to(logits.dtype))
+                self.seen = counts > 0
+            logits = penalize_repetition(logits, self.seen, sampling.repetition_penalty)
+        logits = keep_likely(logits / sampling.temperature, sampling.min_p)
+        if sampling.top_k:
+            logits = keep_top(logits, torch.full((len(logits),), sampling.top_k, device=logits.device))
+        if sampling.top_p < 1.0:
+            logits = keep_nucleus(logits, torch.full((len(logits),), sampling.top_p, device=logits.device))
+        return logits
 
 
 class TransformersEngine:
@@ -81,6 +105,10 @@ class TransformersEngine:
                 f"request {continued[0]} was begun by another engine, and generation by Transformers cannot go on with "
                 "it; samples move between vLLM engines alone (generation_engine: vllm)."
             )
+        if problems := transformers_problems(sampling, None):
+            raise EngineError(" ".join(problems))
+        for request in requests:
+            check_limit("generation with Transformers", request, sampling)
         by_length = sorted(
             requests, key=lambda request: len(request.prompt_ids)
         )  # similar lengths in a batch need little padding
@@ -97,33 +125,35 @@ class TransformersEngine:
         for row, request in enumerate(requests):
             ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
             mask[row, width - len(request.prompt_ids) :] = 1
-        draw = _SeededDraw([request.seed for request in requests], sampling, self.device)
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        limits = [sampling.limit_of(request) for request in requests]
+        drawn = _SeededDraw([request.seed for request in requests], sampling, max(limits), ids, mask)
         # without the model's own generation config, whose penalties would change the sampling but not the loss
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         model_config, base.generation_config = base.generation_config, GenerationConfig()
         try:
             out = model.generate(
-                input_ids=ids.to(self.device),
-                attention_mask=mask.to(self.device),
+                input_ids=ids,
+                attention_mask=mask,
                 generation_config=GenerationConfig(
-                    max_new_tokens=sampling.max_tokens,
+                    max_new_tokens=max(limits),
                     do_sample=False,
                     pad_token_id=0,
-                    eos_token_id=sampling.stop_token_id,
+                    eos_token_id=list(sampling.stop_token_ids) or None,
                 ),
-                logits_processor=[draw],
+                logits_processor=[drawn],
                 # in a job launched with ZeRO-3, Transformers would call an all-reduce of all ranks of the job per token
                 synced_gpus=False,
             )
         finally:
             base.generation_config = model_config
-        logprobs = torch.stack(draw.logprobs, 1).cpu()
-        for request, row, values in zip(requests, out[:, width:].cpu(), logprobs, strict=True):
-            ends = (row == sampling.stop_token_id).nonzero() if sampling.stop_token_id is not None else row[:0]
+        logprobs, stops = torch.stack(drawn.logprobs, 1).cpu(), torch.tensor(sampling.stop_token_ids, dtype=torch.long)
+        for request, limit, row, values in zip(requests, limits, out[:, width:].cpu(), logprobs, strict=True):
+            ends = torch.isin(row[:limit], stops).nonzero()
             stopped = len(ends) > 0
-            length = int(ends[0]) + 1 if stopped else len(row)
-            drawn, logprobs_of = tuple(row[:length].tolist()), tuple(values[:length].tolist())
-            yield Completion(request.index, drawn, logprobs_of, stopped, (self.version,) * length)
+            length = int(ends[0]) + 1 if stopped else min(limit, len(row))
+            tokens, logprobs_of = tuple(row[:length].tolist()), tuple(values[:length].tolist())
+            yield Completion(request.index, tokens, logprobs_of, stopped, (self.version,) * length)
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ class VLLMEngine:
             probabilities alone. On a GPU otherwise by vLLM's own, with vLLM's newest model runner. Always on the CPU.
         sleep_level: of vLLM's sleep mode, which `sleep` enters: 1 keeps the weights in host memory, 2 drops them; 0 for
             an engine that never sleeps.
+        tokenizer: a directory with the actor's tokenizer, for `Sampling.regex` and for what of `Sampling.extra` reads
+            text; `None` for an engine without one. The engine takes and gives token ids in both cases.
         engine_kwargs: further arguments of vLLM's engine, checked by `vllm_support.engine_argument_problems`.
         log_path: the file that the engine's output is appended to; `None` for a temporary file. Error messages quote
             its end.
@@ -72,6 +75,7 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.3,
         repeatable_sampling: bool = False,
         sleep_level: int = 0,
+        tokenizer: str | os.PathLike[str] | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         start_timeout_s: float = TimeLimits.start,
@@ -84,8 +88,9 @@ class VLLMEngine:
         self.limits = TimeLimits(start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s)
         self.version, self.stopped_s = -1, 0.0
         vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
-        self._checks = RequestChecks(name, max_model_len, vocabulary)
+        self._checks = RequestChecks(name, max_model_len, vocabulary, tokenizer is not None)
         self._generation: BackgroundGeneration | None = None  # the latest
+        self._sampling: Sampling | None = None  # the latest that vLLM has checked
         self.sleep_level, self._dtype = sleep_level, dtype
         self._devices = cuda_devices
         self._buffers = WeightBuffers(cuda_ipc=by_cuda_ipc(cuda_devices is not None, tensor_parallel_size))
@@ -100,6 +105,7 @@ class VLLMEngine:
             "gpu_memory_utilization": gpu_memory_utilization,
             "repeatable_sampling": repeatable_sampling,
             "sleep_level": sleep_level,
+            "tokenizer": None if tokenizer is None else str(tokenizer),
             "engine_kwargs": dict(engine_kwargs or {}),
             "slots": self._buffers.fds,
         }
@@ -215,6 +221,12 @@ class VLLMEngine:
             raise EngineError(f"{self.name}: no complete weights; load() has not been called, or has failed.")
         self._checks.check(requests, sampling)
         self._settle()
+        if (sampling.extra or sampling.regex is not None) and sampling != self._sampling:
+            self._process.send("check", asdict(sampling))
+            (problem,) = self._process.expect("checked", "checking how to draw tokens", self.limits.step)
+            if problem is not None:
+                raise EngineError(f"{self.name}: vLLM refuses to draw tokens so: {problem}")
+            self._sampling = sampling
         self._generation = BackgroundGeneration(self._process, self._checks, requests, sampling, updates, self.version)
         return self._generation
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base import Updates
-from .vllm_requests import RunningRequests, Sample
+from .vllm_requests import CachedKeys, RunningRequests, Sample
 from .vllm_update import Channel, take_buckets
 
 
@@ -25,6 +25,8 @@ class RunningGeneration:
     Args:
         slots: see `vllm_update.take_buckets`.
         by_seed: whether tokens are drawn by `vllm_sampler`.
+        keys: the keys and values that may be used. Those of earlier generations with the same parameters are among
+            them: another turn of a conversation computes only what is new.
         sampling: the fields of `base.Sampling`.
         updates: a value of `base.Updates`.
         version: of the engine's parameters.
@@ -36,15 +38,14 @@ class RunningGeneration:
         channel: Channel,
         slots: Sequence[int],
         by_seed: bool,
+        keys: CachedKeys,
         sampling: dict[str, Any],
         updates: str,
         version: int,
     ) -> None:
         self._llm, self._channel, self._slots, self._updates = llm, channel, slots, Updates(updates)
-        self._next_version = version
-        # its keys and values are of the weights before; and a call must not depend on the calls before it
-        self._reset_cache(running=False)
-        self._requests = RunningRequests(llm, sampling, by_seed, version)
+        self._next_version, self._keys = version, keys
+        self._requests = RunningRequests(llm, sampling, by_seed, version, keys)
 
     def run(self) -> bool:
         """Generate for requests that come as messages, until the generation is ended. The samples that a step finishes
@@ -95,22 +96,19 @@ class RunningGeneration:
         decodes = bool(self._requests)
         self._send(self._requests.settle())
         problem = take_buckets(self._llm, self._channel, self._slots, first)
+        self._keys.drop()
         if problem is None:
             self._requests.updated(self._next_version, keep=self._updates is Updates.KEEP)
             if self._updates is Updates.RECOMPUTE:
-                self._reset_cache(running=True)
+                self._recompute_keys()
         else:
             self._requests.end()
         self._channel.send("loaded", problem, time.monotonic() - self._requests.step_ended if decodes else 0.0)
         return problem is None
 
-    def _reset_cache(self, running: bool) -> None:
-        """Drop all keys and values. Those of requests that are decoded are computed again in their next step.
-
-        Args:
-            running: whether there may be such requests.
-        """
-        if not self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True):
+    def _recompute_keys(self) -> None:
+        """Drop all keys and values. Those of requests that are decoded are computed again in their next step."""
+        if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError(
                 "vLLM did not reset its prefix cache, which has keys and values of earlier weights: blocks are in use"
             )

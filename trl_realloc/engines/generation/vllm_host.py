@@ -18,6 +18,7 @@ Messages are tuples whose first element is a word:
 | and `peek`... | `peeked` (list) |
 | and `load`... as above | `loaded`; if it has a problem, the generation has ended |
 | `end` of the generation, at any time | `generated` |
+| `check` (sampling) | `checked` (why vLLM refuses it, or None) |
 | `sleep` | `asleep` |
 | `probe` (handle) | `probed` (why a worker cannot open the handle, or None) |
 | `close` | |
@@ -117,7 +118,8 @@ def build(settings: dict[str, Any]) -> LLM:
         "enforce_eager": on_cpu,
         "seed": 0,
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
+        "tokenizer": settings["tokenizer"],
+        "skip_tokenizer_init": settings["tokenizer"] is None,
         "generation_config": "vllm",  # not the model's own, whose penalties and top_k would change the sampling
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{package}.vllm_worker.RolloutWorker",
@@ -213,20 +215,25 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
     from vllm.platforms import current_platform
 
     from .vllm_generation import RunningGeneration
+    from .vllm_requests import CachedKeys, why_not_sampled
     from .vllm_update import take_buckets
 
     memory, slots = Memory(llm, settings["sleep_level"]), settings["slots"]
-    by_seed = draws_by_seed(settings, current_platform.is_cpu())
+    by_seed, keys = draws_by_seed(settings, current_platform.is_cpu()), CachedKeys()
     while True:
         word, *arguments = channel.connection.recv()
         if word == "load":
             memory.wake("weights")  # the cache's memory is not needed yet
+            keys.drop()
             channel.send("loaded", take_buckets(llm, channel, slots, channel.connection.recv()), 0.0)
         elif word == "generate":
             memory.wake("weights", "kv_cache")
-            if RunningGeneration(llm, channel, slots, by_seed, *arguments).run():
+            if RunningGeneration(llm, channel, slots, by_seed, keys, *arguments).run():
                 return
+        elif word == "check":
+            channel.send("checked", why_not_sampled(llm, *arguments))
         elif word == "sleep":
+            keys.drop()
             memory.sleep()
             channel.send("asleep")
         elif word == "probe":

@@ -1,4 +1,5 @@
-"""The unfinished requests of one generation inside vLLM, and the versions of the parameters that drew their tokens.
+"""The unfinished requests of one generation inside vLLM, how their tokens are drawn, and the versions of the parameters
+that drew them.
 
 When they decode, come and go is decided in `vllm_generation`.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from .sample_seeds import seed_arguments
 from .sample_versions import Run, VersionMarks
@@ -31,17 +32,75 @@ class Request:
     Args:
         prompt: with the tokens that the response has begun with.
         begun: number of these tokens.
+        limit: most tokens of the response, with these.
     """
 
     index: int
     prompt: list[int]
     seed: int
     begun: int
+    limit: int
 
 
 # index, tokens drawn here, their log-probabilities and versions
 Partial = tuple[int, list[int], list[float], list[Run]]
-Sample = tuple[int, list[int], list[float], bool, list[Run]]  # the fourth: stopped
+# the same, and: whether it stopped, tokens of the prompt that were in the prefix cache
+Sample = tuple[int, list[int], list[float], list[Run], bool, int]
+
+
+class CachedKeys:
+    """Which keys and values of vLLM's prefix cache belong to the engine's parameters: vLLM finds for a request those of
+    requests with the same salt. Others stay in the cache until it needs their memory.
+
+    Attributes:
+        salt: of requests that are given to vLLM now.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = map(str, itertools.count(1))
+        self.salt = next(self._numbers)
+
+    def drop(self) -> None:
+        """The parameters are others, or the cache's memory has been given back: later requests find nothing."""
+        self.salt = next(self._numbers)
+
+
+def sampling_arguments(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of vLLM's `SamplingParams` that all requests of a generation share.
+
+    Args:
+        sampling: the fields of `base.Sampling`.
+    """
+    extra, structured = dict(sampling["extra"]), None
+    if sampling["regex"] is not None:
+        structured = StructuredOutputsParams(regex=sampling["regex"])
+    elif given := extra.pop("structured_outputs", None):
+        structured = StructuredOutputsParams(**given)
+    return {
+        **{name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+        "stop_token_ids": list(sampling["stop_token_ids"]),
+        # where a grammar has ended, it allows the tokenizer's eos token alone
+        "ignore_eos": structured is None,
+        "structured_outputs": structured,
+        "detokenize": bool(extra.get("stop")),
+        "logprobs": 0,
+        "flat_logprobs": True,
+        # DELTA makes Python objects for each token: with a tiny model on the CPU a step of 64 requests takes
+        # 0.5 ms (10 %) longer, one of 256 requests 3.0 ms (21 %)
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        **extra,
+    }
+
+
+def why_not_sampled(llm: LLM, sampling: dict[str, Any]) -> str | None:
+    """The reason why vLLM refuses requests with this sampling; `None` if it takes them. No generation may run."""
+    try:
+        params = SamplingParams(**sampling_arguments(sampling), max_tokens=sampling["max_tokens"])
+        llm.llm_engine.add_request("check", {"type": "token", "prompt_token_ids": [0]}, params)
+    except Exception as error:  # a TypeError, a ValueError or one of vLLM's own
+        return str(error)
+    abort(llm.llm_engine, ["check"])
+    return None
 
 
 @dataclass(frozen=True)
@@ -60,16 +119,18 @@ class RunningRequests:
         sampling: the fields of `base.Sampling`.
         by_seed: whether tokens are drawn by `vllm_sampler`.
         version: of the engine's parameters.
+        keys: the keys and values that may be used.
 
     Attributes:
         step_ended: when the last decode step ended; seconds of `time.monotonic`.
     """
 
-    def __init__(self, llm: LLM, sampling: dict[str, Any], by_seed: bool, version: int) -> None:
-        self._engine, self._sampling, self._by_seed = llm.llm_engine, sampling, by_seed
+    def __init__(self, llm: LLM, sampling: dict[str, Any], by_seed: bool, version: int, keys: CachedKeys) -> None:
+        self._engine, self._by_seed, self._keys = llm.llm_engine, by_seed, keys
+        self._arguments = sampling_arguments(sampling)
         self._by_position = not by_seed and draws_by_position(self._engine)
         self._most = self._engine.vllm_config.scheduler_config.max_num_seqs
-        self._version, self._salts = version, 0
+        self._version = version
         self.step_ended = time.monotonic()
         # The name of a request in vLLM is used once: vLLM may still be computing a token of the one that was withdrawn
         # when the request comes back.
@@ -81,7 +142,7 @@ class RunningRequests:
     def __bool__(self) -> bool:
         return bool(self._given or self._waiting)
 
-    def add(self, requests: Iterable[tuple[int, list[int], int, int]]) -> None:
+    def add(self, requests: Iterable[tuple[int, list[int], int, int, int]]) -> None:
         """Add requests, as the fields of `Request`."""
         self._waiting.update((request.index, request) for request in itertools.starmap(Request, requests))
 
@@ -106,10 +167,9 @@ class RunningRequests:
         Returns:
             What was drawn of each here.
         """
-        most = self._sampling["max_tokens"]
         found = [index for index in indices if index in self._waiting or index in self._name_of]
         withdrawn = [self._partial(index) for index in found]
-        withdrawn = [part for part in withdrawn if most - self._request(part[0]).begun - len(part[1]) >= least_tokens]
+        withdrawn = [part for part in withdrawn if self._left(part) >= least_tokens]
         self._abort([self._name_of[index] for index, *_ in withdrawn if index in self._name_of])
         for index, *_ in withdrawn:
             self._waiting.pop(index, None)
@@ -130,13 +190,11 @@ class RunningRequests:
 
         Args:
             keep: whether keys and values of the parameters before are kept. Then requests that have no token yet begin
-                anew, and from now on a request finds no keys of earlier parameters in vLLM's prefix cache: vLLM looks
-                there for requests with the same salt.
+                anew.
         """
         self._version = version
         drawn = {name: count_drawn(self._engine, name) for name in self._given}
         if keep:
-            self._salts += 1
             without = [name for name, count in drawn.items() if not count]
             anew = [self._given[name].request for name in without]
             self._abort(without)
@@ -147,22 +205,14 @@ class RunningRequests:
             given.marks.change(drawn[name], version)
 
     def _give(self, request: Request) -> None:
-        name, stop = next(self._names), self._sampling["stop_token_id"]
+        name = next(self._names)
         params = SamplingParams(
-            temperature=self._sampling["temperature"],
-            max_tokens=self._sampling["max_tokens"] - request.begun,
-            stop_token_ids=None if stop is None else [stop],
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            flat_logprobs=True,
-            # DELTA makes Python objects for each token: with a tiny model on the CPU a step of 64 requests takes
-            # 0.5 ms (10 %) longer, one of 256 requests 3.0 ms (21 %)
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            **self._arguments,
+            max_tokens=request.limit - request.begun,
             **seed_arguments(request.seed, request.begun, self._by_seed, self._by_position),
         )
-        salt = {"cache_salt": str(self._salts)} if self._salts else {}
-        self._engine.add_request(name, {"type": "token", "prompt_token_ids": request.prompt, **salt}, params)
+        prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": self._keys.salt}
+        self._engine.add_request(name, prompt, params)
         self._given[name], self._name_of[request.index] = _Given(request, VersionMarks(self._version)), name
 
     def _finished(self, outputs: Sequence[Any]) -> list[Sample]:
@@ -177,12 +227,18 @@ class RunningRequests:
             tokens, given = list(sample.token_ids), self._given.pop(output.request_id)
             index = given.request.index
             del self._name_of[index]
-            samples.append((index, tokens, sample.logprobs.logprobs, stopped, given.marks.runs(len(tokens))))
+            runs, cached = given.marks.runs(len(tokens)), output.num_cached_tokens or 0
+            samples.append((index, tokens, sample.logprobs.logprobs, runs, stopped, cached))
         return samples
 
     def _request(self, index: int) -> Request:
         name = self._name_of.get(index)
         return self._waiting[index] if name is None else self._given[name].request
+
+    def _left(self, part: Partial) -> int:
+        """The number of tokens until the request's limit."""
+        request = self._request(part[0])
+        return request.limit - request.begun - len(part[1])
 
     def _partial(self, index: int) -> Partial:
         name = self._name_of.get(index)

@@ -18,7 +18,7 @@ from ...common.errors import shown, unknown_keys
 
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.27
-MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower ones to the first, and refuses higher ones
 SETTING = "vllm_engine_kwargs"
 
 
@@ -60,10 +60,7 @@ _WEIGHTS = "training sends the weights to the engine, which reads no checkpoint;
 _TOKENS = "the engine takes and gives token ids, and has no tokenizer; give PPOTrainer another processing_class"
 _DP = "the plan's dp is the number of engines; set dp of the call that generates"
 _ONE_HOST = "an engine is one process with its workers on one host; leave it out"
-_SAMPLING = (
-    "PPO needs the probabilities of the whole vocabulary as the policy gives them; only temperature and the stop token "
-    "change how tokens are drawn"
-)
+_SAMPLING = "the trainer's own settings say how tokens are drawn, and training needs each token's probability as drawn"
 _ADAPTERS = "adapters are merged into the weights that the engine gets; leave it out"
 _OWN = "this package uses it to load weights and to draw tokens; leave it out"
 
@@ -126,18 +123,28 @@ def engine_argument_problems(arguments: object, on_cpu: bool) -> list[str]:
 def engine_argument_names() -> tuple[str, ...]:
     """The names of the arguments of vLLM's engine, from the source of the installed release; empty where that cannot be
     read, so that the engine itself refuses a wrong one."""
+    return annotated_fields("engine/arg_utils.py", "EngineArgs")
+
+
+def annotated_fields(file: str, name: str) -> tuple[str, ...]:
+    """The public fields of a class of the installed vLLM, from its source; empty where that cannot be read.
+
+    Args:
+        file: path in the package.
+        name: of the class.
+    """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return ()
     try:
-        module = ast.parse(Path(spec.origin).with_name("engine").joinpath("arg_utils.py").read_text(encoding="utf-8"))
+        module = ast.parse(Path(spec.origin).parent.joinpath(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):
         return ()
-    fields = [
+    names = [
         field.target.id
         for node in module.body
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        if isinstance(node, ast.ClassDef) and node.name == name
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
-    return tuple(name for name in fields if not name.startswith("_"))
+    return tuple(name for name in names if not name.startswith("_"))

@@ -1,0 +1,150 @@
+"""Which `base.Sampling` an engine can follow: the ranges of its fields, and which further arguments of vLLM's
+`SamplingParams` a user may set. Does not import vLLM.
+
+Requests are checked in `request_checks`. What vLLM alone can judge, such as a regular expression, it is asked before
+anything is generated (`VLLMEngine.start`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from ...common.errors import shown, unknown_keys
+from ...common.settings import read_settings
+from ..base import Sampling
+from .vllm_support import MAX_TEMPERATURE, MIN_TEMPERATURE, annotated_fields
+
+
+SETTING = "generation_kwargs"  # TRL's name of what becomes `Sampling.extra`
+
+_FIELDS = tuple(field.name for field in fields(Sampling) if field.name not in ("extra", "regex"))
+_EOS = "responses end with the tokenizer's and the model's eos tokens; set these"
+_ONE = "every request has one response; set num_generations for the responses of a prompt"
+_LOGPROBS = "each token comes with its own log-probability, and nothing reads others"
+_OWN = "this package uses it to take tokens and log-probabilities from vLLM; leave it out"
+
+# Arguments of SamplingParams that are decided elsewhere: why, and what to set instead.
+RESERVED: Mapping[str, str] = {
+    **{name: f"it is a setting of its own; set {name}" for name in _FIELDS},
+    "max_tokens": "it is a setting of its own; set max_completion_length",
+    **dict.fromkeys(("stop_token_ids", "ignore_eos"), _EOS),
+    "n": _ONE,
+    "seed": "every sample is drawn by a seed of its own; set the run's seed",
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs"), _LOGPROBS),
+    **dict.fromkeys(("detokenize", "output_kind", "stream_interval", "skip_clone", "extra_args"), _OWN),
+    **dict.fromkeys(("output_text_buffer_length", "routed_experts_prompt_start"), _OWN),
+    "repetition_detection": "a response ends with a stop token or at its limit of tokens; leave it out",
+}
+
+# Arguments for which the engine needs to read text.
+_NEED_TOKENIZER = ("stop", "bad_words", "structured_outputs", "thinking_token_budget")
+# Arguments that depend on the response's tokens so far, apart from the prompt's. vLLM takes those of a response that
+# another engine has begun for tokens of the prompt.
+_COUNT_RESPONSE = (*_NEED_TOKENIZER, "presence_penalty", "frequency_penalty", "min_tokens")
+
+
+def sampling_problems(sampling: Sampling, vocabulary: int | None) -> list[str]:
+    """A sentence for each field that has a value outside its range.
+
+    Args:
+        vocabulary: number of the model's tokens; `None` if it is not known.
+    """
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    problems = read_settings({name: getattr(sampling, name) for name in names})[1]
+    if sampling.max_tokens < 1:
+        problems.append(f"max_tokens is {sampling.max_tokens}; it must be at least 1.")
+    outside = [token for token in sampling.stop_token_ids if token < 0 or (vocabulary and token >= vocabulary)]
+    if outside:
+        problems.append(f"stop token {outside[0]} is outside the model's vocabulary of {vocabulary}.")
+    return problems
+
+
+def vllm_problems(sampling: Sampling, vocabulary: int | None, has_tokenizer: bool) -> list[str]:
+    """A sentence for each thing that a vLLM engine cannot do.
+
+    Args:
+        has_tokenizer: whether the engine can read text.
+    """
+    problems = sampling_problems(sampling, vocabulary)
+    if not sampling.temperature >= MIN_TEMPERATURE:
+        problems.append(f"temperature {sampling.temperature} is below vLLM's {MIN_TEMPERATURE}.")
+    if sampling.temperature > MAX_TEMPERATURE:
+        problems.append(f"temperature {sampling.temperature} is above vLLM's {MAX_TEMPERATURE}.")
+    problems += argument_problems(sampling.extra)
+    if sampling.regex is not None and "structured_outputs" in sampling.extra:
+        problems.append(f"regex and {SETTING}: structured_outputs are both set; keep one of them.")
+    if not has_tokenizer:
+        reading = [name for name in _NEED_TOKENIZER if sampling.extra.get(name)]
+        reading += ["regex"] if sampling.regex is not None else []
+        problems += [f"{name} needs the text of responses, and the engine has no tokenizer." for name in reading]
+    return problems
+
+
+def transformers_problems(sampling: Sampling, vocabulary: int | None) -> list[str]:
+    """A sentence for each thing that generation with Transformers cannot do."""
+    problems = sampling_problems(sampling, vocabulary)
+    if not sampling.temperature > 0:
+        problems.append(f"temperature is {sampling.temperature}; it must be greater than 0.")
+    if sampling.regex is not None:
+        problems.append(
+            "generation with Transformers has no structured outputs, so responses cannot be made to match "
+            f"{shown(sampling.regex)}; use vLLM (generation_engine: vllm), or leave the regular expression out."
+        )
+    if sampling.extra:
+        problems.append(
+            f"generation with Transformers has no {', '.join(map(str, sampling.extra))} ({SETTING}); "
+            "use vLLM (generation_engine: vllm), or leave it out."
+        )
+    return problems
+
+
+def why_not_moved(sampling: Sampling) -> str | None:
+    """The reason why a response that is drawn so cannot be begun by one engine and ended by another; `None` if it can.
+    A repetition penalty counts prompt and response alike, so it can."""
+    names = ["regex"] if sampling.regex is not None else [n for n in _COUNT_RESPONSE if sampling.extra.get(n)]
+    if not names:
+        return None
+    return f"{names[0]} depends on all tokens of the response, and vLLM would take those drawn before for the prompt's"
+
+
+def argument_problems(arguments: object) -> list[str]:
+    """A sentence for each of the user's arguments of vLLM's `SamplingParams` that cannot be passed on.
+
+    Args:
+        arguments: what becomes `Sampling.extra`.
+    """
+    if not isinstance(arguments, Mapping):
+        return [f"{SETTING} is a mapping like {{frequency_penalty: 0.5}}, or None, not {shown(arguments)}."]
+    problems = [f"{SETTING} cannot set {name}: {RESERVED[name]}." for name in arguments if name in RESERVED]
+    known = argument_names()
+    if known:
+        unknown = [name for name in arguments if name not in RESERVED]
+        free = sorted({*known} - {*RESERVED})
+        problems += unknown_keys(unknown, free, f"{SETTING}: vLLM's SamplingParams has no argument")
+    for name, value in arguments.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            problems.append(f"{SETTING}: {name} has {shown(value)}; give numbers, texts, lists and mappings of these.")
+    return problems
+
+
+def with_generation_kwargs(sampling: Sampling, arguments: Mapping[str, Any] | None) -> Sampling:
+    """The sampling with TRL's `generation_kwargs`: those that are fields of `Sampling` replace them, as they do in TRL,
+    the others are `extra`."""
+    given = dict(arguments or {})
+    own = {name: given.pop(name) for name in _FIELDS if name in given}
+    if "stop_token_ids" in own:
+        own["stop_token_ids"] = tuple(own["stop_token_ids"])
+    return replace(sampling, **own, extra={**sampling.extra, **given})
+
+
+@functools.cache
+def argument_names() -> tuple[str, ...]:
+    """The names of the arguments of vLLM's `SamplingParams`, from the source of the installed release; empty where that
+    cannot be read, so that vLLM itself refuses a wrong one."""
+    return annotated_fields("sampling_params.py", "SamplingParams")
