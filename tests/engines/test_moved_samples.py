@@ -246,7 +246,7 @@ def test_a_generation_that_is_closed_in_the_middle_leaves_the_engine_free(
             Unfinished(100, (5,) * 64, (-1.0,) * 64, (1,) * 64),
             "request 100 has begun with 64 tokens, and max_tokens is 64",
         ),
-        (Unfinished(100, (5, 3), (-1.0, -1.0), (1, 1)), "request 100 has begun with the stop token"),
+        (Unfinished(100, (5, 3), (-1.0, -1.0), (1, 1)), "request 100 has begun with a stop token"),
         (Unfinished(101, (5,), (-1.0,), (1,)), "request 100 has begun with the tokens of 101"),
         (Unfinished(100, (5, 6), (-1.0,), (1, 1)), "2 tokens and 1 log-probabilities"),
         (Unfinished(100, (5, 6), (-1.0, -1.0), (1,)), "2 tokens and 1 versions"),
