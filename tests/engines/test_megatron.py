@@ -17,7 +17,8 @@ from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.training.master_weights import _owners
 from trl_realloc.engines.training.megatron import MegatronEngine, check_model
-from trl_realloc.engines.training.packed_forward import PolicyHead, TokenLogprobs
+from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 
 
 CPU, ALONE = torch.device("cpu"), MeshGroup((0,), 0)
@@ -101,8 +102,8 @@ def test_logprobs_of_a_vocabulary_on_one_rank_are_those_of_the_whole() -> None:
     plain = TokenLogprobs.apply(whole * 1, targets, 0.7)
     for one, other in zip(split, plain, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
-    split[0].sum().backward()
-    plain[0].sum().backward()
+    for logprobs, entropy in (split, plain):
+        (logprobs.sum() + (entropy * targets).sum()).backward()
     assert ours.grad is not None and torch.allclose(ours.grad, whole.grad, atol=1e-6)
     if made_here:
         dist.destroy_process_group()

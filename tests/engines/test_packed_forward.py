@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from transformers import (
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training.packed_attention import packs
-from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, TokenLogprobs, ValueHead
+from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, ValueHead
+from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 
 
 VOCABULARY, TEMPERATURE = 96, 0.7
@@ -301,15 +302,17 @@ def test_token_logprobs_are_log_softmax(dtype: torch.dtype, temperature: float) 
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_the_gradient_of_token_logprobs_is_autograds(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-13), (torch.float32, 5e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("terms", [lambda o: o[0], lambda o: o[1], lambda o: 2 * o[0] - o[1]], ids=["l", "H", "l, H"])
+def test_the_gradients_of_token_logprobs_and_entropies_are_autograds(
+    dtype: torch.dtype, tolerance: float, terms: Callable[[Any], Tensor]
+) -> None:
     torch.manual_seed(0)
     leaf = (4 * torch.randn(50, 300)).to(dtype).requires_grad_()
     targets, weights = torch.randint(300, (50,)), torch.randn(50)
-    logprobs, _ = TokenLogprobs.apply(leaf * 1, targets, 0.7)
-    (logprobs * weights).sum().backward()
+    (terms(TokenLogprobs.apply(leaf * 1, targets, 0.7)) * weights).sum().backward()
     precise = leaf.detach().double().requires_grad_()
-    (reference(precise, targets, 0.7)[0] * weights).sum().backward()
+    (terms(reference(precise, targets, 0.7)) * weights).sum().backward()
     assert leaf.grad is not None and precise.grad is not None and leaf.grad.dtype == dtype
     torch.testing.assert_close(leaf.grad.double(), precise.grad, rtol=tolerance, atol=tolerance)
 
@@ -344,6 +347,36 @@ def test_forbidden_tokens_add_nothing() -> None:
     assert leaf.grad is not None
     expected_gradient = torch.tensor([[-0.2689, 0.0, 0.2689], [0.5, -0.5, 0.0]])
     torch.testing.assert_close(leaf.grad, expected_gradient, rtol=0, atol=1e-4)
+    leaf.grad = None
+    TokenLogprobs.apply(leaf * 1, torch.tensor([2, 0]), 1.0)[1].sum().backward()
+    # of two tokens with the odds e: dH/dx = -p (1 - p) for the likelier one
+    expected_gradient = torch.tensor([[0.1966, 0.0, -0.1966], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(leaf.grad, expected_gradient, rtol=0, atol=1e-4)
+
+
+def test_a_gradient_of_an_entropy_that_is_not_finite_stays_so() -> None:
+    leaf = torch.tensor([[1.0, float("-inf"), 2.0]], requires_grad=True)
+    entropy = TokenLogprobs.apply(leaf * 1, torch.tensor([2]), 1.0)[1]
+    (entropy * torch.nan).sum().backward()
+    assert leaf.grad is not None and not bool(leaf.grad.isfinite().any())
+
+
+def test_logprobs_and_entropies_are_those_of_trl_under_its_temperature() -> None:
+    """As in its GRPOTrainer: both of the logits divided by the temperature."""
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(12, 40)
+    leaves = [logits.clone().requires_grad_() for _ in range(2)]
+    targets, weights = torch.randint(40, (12,)), torch.linspace(-1, 2, 12)
+    tempered = leaves[0] / 0.6
+    theirs = selective_log_softmax(tempered, targets), entropy_from_logits(tempered)
+    ours = TokenLogprobs.apply(leaves[1] * 1, targets, 0.6)
+    for column, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(column, other)
+    for columns in (theirs, ours):
+        ((columns[0] + 0.3 * columns[1]) * weights).sum().backward()
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
 
 
 def test_no_tokens_have_no_logprobs() -> None:

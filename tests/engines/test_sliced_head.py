@@ -14,8 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training import sliced_head
-from trl_realloc.engines.training.packed_forward import PolicyHead, TokenLogprobs
-from trl_realloc.engines.training.sliced_head import SlicedLogprobs, logits_are_of_head, row_slices, works_in_slices
+from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.sliced_head import (
+    SlicedLogprobs,
+    logits_are_of_head,
+    row_slices,
+    works_in_slices,
+)
+from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 
 
 @pytest.fixture
@@ -35,23 +41,32 @@ def rollouts(count: int = 5) -> Rollouts:
     return Rollouts(index=torch.arange(count), prompts=ragged(lengths[0]), responses=ragged(lengths[1]))
 
 
-def learned(head: PolicyHead, samples: Rollouts, autocast: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A head's outputs, and the gradients of a loss that weighs every token differently."""
+def learned(
+    head: PolicyHead, samples: Rollouts, autocast: bool = False, entropy: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A head's outputs, and the gradients of a loss that weighs every token differently.
+
+    Args:
+        entropy: the loss depends on the entropies too.
+    """
     head.zero_grad()
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
         outputs = {name: column.values for name, column in head(samples).items()}
     weights = torch.linspace(-1, 2, len(outputs["logprobs"]))
-    (outputs["logprobs"] * weights).sum().backward()
+    loss = (outputs["logprobs"] * weights).sum()
+    (loss + (outputs["entropy"] * weights.flip(0)).sum() if entropy else loss).backward()
     return outputs, {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
 
 
-def assert_same(head: PolicyHead, samples: Rollouts, monkeypatch: Any, autocast: bool = False) -> None:
+def assert_same(
+    head: PolicyHead, samples: Rollouts, monkeypatch: Any, autocast: bool = False, entropy: bool = True
+) -> None:
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-5, "atol": 5e-6}
-    sliced = learned(head, samples, autocast)
+    sliced = learned(head, samples, autocast, entropy)
     assert head._may_slice
     with monkeypatch.context() as patched:
         patched.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 1 << 40)
-        whole = learned(head, samples, autocast)
+        whole = learned(head, samples, autocast, entropy)
     for ours, theirs in zip(sliced, whole, strict=True):
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
@@ -63,13 +78,14 @@ def assert_same(head: PolicyHead, samples: Rollouts, monkeypatch: Any, autocast:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
 def test_slices_give_the_numbers_and_gradients_of_whole_logits(
-    tied: bool, packed: bool, keeps: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+    tied: bool, packed: bool, keeps: bool, autocast: bool, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = PolicyHead(tiny.policy(tie_word_embeddings=tied), 0.7)
     assert head.packed and head.takes_logits_to_keep
     head.packed, head.takes_logits_to_keep = packed, keeps
-    assert_same(head, rollouts(), monkeypatch, autocast)
+    assert_same(head, rollouts(), monkeypatch, autocast, entropy)
 
 
 @pytest.mark.usefixtures("in_slices")
@@ -142,17 +158,53 @@ def test_a_head_with_a_bias_and_a_logit_of_minus_infinity() -> None:
     with torch.no_grad():
         linear.bias[7] = float("-inf")
     assert len(list(row_slices(hidden, linear.weight))) == 3
-    arguments = (linear.weight, linear.bias, targets, 0.5, torch.float32, 0, None)
+    arguments = (linear.weight, linear.bias, targets, 0.5, torch.float32, 0, None, None)
     logprobs, entropy = SlicedLogprobs.apply(hidden, *arguments)
-    logprobs.sum().backward()
+    (logprobs.sum() + (entropy * targets).sum()).backward()
     found = hidden.grad, linear.weight.grad, linear.bias.grad
     leaf = hidden.detach().requires_grad_()
     linear.zero_grad()
     whole, whole_entropy = TokenLogprobs.apply(linear(leaf), targets, 0.5)
-    whole.sum().backward()
+    (whole.sum() + (whole_entropy * targets).sum()).backward()
     torch.testing.assert_close((logprobs, entropy), (whole, whole_entropy))
     torch.testing.assert_close(found, (leaf.grad, linear.weight.grad, linear.bias.grad))
-    assert not entropy.requires_grad
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
+
+
+@pytest.mark.usefixtures("in_slices")
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_in_float64_the_gradients_of_logprobs_and_entropies_are_differences_of_them(has_bias: bool) -> None:
+    draw = torch.Generator().manual_seed(5)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (9, 4), (9,))
+    )
+    targets = torch.tensor([0, 8, 3, 3, 1])
+
+    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        return SlicedLogprobs.apply(hidden, weight, bias, targets, 0.7, torch.float64, 0, None, None)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sliced_head, "SLICE_ON_CPU", 2 * 9)
+        assert len(list(row_slices(hidden, weight))) == 3
+        assert torch.autograd.gradcheck(outputs, (hidden, weight, bias if has_bias else None))
+
+
+@pytest.mark.usefixtures("in_slices")
+@pytest.mark.parametrize(("terms", "expected"), [("logprobs", False), ("entropy", True), ("both", True)])
+def test_the_entropies_gradient_is_computed_only_for_a_loss_that_depends_on_them(
+    terms: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, gradient = list[bool](), sliced_head.logits_gradient
+
+    def noted(*arguments: Any) -> Tensor:
+        computed.append(arguments[3] is not None)
+        return gradient(*arguments)
+
+    monkeypatch.setattr(sliced_head, "logits_gradient", noted)
+    outputs = PolicyHead(tiny.policy(), 0.7)(rollouts())
+    columns = [outputs[name].values.sum() for name in ("logprobs", "entropy") if terms in (name, "both")]
+    torch.stack(columns).sum().backward()
+    assert set(computed) == {expected}
 
 
 @pytest.mark.usefixtures("in_slices")

@@ -31,7 +31,6 @@ from .packed_attention import base_of
 from .packed_forward import (
     PolicyHead,
     RoleHead,
-    TokenLogprobs,
     in_order,
     run_forward,
     run_training,
@@ -42,6 +41,7 @@ from .part_gather import PartGather
 from .pipeline import MiniBatch, Pipeline, keep_stage
 from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_split, local, split_tensors, vocabulary_start
+from .token_logprobs import TokenLogprobs
 from .vocab_parallel import SplitLogprobs
 from .weight_export import check_names, checkpoint_names
 from .weight_source import fill, to_device

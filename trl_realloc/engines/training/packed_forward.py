@@ -23,53 +23,8 @@ from ...plan.batching import micro_batches
 from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs
-from .sliced_head import logits_are_of_head, sliced, works_in_slices
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """Log-probability of each target and entropy of each distribution, from logits (tokens, vocabulary).
-
-    Works on slices of rows and writes the gradient into the memory of the logits, so the peak is one copy of them and a
-    slice, where `log_softmax` and autograd hold three copies. Backward overwrites the logits, so it runs once.
-
-    Returns:
-        `logprobs` and `entropy`, (tokens,) float32, natural logarithms, of softmax(logits / temperature). The entropy
-        has no gradient.
-    """
-
-    _SLICE = 1 << 22  # elements of the float32 working copy: 16 MiB
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in TokenLogprobs._slices(logits):
-            x = logits[rows].float() / temperature
-            normalizer[rows] = torch.logsumexp(x, -1)
-            logprobs[rows] = x.gather(-1, targets[rows, None]).squeeze(-1) - normalizer[rows]
-            x -= normalizer[rows, None]
-            p = torch.exp(x)
-            entropy[rows] = -(p.mul_(x)).nan_to_num_(nan=0.0).sum(-1)  # for a logit of -inf, 0 * -inf counts as 0
-        ctx.save_for_backward(logits, targets, normalizer)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, normalizer = ctx.saved_tensors
-        scale = gradients[0] / ctx.temperature
-        for rows in TokenLogprobs._slices(logits):
-            p = torch.exp(logits[rows].float() / ctx.temperature - normalizer[rows, None])
-            p.neg_().scatter_add_(-1, targets[rows, None], torch.ones_like(p[:, :1])).mul_(scale[rows, None])
-            logits[rows] = p.to(logits.dtype)
-        return logits, None, None
-
-    @staticmethod
-    def _slices(logits: Tensor) -> Iterator[slice]:
-        step = max(1, TokenLogprobs._SLICE // max(logits.shape[1], 1))
-        for start in range(0, logits.shape[0], step):
-            yield slice(start, start + step)
+from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced, works_in_slices
+from .token_logprobs import TokenLogprobs
 
 
 class RoleHead(nn.Module):
@@ -134,7 +89,8 @@ class RoleHead(nn.Module):
 
 
 class PolicyHead(RoleHead):
-    """Computes `logprobs` and `entropy` of every response token under softmax(logits / temperature): ragged float32."""
+    """Computes `logprobs` and `entropy` of every response token under softmax(logits / temperature): ragged float32,
+    both differentiable. A loss that does not depend on the entropies costs no gradient of them."""
 
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         super().__init__(model)
@@ -177,12 +133,14 @@ class PolicyHead(RoleHead):
         if not self._may_slice or not works_in_slices(base, len(targets), self.vocabulary_group):
             return None
         head, group = base.get_output_embeddings(), self.vocabulary_group
-        with sliced(head, pick, targets, self.temperature, group) as results:
+        use = EntropyUse()
+        with sliced(head, pick, targets, self.temperature, use, group) as results:
             logits = self._run(self.model, arguments).logits
         # by their memory, because DeepSpeed's hooks return the same memory as another tensor
         if [logits.data_ptr()] != [result.data_ptr() for result in results]:
             raise RuntimeError(f"{type(base).__name__} changes its logits after its head, and was found not to.")
-        return logits[:, 0], logits[:, 1]
+        columns: tuple[Tensor, Tensor] = Unstacked.apply(logits, use)
+        return columns
 
 
 class ValueHead(RoleHead):

@@ -1,7 +1,7 @@
 """The language head and the log-probabilities in one function, slice by slice, so that the logits of all tokens are
 never in memory.
 
-Log-probabilities from logits that are in memory are in `packed_forward`, and if these are split over a tensor-parallel
+Log-probabilities from logits that are in memory are in `token_logprobs`, and if these are split over a tensor-parallel
 group in `vocab_parallel`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,19 @@ from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS
 from ..mesh_group import MeshGroup
 from .packed_attention import backbone_of
 from .tensor_parallel import box_of, is_split, local
+from .token_logprobs import logits_gradient, precise, scaled
 
 
 # `MOST_LOGITS` and `LOGITS_SLICE` of a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and
 # again in the backward, which is a third more work of the head.
 MOST_WHOLE_ON_CPU, SLICE_ON_CPU = 1 << 26, 1 << 24
+
+
+@dataclass
+class EntropyUse:
+    """Whether the loss of the backward that runs depends on the entropies of one forward."""
+
+    in_loss: bool = True
 
 
 class SlicedLogprobs(torch.autograd.Function):
@@ -43,10 +52,11 @@ class SlicedLogprobs(torch.autograd.Function):
         dtype: of the products, as autocast or the head's own dtype say.
         first: the first id of the rank's part.
         group: the tensor-parallel group; `None` of a whole head.
+        use: that of an `Unstacked` after this function; `None` if there is none.
 
     Returns:
-        `logprobs` and `entropy`, (tokens,) float32, natural logarithms, of softmax(logits / temperature). The entropy
-        has no gradient.
+        `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature): float32, or float64
+        of products in float64.
     """
 
     @staticmethod
@@ -60,18 +70,19 @@ class SlicedLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         first: int,
         group: MeshGroup | None,
+        use: EntropyUse | None,
     ) -> tuple[Tensor, Tensor]:
-        tokens, ids = hidden.shape[0], weight.shape[0]
-        highest = torch.full((tokens,), float("-inf"), dtype=torch.float32, device=hidden.device)
+        (tokens, ids), work = (hidden.shape[0], weight.shape[0]), precise(dtype)
+        highest = torch.full((tokens,), float("-inf"), dtype=work, device=hidden.device)
         # of each token the exponentials, the logits weighted by them, and the target's logit, each summed
-        sums = torch.zeros(3, tokens, dtype=torch.float32, device=hidden.device)
+        sums = torch.zeros(3, tokens, dtype=work, device=hidden.device)
         local_targets = targets - first
         is_here = (local_targets >= 0) & (local_targets < ids)
         matrix = weight.to(dtype)
         for rows in row_slices(hidden, weight):
-            x = _logits(hidden[rows], matrix, bias).float() / temperature
+            x = _logits(hidden[rows], matrix, bias).to(work) / temperature
             highest[rows] = x.amax(-1)
-            p = torch.exp(x - highest[rows, None].clamp(min=torch.finfo(torch.float32).min))
+            p = torch.exp(x - highest[rows, None].clamp(min=torch.finfo(work).min))
             sums[0, rows] = p.sum(-1)
             picked = x.gather(-1, local_targets[rows].clamp(0, ids - 1)[:, None]).squeeze(-1)
             sums[2, rows] = torch.where(is_here[rows], picked, 0.0)
@@ -83,29 +94,32 @@ class SlicedLogprobs(torch.autograd.Function):
             dist.all_reduce(sums, group=group.group)
         normalizer = highest + torch.log(sums[0])
         entropy = normalizer - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, local_targets, is_here, normalizer)
+        ctx.save_for_backward(hidden, local_targets, is_here, normalizer, entropy)
         # as attributes: ZeRO-3 frees a gathered weight after the forward and gathers it again before the backward,
         # which the check of saved tensors takes for a change
         ctx.weight, ctx.bias, ctx.temperature, ctx.dtype, ctx.group = weight, bias, temperature, dtype, group
-        ctx.mark_non_differentiable(entropy)
+        ctx.use = use
+        ctx.set_materialize_grads(False)  # the gradient of an output that the loss does not use is `None`
         return sums[2] - normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, local_targets, is_here, normalizer = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, local_targets, is_here, normalizer, entropy = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.zeros_like(hidden) if needs_hidden else None
         # in float32, because the sum would be rounded after each slice
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        of_weight = torch.zeros_like(weight, dtype=precise(weight.dtype)) if needs_weight else None
         of_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
-        matrix, scale = weight.to(ctx.dtype), gradients[0] / ctx.temperature
+        matrix, uses_entropy = weight.to(ctx.dtype), ctx.use is None or ctx.use.in_loss
+        of_columns = gradients if uses_entropy else (gradients[0], None)
+        of_logprobs, of_entropy = scaled(of_columns, normalizer, ctx.temperature)
         for rows in row_slices(hidden, weight):
             part = hidden[rows].to(ctx.dtype)
-            p = torch.exp(_logits(part, matrix, bias).float() / ctx.temperature - normalizer[rows, None]).neg_()
-            at = local_targets[rows].clamp(0, weight.shape[0] - 1)[:, None]
-            p.scatter_add_(-1, at, is_here[rows, None].to(p.dtype)).mul_(scale[rows, None])
-            of_logits = p.to(ctx.dtype)
+            log_p = _logits(part, matrix, bias).to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]
+            at = local_targets[rows].clamp(0, weight.shape[0] - 1)
+            of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
+            of_logits = logits_gradient(log_p, at, of_logprobs[rows], of_rows, is_here[rows]).to(ctx.dtype)
             if of_hidden is not None:
                 of_hidden[rows] = (of_logits @ matrix).to(hidden.dtype)
             if of_weight is not None:
@@ -115,7 +129,28 @@ class SlicedLogprobs(torch.autograd.Function):
         if of_hidden is not None and ctx.group is not None:
             dist.all_reduce(of_hidden, group=ctx.group.group)
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_hidden, of_weight, of_bias, None, None, None, None, None
+        return of_hidden, of_weight, of_bias, None, None, None, None, None, None
+
+
+class Unstacked(torch.autograd.Function):
+    """The columns of a result of `sliced`, (tokens, 2): log-probabilities and entropies, (tokens,) each.
+
+    The gradient of the result has a column of zeros where the loss does not depend on the entropies. Zeros could be
+    told from a gradient only by a read that waits for the device, so that is noted in `use` here, which runs before
+    the backward of `SlicedLogprobs`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stacked: Tensor, use: EntropyUse) -> tuple[Tensor, Tensor]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        return stacked[:, 0].clone(), stacked[:, 1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        ctx.use.in_loss = gradients[1] is not None
+        zeros = torch.zeros_like(next(column for column in gradients if column is not None))
+        return torch.stack([zeros if column is None else column for column in gradients], -1), None
 
 
 def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -196,12 +231,15 @@ def sliced(
     pick: Callable[[Tensor], Tensor],
     targets: Tensor,
     temperature: float,
+    use: EntropyUse,
     group: MeshGroup | None = None,
 ) -> Iterator[list[Tensor]]:
     """Inside, the forward of a language head returns log-probabilities and entropies, (tokens, 2) float32, in place of
-    logits. It is still a call of the module, so DeepSpeed gathers its weight as for any other.
+    logits. It is still a call of the module, so DeepSpeed gathers its weight as for any other. The result is one tensor
+    for the hooks and for the model around the head; `Unstacked` divides it.
 
     Args:
+        use: that of the `Unstacked`.
         pick: from the head's input to its rows for `targets`, (tokens, width).
         group: over which the head is split, if it is. Transformers' forward of a split layer is replaced as well.
 
@@ -218,7 +256,7 @@ def sliced(
         first = box_of(head.weight)[0][0]
         with torch.autocast(kind, enabled=False):
             columns = SlicedLogprobs.apply(
-                pick(local(hidden)), weight, bias, targets, temperature, dtype, first, split_over
+                pick(local(hidden)), weight, bias, targets, temperature, dtype, first, split_over, use
             )
         results.append(torch.stack(columns, -1))
         return results[-1]

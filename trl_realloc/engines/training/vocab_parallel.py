@@ -1,6 +1,6 @@
 """Log-probabilities of tokens whose logits are split over a tensor-parallel group, without gathering the logits.
 
-Log-probabilities from full logits are in `packed_forward`, the splitting of the language head in `tensor_parallel`.
+Log-probabilities from full logits are in `token_logprobs`, the splitting of the language head in `tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..mesh_group import MeshGroup
-from .packed_forward import TokenLogprobs
+from .token_logprobs import TokenLogprobs, logits_gradient, precise, scaled
 
 
 class SplitLogprobs(torch.autograd.Function):
@@ -33,18 +33,17 @@ class SplitLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, first: int, group: MeshGroup
     ) -> tuple[Tensor, Tensor]:
         tokens, ids = logits.shape
-        highest = logits.new_full((tokens,), float("-inf"), dtype=torch.float32)
+        dtype = precise(logits.dtype)
+        highest = logits.new_full((tokens,), float("-inf"), dtype=dtype)
         slices = list(TokenLogprobs._slices(logits)) if ids else []
         for rows in slices:
-            highest[rows] = logits[rows].float().amax(-1) / temperature
+            highest[rows] = logits[rows].to(dtype).amax(-1) / temperature
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group.group)
         local_targets = targets - first
         is_here = (local_targets >= 0) & (local_targets < ids)
-        sums = torch.zeros(
-            3, tokens, dtype=torch.float32, device=logits.device
-        )  # exponentials, weighted logits, target
+        sums = torch.zeros(3, tokens, dtype=dtype, device=logits.device)  # exponentials, weighted logits, target
         for rows in slices:
-            x = logits[rows].float() / temperature
+            x = logits[rows].to(dtype) / temperature
             p = torch.exp(x - highest[rows, None])
             sums[0, rows] = p.sum(-1)
             sums[1, rows] = (p * x).nan_to_num_(nan=0.0).sum(-1)  # for a logit of -inf, 0 * -inf counts as 0
@@ -53,18 +52,19 @@ class SplitLogprobs(torch.autograd.Function):
         dist.all_reduce(sums, group=group.group)
         normalizer = highest + torch.log(sums[0])
         entropy = normalizer - sums[1] / sums[0]
-        ctx.save_for_backward(logits, local_targets, is_here, normalizer)
+        ctx.save_for_backward(logits, local_targets, is_here, normalizer, entropy)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # the gradient of an output that the loss does not use is `None`
         return sums[2] - normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, local_targets, is_here, normalizer = ctx.saved_tensors
-        scale = gradients[0] / ctx.temperature
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+        logits, local_targets, is_here, normalizer, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = scaled(gradients, normalizer, ctx.temperature)
         for rows in TokenLogprobs._slices(logits) if logits.shape[1] else ():
-            p = torch.exp(logits[rows].float() / ctx.temperature - normalizer[rows, None]).neg_()
-            at = local_targets[rows].clamp(0, logits.shape[1] - 1)[:, None]
-            p.scatter_add_(-1, at, is_here[rows, None].to(p.dtype)).mul_(scale[rows, None])
-            logits[rows] = p.to(logits.dtype)
+            log_p = logits[rows].to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]
+            at = local_targets[rows].clamp(0, logits.shape[1] - 1)
+            of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
+            of_logits = logits_gradient(log_p, at, of_logprobs[rows], of_rows, is_here[rows])
+            logits[rows] = of_logits.to(logits.dtype)
         return logits, None, None, None, None

@@ -1,0 +1,109 @@
+"""Log-probabilities and entropies of tokens from logits in memory, and the gradient of both with respect to logits.
+
+From the input of the language head, without its logits in memory: `sliced_head`. From logits that are split over a
+tensor-parallel group: `vocab_parallel`. Both use the gradient from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Log-probability of each target and entropy of each distribution, from logits (tokens, vocabulary).
+
+    Works on slices of rows and writes the gradient into the memory of the logits, so the peak is one copy of them and a
+    slice, or two slices if the loss depends on the entropy, where `log_softmax` and autograd hold three copies.
+    Backward overwrites the logits, so it runs once.
+
+    Returns:
+        `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature): float32, or float64
+        of logits in float64.
+    """
+
+    _SLICE = 1 << 22  # elements of the float32 working copy: 16 MiB
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        dtype = precise(logits.dtype)
+        logprobs = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for rows in TokenLogprobs._slices(logits):
+            x = logits[rows].to(dtype) / temperature
+            normalizer[rows] = torch.logsumexp(x, -1)
+            logprobs[rows] = x.gather(-1, targets[rows, None]).squeeze(-1) - normalizer[rows]
+            x -= normalizer[rows, None]
+            p = torch.exp(x)
+            entropy[rows] = -(p.mul_(x)).nan_to_num_(nan=0.0).sum(-1)  # for a logit of -inf, 0 * -inf counts as 0
+        ctx.save_for_backward(logits, targets, normalizer, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # the gradient of an output that the loss does not use is `None`
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+        logits, targets, normalizer, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = scaled(gradients, normalizer, ctx.temperature)
+        for rows in TokenLogprobs._slices(logits):
+            log_p = logits[rows].to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]
+            of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
+            logits[rows] = logits_gradient(log_p, targets[rows], of_logprobs[rows], of_rows).to(logits.dtype)
+        return logits, None, None
+
+    @staticmethod
+    def _slices(logits: Tensor) -> Iterator[slice]:
+        step = max(1, TokenLogprobs._SLICE // max(logits.shape[1], 1))
+        for start in range(0, logits.shape[0], step):
+            yield slice(start, start + step)
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which log-probabilities are computed from logits of this dtype: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def scaled(gradients: tuple[Tensor | None, ...], like: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """The gradients of log-probabilities and entropies, (tokens,) each, divided by the temperature.
+
+    Args:
+        gradients: of log-probabilities and entropies; `None` where the loss does not depend on them.
+        like: (tokens,), of the dtype and on the device of the result.
+    """
+    of_logprobs, of_entropy = gradients
+    return (
+        torch.zeros_like(like) if of_logprobs is None else of_logprobs / temperature,
+        None if of_entropy is None else of_entropy / temperature,
+    )
+
+
+def logits_gradient(
+    log_p: Tensor,
+    targets: Tensor,
+    of_logprobs: Tensor,
+    entropy: tuple[Tensor, Tensor] | None = None,
+    is_here: Tensor | None = None,
+) -> Tensor:
+    """The gradient with respect to the logits x of a loss of log-probabilities l and entropies H:
+    dl/dx_i = [i is the target] - p_i and dH/dx_i = -p_i (log p_i + H).
+
+    Without `entropy` it is computed in the memory of `log_p`, otherwise in it and another tensor of its size.
+
+    Args:
+        log_p: (rows, ids), log-probabilities of all ids, or of the rank's part of the vocabulary. Overwritten.
+        targets: (rows,) int64, an index into the ids; any index where `is_here` is False.
+        of_logprobs: (rows,), the loss's derivative by each l.
+        entropy: the loss's derivative by each H, and H, (rows,) each; `None` if the loss does not depend on H.
+        is_here: (rows,) bool, whether the target is in the rank's part of the vocabulary; `None` for everywhere.
+    """
+    ones = torch.ones_like(of_logprobs) if is_here is None else is_here.to(of_logprobs.dtype)
+    if entropy is None:
+        return log_p.exp_().neg_().scatter_add_(-1, targets[:, None], ones[:, None]).mul_(of_logprobs[:, None])
+    of_entropy, values = entropy
+    p = log_p.exp()
+    # log_p is infinite for a logit of -inf, where p = 0. A gradient that is not finite must stay so
+    second = log_p.masked_fill_(p == 0, 0.0).add_(values[:, None]).mul_(p).mul_(of_entropy[:, None])
+    return p.neg_().scatter_add_(-1, targets[:, None], ones[:, None]).mul_(of_logprobs[:, None]).sub_(second)
