@@ -35,8 +35,6 @@ def test_every_engine_steps_by_slopes_as_one_process_does_by_the_loss(run: Calla
     for name, case in CASES.items():
         found = json.loads((folder / f"{name}.json").read_text())
         assert found["parameters"] < 1e-9 and found["norms"] < 1e-9, (name, found)
-        all_of_them, _, without_a_third, without_advantages = found["counts"]
-        # a sample without an advantage still has slopes of its entropies
-        is_bonus = case["loss"] == "bonus"
-        assert all_of_them == 11 and without_advantages == (11 if is_bonus else 1), (name, found)
-        assert without_a_third == 11 if is_bonus else 1 < without_a_third <= 7, (name, found)
+        # a sample without an advantage still has slopes of its entropies; a clipped one has no slope either
+        counts, is_bonus = found["counts"], case["loss"] == "bonus"
+        assert counts == [11] * 4 if is_bonus else (counts[0] > 4 and counts[3] == 1), (name, found)

@@ -4,13 +4,18 @@ iteration has two calls of one role and kind, runs whole and call by call."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import tiny
 import torch
-from remax import GRAPH, GREEDY, call_by_call, learned, place, prompts, whole_run
+from remax import GRAPH, GREEDY, ReMax, call_by_call, learned, place, prompts, whole_run
 
 from trl_realloc import Cluster, ExecutionPlan, PlanError
+from trl_realloc.algorithms.base import TrainingLoss
+from trl_realloc.algorithms.linear_loss import LINEAR_LOSS, LinearLoss, without_zero_slopes
+from trl_realloc.algorithms.nonfinite import NonFiniteError
+from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.runtime.calls import Step
@@ -39,6 +44,43 @@ def test_an_iteration_gives_the_same_whole_and_call_by_call() -> None:
     norms = performed.tensor("grad_norm")
     assert 0.1 * float(norms[0]) == pytest.approx(gap, rel=1e-4), "SGD at 0.1 moves by a tenth of the gradient"
     assert torch.equal(norms, norms[:1].expand(len(norms)))
+
+
+class BySlopes(ReMax):
+    """ReMax whose loss is computed outside."""
+
+    def prepare(self, samples: Rollouts) -> Rollouts:
+        return samples
+
+    def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
+        yield without_zero_slopes(samples)
+
+    def loss(self, call: str) -> TrainingLoss:
+        return TrainingLoss("policy", LINEAR_LOSS, LinearLoss())
+
+
+def test_a_role_is_trained_by_the_slopes_of_a_loss_that_is_computed_outside() -> None:
+    direct, by_slopes = one_process(), one_process()
+    samples = call_by_call(direct)
+    call_by_call(by_slopes)
+    scores, baselines = samples.tensor("scores").clone(), samples.tensor("baselines")
+    scores[1] = baselines[1]  # a sample without slopes, which is left out
+    samples = samples.only(n for n in samples if n != "grad_norm").plus(scores=scores)
+    direct.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
+    expected = direct.perform("actor.train", samples)
+    by_slopes.algorithm = BySlopes()
+    by_slopes.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
+    responses = samples.ragged("responses")
+    given = responses.like(responses.spread((baselines - scores) / len(samples)))
+    broken = given.like(torch.where(given.row_of == 3, torch.nan, given.values))
+    with pytest.raises(NonFiniteError, match="the loss's derivative by a log-probability of sample 3 of the .* is nan"):
+        by_slopes.perform("actor.train", samples.plus(logprob_slopes=broken))
+    steps = by_slopes.perform("actor.train", samples.plus(logprob_slopes=given))
+    after, other = learned(direct), learned(by_slopes)
+    assert all(torch.allclose(after[name], other[name], rtol=1e-6, atol=1e-6) for name in after)
+    assert set(steps) == {"index", "update", LINEAR_LOSS, "grad_norm"}
+    assert steps.tensor("index").tolist() == [0, 2, 3, 4]
+    assert float(steps.tensor("grad_norm")[0]) == pytest.approx(float(expected.tensor("grad_norm")[0]), rel=1e-5)
 
 
 def test_two_calls_of_one_role_draw_apart_and_as_each_is_told_to() -> None:
