@@ -116,6 +116,8 @@ def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
             at = share.samples.tensor("index")
             here = {key: sums[at] for key, sums in expected.items()} if len(at) else {}
             differences["statistics"] = max(differences.get("statistics", 0.0), gap(made, here))
+            norms = split[model].grad_norm, whole[model].grad_norm
+            differences["norm"] = max(differences.get("norm", 0.0), abs(norms[0] / norms[1] - 1))
     for model, share in enumerate(shares):  # in the reversed pipeline by itself
         made = split[model].forward(share.samples, budgets[model])
         if len(share.samples):

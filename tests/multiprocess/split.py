@@ -174,6 +174,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         at = mine.tensor("index")
         here = {name: sums[at] for name, sums in expected.items()} if len(mine) else {}
         differences["statistics"] = max(differences.get("statistics", 0.0), gap(made, here))
+        differences["norm"] = max(differences.get("norm", 0.0), abs(split.grad_norm / whole.grad_norm - 1))
     if len(mine):
         scores, ours = whole.forward(samples.select(mine.tensor("index")), 1000), split.forward(mine, budget)
         differences["scores"] = gap({n: c.values for n, c in scores.items()}, {n: c.values for n, c in ours.items()})
