@@ -19,7 +19,7 @@ from trl_realloc.profiling import profile_cache as cache
 from trl_realloc.profiling.job_models import JobModels, specs_of
 from trl_realloc.profiling.machine import links, sharing
 from trl_realloc.trainer.accelerate_plugin import ReallocationPlugin
-from trl_realloc.trainer.job_builder import make_job
+from trl_realloc.trainer.job_builder import ppo_job
 from trl_realloc.trainer.ppo_config import PPOConfig
 
 
@@ -38,7 +38,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     models = JobModels(configs, specs_of(configs))
     whole = models.specs["actor.train"][0]
     cache.MOST_ELEMENTS = int(whole.elements - 3 * whole.layer_elements)  # three of the six layers
-    job = make_job(
+    job = ppo_job(
         args,
         ReallocationPlugin(),
         Cluster(1, 4, memory_gb=8.0),  # so that ZeRO stages are candidates

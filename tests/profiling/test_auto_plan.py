@@ -25,7 +25,7 @@ from trl_realloc.profiling.profile_cache import cache_path
 from trl_realloc.profiling.run_observer import RunObserver
 from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer, setup
-from trl_realloc.trainer.job_builder import make_job
+from trl_realloc.trainer.job_builder import ppo_job
 from trl_realloc.trainer.plan_request import PlanRequest
 
 
@@ -130,7 +130,7 @@ def test_under_fp16_no_plan_has_the_engine_that_cannot_scale_losses(tmp_path: Pa
     for settings, engines in (({"fp16": True}, ("zero",)), ({}, ("zero", "megatron"))):
         args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **{"bf16": False, **settings})
         sizes = {"prompt_tokens": 5.0, "context_length": 60, "pad_token_id": 0}
-        job = make_job(args, ReallocationPlugin(), Cluster(1, 4), 0, "vllm", JobModels({}, {}), **sizes)
+        job = ppo_job(args, ReallocationPlugin(), Cluster(1, 4), 0, "vllm", JobModels({}, {}), **sizes)
         assert job.engines == engines
 
 

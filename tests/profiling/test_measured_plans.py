@@ -17,7 +17,7 @@ from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels, specs_of
 from trl_realloc.profiling.late_measuring import OVERHEAD_S, LateMeasuring
 from trl_realloc.profiling.profile_cache import elements_of_short_runs, plans_of, short_runs, unmeasured_profile
-from trl_realloc.trainer.job_builder import make_job
+from trl_realloc.trainer.job_builder import ppo_job
 
 
 def make(folder: Path, memory_gb: float | None, **config: Any) -> Job:
@@ -27,7 +27,7 @@ def make(folder: Path, memory_gb: float | None, **config: Any) -> Job:
     configs = {role: [LlamaConfig(**{**sizes, **config})] for role in Role}
     models = JobModels(configs, specs_of(configs))
     counts = {"prompt_tokens": 4, "context_length": 16, "pad_token_id": 0}
-    return make_job(args, ReallocationPlugin(), Cluster(1, 2, memory_gb), 0, "transformers", models, **counts)
+    return ppo_job(args, ReallocationPlugin(), Cluster(1, 2, memory_gb), 0, "transformers", models, **counts)
 
 
 def names(job: Job) -> list[str]:

@@ -33,7 +33,7 @@ from trl_realloc.profiling.profile_cache import cache_path, keep_corrections, kn
 from trl_realloc.profiling.replanning import Replanner, suits
 from trl_realloc.profiling.run_observer import RunObserver
 from trl_realloc.runtime.results import Iteration
-from trl_realloc.trainer.job_builder import make_job
+from trl_realloc.trainer.job_builder import ppo_job
 
 
 CLUSTER = Cluster(1, 2)
@@ -48,7 +48,7 @@ def make(folder: Path, cluster: Cluster = CLUSTER, specs: Any = None, rank: int 
     args = PPOConfig(output_dir=str(folder), use_cpu=True, report_to="none", **{"bf16": False, **values})
     models = JobModels({}, specs or SPECS)
     sizes = {"prompt_tokens": 5.0, "context_length": 60, "pad_token_id": 0}
-    return make_job(args, ReallocationPlugin(), cluster, rank, "transformers", models, **sizes)
+    return ppo_job(args, ReallocationPlugin(), cluster, rank, "transformers", models, **sizes)
 
 
 def measured(job: Job) -> Profile:

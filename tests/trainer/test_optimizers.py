@@ -94,7 +94,7 @@ def test_every_group_follows_its_own_rate(tmp_path: Path, kind: str) -> None:
     elif kind == "lambdas":
         scheduler = LambdaLR(given, [lambda step: 1.0, lambda step: 0.5**step, lambda step: 0.0])
         expected = [[0.4, 0.2, 0.0], [0.4, 0.1, 0.0]]
-    check_optimizer(args, given, scheduler, (model, value))
+    check_optimizer(args, given, scheduler, {"model": model, "value_model": value})
     rates = LearningRates.of(args, given, scheduler)
     parts = {Role.ACTOR: part_of(given, model), Role.CRITIC: part_of(given, value)}
     for step in range(2):
@@ -136,15 +136,35 @@ def test_an_adamw_of_torch_trains_without_a_scheduler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"])
 def test_the_optimizers_that_the_arguments_name_are_made(tmp_path: Path, name: str) -> None:
-    check_optimizer(args := tiny.arguments(tmp_path, optim=name), None, None, (tiny.policy(), tiny.classifier()))
+    check_optimizer(
+        args := tiny.arguments(tmp_path, optim=name),
+        None,
+        None,
+        {"model": tiny.policy(), "value_model": tiny.classifier()},
+    )
     assert make_optimizer(args, linears())
+
+
+def test_a_policy_alone_is_trained_at_the_policys_rate(tmp_path: Path) -> None:
+    args, model = tiny.arguments(tmp_path, learning_rate=1e-3), tiny.policy()
+    check_optimizer(args, None, None, {"model": model})
+    rates = LearningRates.of(args, None, None, [Role.ACTOR])
+    assert len(rates.scheduled.param_groups) == 1 and rates.role(Role.ACTOR) == rates.first == 1e-3
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ConfigError, match="of model; make it over the parameters of model, after loading"):
+        check_optimizer(args, other, None, {"model": model})
+    given = torch.optim.SGD(model.parameters(), lr=0.3)
+    check_optimizer(args, given, None, {"model": model})
+    assert LearningRates.of(args, given, None, [Role.ACTOR]).role(Role.ACTOR)[0]["lr"] == 0.3
 
 
 def refused(tmp_path: Path, given: Any, scheduler: Any = None, **changes: Any) -> str:
     models = (tiny.policy(), tiny.classifier())
     own = given([p for model in models for p in model.parameters()]) if given else None
     with pytest.raises(ConfigError) as caught:
-        check_optimizer(tiny.arguments(tmp_path, **changes), own, scheduler, models)
+        check_optimizer(
+            tiny.arguments(tmp_path, **changes), own, scheduler, dict(zip(("model", "value_model"), models))
+        )
     return str(caught.value)
 
 

@@ -23,7 +23,7 @@ from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
-from ..trainer.job_builder import compute_dtype, make_job
+from ..trainer.job_builder import compute_dtype, ppo_job
 from ..trainer.ppo_config import PPOConfig
 from .recipe_parser import SENTENCES, RecipeError, run
 
@@ -44,7 +44,7 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
         configs[role][0].dtype = torch.float32
     cluster, mixed = cluster_of(meet()), compute_dtype(args)
     pad = configs[Role.ACTOR][0].pad_token_id
-    job = make_job(
+    job = ppo_job(
         args,
         ReallocationPlugin(),
         cluster,

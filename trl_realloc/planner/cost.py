@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..plan.assignment import LOGITS_SLICE, MOST_LOGITS, Assignment, ParallelStrategy, sleeps
 from ..plan.cluster import Cluster
-from ..plan.dataflow import Call, CallKind
+from ..plan.dataflow import Call, CallKind, Role
 from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, state_bytes
 from .corrections import Corrections
@@ -116,7 +116,11 @@ class Pricing:
                 case CallKind.GENERATE:
                     total += self._generate(spec, assignment)
                 case CallKind.FORWARD:
-                    total += self._forward(spec, assignment)
+                    cost = self._forward(spec, assignment)
+                    if call.role is Role.ACTOR:
+                        times = self.workload.policy_forwards
+                        cost = replace(cost, parts={name: times * part for name, part in cost.parts.items()})
+                    total += cost
                 case CallKind.TRAIN:
                     total += self._train(spec, assignment)
         return self.shared(total, assignment.mesh.size)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import fmean
+from typing import Any
 
 from ..common.errors import PlanError, Problems
 
@@ -29,36 +30,62 @@ class Workload:
         episodes: number of episodes in the global batch.
         prompt_tokens: mean length of a prompt, tokens.
         response_tokens: equally likely lengths of a response, tokens, ascending. One entry if all have the same length.
-        mini_batches: optimizer steps in one PPO epoch.
+        mini_batches: optimizer steps in one training pass over the batch. Below 1 where a step trains on several
+            batches: 0.5 where it trains on two.
         epochs: training passes over the batch.
+        policy_forwards: how often `actor.forward` computes the whole batch.
         recompute: whether training computes every forward again in its backward (activation checkpointing).
         forward_tokens: largest number of tokens of one scoring forward if a plan sets no `micro_batch_tokens`.
         train_tokens: the same for one training forward.
 
     Raises:
-        PlanError: a number is below 1, or `response_tokens` is empty.
+        PlanError: a number is below 1, `mini_batches` is not above 0, or `response_tokens` is empty.
     """
 
     episodes: int
     prompt_tokens: float
     response_tokens: tuple[int, ...]
-    mini_batches: int = 1
+    mini_batches: float = 1
     epochs: int = 4
+    policy_forwards: float = 1.0
     recompute: bool = False
     forward_tokens: int = 65_536
     train_tokens: int = 8_192
 
     def __post_init__(self) -> None:
-        numbers = ("episodes", "prompt_tokens", "mini_batches", "epochs", "forward_tokens", "train_tokens")
+        numbers = ("episodes", "prompt_tokens", "epochs", "policy_forwards", "forward_tokens", "train_tokens")
         problems = Problems(
             f"a workload's {name} is 1 or more, not {getattr(self, name)!r}."
             for name in numbers
             if not getattr(self, name) >= 1
         )
+        if not self.mini_batches > 0:
+            problems.append(f"a workload's mini_batches is above 0, not {self.mini_batches!r}.")
         if not self.response_tokens or min(self.response_tokens) < 1:
             problems.append(f"a workload's response_tokens are lengths from 1, not {self.response_tokens!r}.")
         problems.refuse()
         object.__setattr__(self, "response_tokens", tuple(sorted(self.response_tokens)))
+
+    @staticmethod
+    def of_groups(
+        *, steps_per_generation: int, gradient_accumulation_steps: int, num_iterations: int, **sizes: Any
+    ) -> Workload:
+        """The work of one generation of GRPO or RLOO. An iteration is a generation. The host computes the loss from the
+        log-probabilities of the weights that a step trains, so each step but the first, for which those of the whole
+        batch are computed, needs another `actor.forward` of its samples.
+
+        Args:
+            steps_per_generation, gradient_accumulation_steps, num_iterations: TRL's settings.
+            sizes: the other fields, except `epochs`.
+        """
+        per_pass = steps_per_generation / gradient_accumulation_steps
+        forwards = 1 + max(0.0, num_iterations - 1 / per_pass)
+        return Workload(mini_batches=per_pass, epochs=num_iterations, policy_forwards=forwards, **sizes)
+
+    def once(self, episodes: int, response_tokens: int) -> Workload:
+        """The same work on so many samples of one length, trained on once and in one optimizer step."""
+        lengths = (response_tokens,)
+        return replace(self, episodes=episodes, response_tokens=lengths, epochs=1, mini_batches=1, policy_forwards=1.0)
 
     @staticmethod
     def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -97,8 +124,8 @@ class Workload:
         return fmean(self.response_tokens)
 
     @property
-    def updates(self) -> int:
-        """Number of optimizer steps in an iteration."""
+    def updates(self) -> float:
+        """Number of optimizer steps in an iteration; below 1 where a step trains on the batches of several."""
         return self.epochs * self.mini_batches
 
     def decoding(self, engines: int, slots: int) -> tuple[tuple[int, int, float], ...]:

@@ -100,7 +100,7 @@ class LateMeasuring:
             return math.inf  # a device's memory does not hold the models
         seconds = 0.0
         for episodes, response in runs.sizes:
-            work = replace(job.workload, episodes=episodes, response_tokens=(response,), epochs=1, mini_batches=1)
+            work = job.workload.once(episodes, response)
             try:
                 seconds += estimate_plan(plans[0], runs.models.specs, job.pricing(profile, work), exact=False).seconds
             except PlanError:  # cannot be estimated: as long as an update

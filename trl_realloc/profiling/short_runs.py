@@ -74,9 +74,7 @@ class Runs:
     @property
     def workload(self) -> Workload:
         """The work of the largest run."""
-        return replace(
-            self.job.workload, episodes=self.episodes, response_tokens=(self.response,), epochs=1, mini_batches=1
-        )
+        return self.job.workload.once(self.episodes, self.response)
 
     def observe(self, plan: ExecutionPlan, samples: Rollouts | None) -> tuple[list[Observation], Rollouts | None]:
         """Runs a plan a few times. Returns its observations, on rank 0, and samples for later plans.

@@ -9,21 +9,63 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..plan.cluster import Cluster
+from ..plan.dataflow import DataflowGraph
 from ..planner.workload import Workload
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels
 from ..runtime.engine_options import EngineOptions
 from .accelerate_plugin import ReallocationPlugin
 from .optimizers import make_optimizer
-from .ppo_config import PPOConfig
+
+
+if TYPE_CHECKING:
+    from .grpo_config import PolicyConfig
+    from .ppo_config import PPOConfig
 
 
 def make_job(
+    args: PPOConfig | PolicyConfig,
+    plugin: ReallocationPlugin,
+    cluster: Cluster,
+    rank: int,
+    generation_engine: str,
+    models: JobModels,
+    graph: DataflowGraph,
+    workload: Workload,
+    options: EngineOptions,
+) -> Job:
+    """Returns the `Job` of one rank. The plan is not known yet.
+
+    Args:
+        graph: the run's calls.
+        workload: of one iteration. Real lengths of responses are known only after the first update.
+        options: of `engine_options`.
+    """
+    # megatron does not scale losses, as fp16 needs (`plan_checks`)
+    engines = ("zero",) if compute_dtype(args) is torch.float16 else ("zero", "megatron")
+    return Job(
+        cluster,
+        rank,
+        generation_engine,
+        models,
+        options,
+        workload,
+        args.vllm_gpu_memory_utilization,
+        args.memory_headroom,
+        args.vllm_enable_sleep_mode,
+        engines,
+        deterministic=args.full_determinism,
+        max_staleness=getattr(args, "max_staleness", 0),
+        graph=graph,
+    )
+
+
+def ppo_job(
     args: PPOConfig,
     plugin: ReallocationPlugin,
     cluster: Cluster,
@@ -35,10 +77,7 @@ def make_job(
     context_length: int,
     pad_token_id: int,
 ) -> Job:
-    """Returns the `Job` of one rank. The plan is not known yet.
-
-    The workload assumes that every response has `response_length` tokens, because real lengths are known only after the
-    first update.
+    """Returns the `Job` of one rank of a run of PPO, in which every response has `response_length` tokens.
 
     Args:
         prompt_tokens: mean length of the prompts in the data set, tokens.
@@ -54,44 +93,42 @@ def make_job(
         forward_tokens=args.local_rollout_forward_batch_size * context_length,
         train_tokens=args.per_device_train_batch_size * context_length,
     )
-    options = engine_options(args, plugin, context_length=context_length, pad_token_id=pad_token_id)
-    share, headroom = args.vllm_gpu_memory_utilization, args.memory_headroom
-    sleeps = args.vllm_enable_sleep_mode
-    # megatron does not scale losses, as fp16 needs (`plan_checks`)
-    engines = ("zero",) if compute_dtype(args) is torch.float16 else ("zero", "megatron")
-    return Job(
-        cluster,
-        rank,
-        generation_engine,
-        models,
-        options,
-        workload,
-        share,
-        headroom,
-        sleeps,
-        engines,
-        deterministic=args.full_determinism,
-        max_staleness=args.max_staleness,
-        graph=args.ppo_settings().graph,
+    options = engine_options(
+        args,
+        plugin,
+        temperature=sampling_temperature(args),
+        response_length=args.response_length,
+        context_length=context_length,
+        forward_batch_size=args.local_rollout_forward_batch_size,
+        pad_token_id=pad_token_id,
     )
+    graph = args.ppo_settings().graph
+    return make_job(args, plugin, cluster, rank, generation_engine, models, graph, workload, options)
 
 
 def engine_options(
-    args: PPOConfig, plugin: ReallocationPlugin, *, context_length: int, pad_token_id: int
+    args: PPOConfig | PolicyConfig,
+    plugin: ReallocationPlugin,
+    *,
+    temperature: float,
+    response_length: int,
+    context_length: int,
+    forward_batch_size: int,
+    pad_token_id: int,
 ) -> EngineOptions:
     """Returns the settings of the engines, with the optimizer that the training arguments describe.
 
     The settings are the same for every plan. If the user passed an optimizer, the run uses that one instead
-    (`Setup.engine_options`).
+    (`Setup.engine_options`). The arguments that are not the training arguments' are those of `EngineOptions`.
     """
     engine_kwargs = args.vllm_engine_kwargs or {}
     assert not isinstance(engine_kwargs, str), "TrainingArguments reads JSON"
     return EngineOptions(
         device=args.device,
-        temperature=sampling_temperature(args),
-        response_length=args.response_length,
+        temperature=temperature,
+        response_length=response_length,
         context_length=context_length,
-        forward_batch_size=args.local_rollout_forward_batch_size,
+        forward_batch_size=forward_batch_size,
         train_batch_size=args.per_device_train_batch_size,
         pad_token_id=pad_token_id,
         make_optimizer=partial(make_optimizer, args),
@@ -119,11 +156,11 @@ def engine_options(
 
 
 def sampling_temperature(args: PPOConfig) -> float:
-    """The sampling temperature as TRL computes it. It is never 0."""
+    """PPO's sampling temperature as TRL computes it. It is never 0."""
     return args.temperature + 1e-7
 
 
-def compute_dtype(args: PPOConfig) -> torch.dtype | None:
+def compute_dtype(args: PPOConfig | PolicyConfig) -> torch.dtype | None:
     """The dtype of mixed precision, or `None`, by the same rules as Accelerate.
 
     If neither `bf16` nor `fp16` is set, `args.mixed_precision` has the value of `accelerate launch --mixed_precision`.
@@ -137,12 +174,12 @@ def compute_dtype(args: PPOConfig) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
 
 
-def launched_deepspeed_config(args: PPOConfig) -> Mapping[str, Any] | None:
+def launched_deepspeed_config(args: PPOConfig | PolicyConfig) -> Mapping[str, Any] | None:
     """The DeepSpeed config that the job was launched with, if any."""
     plugin = args.deepspeed_plugin
     return None if plugin is None else plugin.deepspeed_config
 
 
-def recomputes(args: PPOConfig) -> bool:
+def recomputes(args: PPOConfig | PolicyConfig) -> bool:
     """Whether training computes every forward again in its backward (activation checkpointing)."""
     return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))

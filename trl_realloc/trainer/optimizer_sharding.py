@@ -7,6 +7,7 @@ What an assignment shards is defined in `plan.assignment`. Optimizers are made i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,11 @@ from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
 from .config_checks import ConfigError
 from .optimizers import make_optimizer, with_groups
-from .ppo_config import PPOConfig
+
+
+if TYPE_CHECKING:
+    from .grpo_config import PolicyConfig
+    from .ppo_config import PPOConfig
 
 
 # A matrix has more than 4,096 elements and its halves fewer: up to 4,096, 8-bit optimizers keep a float32 state.
@@ -26,7 +31,9 @@ TOLERANCE = 1e-4  # for rounding, relative to the largest change of a parameter
 Make = Callable[[Sequence[Sequence[nn.Parameter]]], torch.optim.Optimizer]
 
 
-def check_sharding(args: PPOConfig, optimizer: torch.optim.Optimizer | None, plan: ExecutionPlan) -> None:
+def check_sharding(
+    args: PPOConfig | PolicyConfig, optimizer: torch.optim.Optimizer | None, plan: ExecutionPlan
+) -> None:
     """Refuse a plan that shards parameters which the optimizer needs whole.
 
     Args:
@@ -84,7 +91,7 @@ def parameter_distribution(assignment: Assignment) -> str:
     return f"pp: {strategy.pp}" if strategy.pp > 1 else ""
 
 
-def named_maker(args: PPOConfig) -> Make:
+def named_maker(args: PPOConfig | PolicyConfig) -> Make:
     """The function that makes the optimizer that `args` name."""
     return lambda groups: make_optimizer(args, _Parameters([p for group in groups for p in group]))
 

@@ -12,7 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,14 +21,18 @@ from transformers import Trainer
 from ..engines.base import GROUP, Rate
 from ..plan.dataflow import Role
 from .config_checks import ConfigError
-from .ppo_config import PPOConfig
+
+
+if TYPE_CHECKING:
+    from .grpo_config import PolicyConfig
+    from .ppo_config import PPOConfig
 
 
 # These step inside the backward pass, or need calls before parameters are read. The engines do neither.
 _UNSUPPORTED = ("lomo", "adalomo", "layerwise", "schedule_free")
 
 
-def make_optimizer(args: PPOConfig, module: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(args: PPOConfig | PolicyConfig, module: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that `args` name over a role's trainable parameters, with weight decay on the parameters on which
     Trainer applies it."""
     from transformers.trainer_pt_utils import get_parameter_names
@@ -46,13 +50,16 @@ def make_optimizer(args: PPOConfig, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def check_optimizer(
-    args: PPOConfig, optimizer: torch.optim.Optimizer | None, scheduler: Any, models: Sequence[Any]
+    args: PPOConfig | PolicyConfig,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    models: Mapping[str, Any],
 ) -> None:
     """Refuse an optimizer or a scheduler that cannot train the roles, before anything is loaded.
 
     Args:
         optimizer, scheduler: the user's, or `None`.
-        models: the policy and the critic as the user passed them.
+        models: the trained models as the user passed them, by the trainer's argument.
 
     Raises:
         ConfigError: names the optimizer or the argument.
@@ -72,12 +79,14 @@ def check_optimizer(
     kind = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise ConfigError(f"{kind} asks for the loss several times in one step, which PPO does not do; use another.")
+        raise ConfigError(
+            f"{kind} asks for the loss several times in one step, which an engine does not do; use another."
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(f"{kind} wants sparse gradients, which these models do not have; use torch.optim.Adam.")
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigError(f"{kind} keeps other weights for generating than for training; use another, such as AdamW.")
-    if args.value_learning_rate is not None:
+    if getattr(args, "value_learning_rate", None) is not None:
         raise ConfigError(
             "value_learning_rate is set, but the optimizer in `optimizers` has rates of its own; put the critic's "
             "parameters into a group of it with its own `lr`."
@@ -87,15 +96,15 @@ def check_optimizer(
             "the scheduler in `optimizers` changes the rates of another optimizer than the one beside it."
         )
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for argument, model in zip(("model", "value_model"), models, strict=True):
+    for argument, model in models.items():
         if isinstance(model, str) or not any(p.requires_grad and id(p) in parameter_ids for p in model.parameters()):
-            raise ConfigError(_holds_none(argument))
+            raise ConfigError(_holds_none(argument, " and ".join(models)))
 
 
-def _holds_none(what: str) -> str:
+def _holds_none(what: str, trained: str) -> str:
     return (
-        f"the optimizer in `optimizers` holds no trainable parameter of {what}; make it over the parameters of both "
-        f"model and value_model, after they are loaded (and after get_peft_model, in place of peft_config)."
+        f"the optimizer in `optimizers` holds no trainable parameter of {what}; make it over the parameters of "
+        f"{trained}, after loading (and after get_peft_model, in place of peft_config)."
     )
 
 
@@ -115,7 +124,7 @@ def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.
         if (params := [p for p in group["params"] if id(p) in module_ids])
     ]
     if not groups:
-        raise ConfigError(_holds_none(f"the {type(module).__name__} to be trained"))
+        raise ConfigError(_holds_none(f"the {type(module).__name__} to be trained", "every trained model"))
     state: dict[Any, Any] = {}
     for parameter in (p for group in groups for p in group["params"]):
         if parameter_state := optimizer.state.get(parameter):
@@ -152,36 +161,45 @@ class LearningRates:
 
     Args:
         scheduled: the optimizer whose parameter groups the scheduler changes.
-        by_group: its groups are those of the user's optimizer. Otherwise there are two, with the policy's rate and the
-            critic's.
+        by_group: its groups are those of the user's optimizer. Otherwise there is one for each trained role.
+        roles: the trained roles, in the order of the groups.
     """
 
     scheduled: torch.optim.Optimizer
     by_group: bool
+    roles: tuple[Role, ...]
 
     @staticmethod
-    def of(args: PPOConfig, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> LearningRates:
-        """The rates of the user's optimizer and scheduler.
+    def of(
+        args: PPOConfig | PolicyConfig,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        roles: Sequence[Role] = (Role.ACTOR, Role.CRITIC),
+    ) -> LearningRates:
+        """The rates of the user's optimizer and scheduler, or those of the training arguments.
 
         Without a scheduler, an optimizer with the same groups and no model takes the place of the user's: the user's
         would keep the whole parameters in memory, which the engines replace by their parts.
         """
         if optimizer is not None and scheduler is not None:
-            return LearningRates(optimizer, by_group=True)
+            return LearningRates(optimizer, by_group=True, roles=tuple(roles))
         if optimizer is not None:
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         else:
-            critic = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
-            groups = [{"lr": args.learning_rate}, {"lr": critic}]
+            critic = getattr(args, "value_learning_rate", None)
+            groups = [
+                {"lr": critic if role is Role.CRITIC and critic is not None else args.learning_rate} for role in roles
+            ]
         stand_in = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
-        return LearningRates(torch.optim.SGD(stand_in, lr=args.learning_rate), by_group=optimizer is not None)
+        optimizer_of_rates = torch.optim.SGD(stand_in, lr=args.learning_rate)
+        return LearningRates(optimizer_of_rates, by_group=optimizer is not None, roles=tuple(roles))
 
     def role(self, role: Role) -> Rate:
         """The learning rate of a role. With the user's optimizer it is the settings of all its groups, because a
         scheduler may change the momentum too."""
         groups = self.scheduled.param_groups
         if not self.by_group:
-            return float(groups[0 if role is Role.ACTOR else 1]["lr"])
+            return float(groups[self.roles.index(role)]["lr"])
         return tuple({k: v for k, v in group.items() if k not in ("params", "initial_lr")} for group in groups)
 
     @property

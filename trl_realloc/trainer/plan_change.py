@@ -26,15 +26,18 @@ from ..runtime.run_state import RunState
 from .accelerate_plugin import ReallocationPlugin
 from .optimizer_sharding import can_be_sharded
 from .optimizers import make_optimizer
-from .setup import Setup
 
 
 logger = logging.get_logger(__name__)
 
 
-def can_change_plan(setup: Setup) -> bool:
+def can_change_plan(setup: Any) -> bool:
     """Whether the run's state can be moved to another plan. It cannot be with adapters, a policy or a critic that is
-    frozen in part, an optimizer of the user's, or one that cannot be sharded."""
+    frozen in part, an optimizer of the user's, or one that cannot be sharded.
+
+    Args:
+        setup: of `PlanChangeMixin`.
+    """
     is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
     if setup.roles[Role.ACTOR].adapted or setup.is_frozen_in_part or not is_default:
         return False
@@ -42,12 +45,16 @@ def can_change_plan(setup: Setup) -> bool:
 
 
 class PlanChangeMixin:
-    """Moves a run to another plan. The attributes are those of the trainer that the class is mixed into."""
+    """Moves a run to another plan. It is mixed into a trainer that has Trainer's attributes and those of
+    `CheckpointMixin`, and that lets go of its modules (`_let_go`) and places the calls of a plan (`_place`).
+
+    Its `setup` is a frozen dataclass with what is known of the run: `plan`, `job_plan`, `job`, `roles`,
+    `make_optimizer` and `is_frozen_in_part`. They are as in `trainer.setup.Setup`.
+    """
 
     state: Any
-    model: Any
     accelerator: Any
-    setup: Setup
+    setup: Any
     placement: Placement
     executor: Executor
     alarm: Alarm
@@ -56,6 +63,7 @@ class PlanChangeMixin:
     measuring: LateMeasuring | None
     _place: Callable[[], None]
     _start: Callable[[], None]
+    _let_go: Callable[[], None]
     _finish_save: Callable[[], None]
     _save_unsaved: Callable[[], None]
 
@@ -120,7 +128,7 @@ class PlanChangeMixin:
         self.placement.discard()
         job_plan = next_plan()
         roles = run_state.roles(self.setup.roles, job_plan.plan)
-        self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan, policy=None, roles=roles)
+        self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan, roles=roles)
         self._place()
         self._start()
         run_state.load_into(self.placement)
@@ -136,16 +144,6 @@ class PlanChangeMixin:
             expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""
             how = f" ({job_plan.plan.streams})" if job_plan.plan.streams else ""
             logger.warning(f"update {self.state.global_step}: the plan is now {job_plan.plan.name}{how}{expected}.")
-
-    def _let_go(self) -> None:
-        """Put structures without weights into `self.model`, in place of the modules of the old plan."""
-        shells = []
-        for role in (Role.ACTOR, Role.CRITIC):
-            make_shell = self.setup.roles[role].shell
-            assert make_shell is not None, "policy and critic have structures"
-            shells.append(make_shell())
-        self.model.hold(*shells)
-        self.setup = replace(self.setup, models_before_start=tuple(shells))
 
 
 __all__ = ["PlanChangeMixin", "can_change_plan"]

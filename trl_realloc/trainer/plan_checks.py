@@ -6,7 +6,7 @@ What any plan must keep is checked in `plan.execution_plan`; what an optimizer n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..common.errors import Problems
 from ..engines.generation.vllm_support import MIN_TEMPERATURE
@@ -18,12 +18,16 @@ from ..plan.model_spec import ModelSpec
 from ..profiling.job_models import element_bytes, spec_of
 from ..realloc.memory import check_memory
 from .config_checks import ConfigError
-from .job_builder import launched_deepspeed_config, sampling_temperature
-from .ppo_config import PPOConfig
+from .job_builder import launched_deepspeed_config
+
+
+if TYPE_CHECKING:
+    from .grpo_config import PolicyConfig
+    from .ppo_config import PPOConfig
 
 
 def check_plan(
-    args: PPOConfig, plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]
+    args: PPOConfig | PolicyConfig, plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]
 ) -> None:
     """Refuse a plan that these settings or these models do not allow.
 
@@ -39,7 +43,7 @@ def check_plan(
     split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
     if args.fp16 and split:
         raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
-    if plan["actor.generate"].engine == "vllm" and sampling_temperature(args) < MIN_TEMPERATURE:
+    if plan["actor.generate"].engine == "vllm" and args.temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
             f"it, or set generation_engine='transformers'."

@@ -35,7 +35,7 @@ from ..runtime.placement import Placement
 from ..runtime.training_calls import check_first_weights
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint import CheckpointError
-from .checkpoint.mixin import CheckpointMixin
+from .checkpoint.ppo_mixin import PPOCheckpointMixin
 from .checkpoint.resuming import STATE, Checkpoint
 from .checkpoint.saving import make_output_dir
 from .evaluation import EvaluationMixin
@@ -56,7 +56,7 @@ from .trl_compat import PPOTrainerBase
 logger = logging.get_logger(__name__)
 
 
-class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttributes, PPOTrainerBase):
+class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttributes, PPOTrainerBase):
     """Proximal Policy Optimization that runs every model function call on the devices that the execution plan gives it.
 
     Takes the arguments of TRL 1.12's `PPOTrainer` in the same order; several of them accept more kinds of values.
@@ -198,6 +198,17 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttribute
         self.placement.roles = self.setup.roles.loaded()
         self.setup = replace(self.setup, policy=None, roles=self.placement.roles, models_before_start=(policy, critic))
         self._ref_model = None
+
+    def _let_go(self) -> None:
+        """Put structures without weights into `self.model`, in place of the modules of the old plan."""
+        shells = []
+        for role in self.plan.graph.trained_roles:
+            make_shell = self.setup.roles[role].shell
+            assert make_shell is not None, "policy and critic have structures"
+            shells.append(make_shell())
+        policy, critic = shells
+        self.model.hold(policy, critic)
+        self.setup = replace(self.setup, policy=None, models_before_start=(policy, critic))
 
     def _module_of(self, role: Role) -> Any:
         """This rank's module of a trained role; the structure without weights on a rank without a part of the role."""

@@ -31,7 +31,7 @@ from ..runtime.roles import Roles
 from . import input_checks, model_checks
 from .accelerate_plugin import ReallocationPlugin
 from .input_checks import SpecialTokens
-from .job_builder import compute_dtype, make_job, sampling_temperature
+from .job_builder import compute_dtype, ppo_job, sampling_temperature
 from .optimizer_sharding import check_sharding
 from .optimizers import LearningRates, check_optimizer, make_optimizer, part_of
 from .plan_checks import check_plan
@@ -188,7 +188,7 @@ def _check_inputs(
     model_checks.check_adapters(args, model, inputs.peft_config)
     tokens = input_checks.special_tokens(args, inputs.processing_class)
     checkpoint_config = request.policy_config if isinstance(model, str) else read_config(model, "model")
-    check_optimizer(args, inputs.optimizer, inputs.scheduler, (model, value_model))
+    check_optimizer(args, inputs.optimizer, inputs.scheduler, {"model": model, "value_model": value_model})
     rewards = reward_sources(args, inputs)
     configs = role_configs(inputs, checkpoint_config)
     tokenizer = inputs.processing_class
@@ -217,7 +217,7 @@ def _describe_job(
     mixed, peft_config = compute_dtype(args), inputs.peft_config
     adapted_head = adapts_head(inputs.model, configs[Role.ACTOR][0], peft_config)
     specs = specs_of(configs, args.ppo_settings().graph, mixed, adapts_head=adapted_head)
-    return make_job(
+    return ppo_job(
         args,
         plugin,
         request.cluster,

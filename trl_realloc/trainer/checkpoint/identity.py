@@ -5,6 +5,7 @@ Pure functions. Checkpoints are read in `resuming`.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,26 +29,37 @@ class Identity:
     Args:
         optimizer: name of the optimizers' class.
         batch_size: episodes of one update.
-        rows: number of prompts.
-        data: checksum of up to 1,000 prompts, spread evenly.
+        rows: number of prompts; `None` if the data set does not tell.
+        data: checksum of up to 1,000 prompts, spread evenly; `None` if they cannot be read twice.
     """
 
     optimizer: str
     batch_size: int
-    rows: int
-    data: int
+    rows: int | None
+    data: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def data_checksum(dataset: Any) -> int:
     """CRC-32 of the token ids of up to `SAMPLED_ROWS` rows of a tokenized dataset."""
-    rows = sorted(set(np.linspace(0, len(dataset) - 1, min(SAMPLED_ROWS, len(dataset)), dtype=int).tolist()))
     crc = 0
-    for ids in [dataset[at]["input_ids"] for at in rows]:
+    for ids in [dataset[at]["input_ids"] for at in _sampled_rows(dataset)]:
         crc = zlib.crc32(np.asarray(ids, dtype=np.int64).tobytes(), crc)
     return crc
+
+
+def prompts_checksum(dataset: Any) -> int:
+    """CRC-32 of the column `prompt` of up to `SAMPLED_ROWS` rows of a dataset: texts or conversations."""
+    crc = 0
+    for prompt in [dataset[at]["prompt"] for at in _sampled_rows(dataset)]:
+        crc = zlib.crc32(json.dumps(prompt, sort_keys=True, default=str).encode(), crc)
+    return crc
+
+
+def _sampled_rows(dataset: Any) -> list[int]:
+    return sorted(set(np.linspace(0, len(dataset) - 1, min(SAMPLED_ROWS, len(dataset)), dtype=int).tolist()))
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -73,6 +85,8 @@ def data_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
     problems = []
     if saved.get("batch_size", current.batch_size) != current.batch_size:
         problems.append(f"its updates have {saved['batch_size']} episodes, this run's {current.batch_size}")
+    if None in (current.rows, current.data):
+        return problems
     if saved.get("rows", current.rows) != current.rows:
         problems.append(f"its data set has {saved['rows']} prompts, this run's {current.rows}")
     elif saved.get("data", current.data) != current.data:

@@ -1,7 +1,7 @@
-"""Saving and resuming in `PPOTrainer`, in place of Trainer's methods of the same names.
+"""Saving and resuming in a trainer, in place of Trainer's methods of the same names.
 
-The files of a checkpoint are written in `saving`, `models` and `training_state`, and read in `resuming` and
-`training_state`.
+What only `PPOTrainer` saves is in `ppo_mixin`. The files of a checkpoint are written in `saving`, `models` and
+`training_state`, and read in `resuming` and `training_state`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...algorithms.nonfinite import NonFiniteError
+from ...plan.dataflow import Role
 from ...runtime.drawn_samples import DrawnSamples
 from ...runtime.executor import Executor
 from ...runtime.failures.alarm import Alarm, JobFailed, is_known_everywhere
 from ...runtime.placement import Placement
 from ...runtime.process_groups import from_every_rank
-from .identity import Identity, data_checksum, trained_shapes
+from ..optimizers import LearningRates
+from .identity import Identity, Shapes, trained_shapes
 from .models import save_models
 from .resuming import (
     SAMPLES,
@@ -39,44 +41,63 @@ from .resuming import (
     newest_whole,
 )
 from .saving import UnfinishedCheckpoint, check_writable, new_run
+from .state_plans import ROLES
 from .training_state import StateWrite, load_training_state
 from .write_errors import WriteErrors
 
 
 class CheckpointMixin:
-    """Saves and resumes. The attributes are those of the trainer that the class is mixed into."""
+    """Saves and resumes any trainer whose calls run under a plan. It is mixed into a subclass of Trainer, before it.
+
+    It needs Trainer's attributes and these of the subclass:
+        plan: the execution plan.
+        placement, executor, alarm: of the plan.
+        rates: the learning rates of the trained roles.
+        models_before_start: by trained role, the model or its structure as this rank has it before the engines start.
+        checkpoint_identity: what a checkpoint of this run must have in common with one that it resumes from.
+        _start: loads the models and starts the engines, unless it has been done.
+        _failing_together: a context around what all ranks do together; it tells the others of a failure.
+
+    The subclass calls `_find_checkpoint` and `_load_checkpoint` where it begins to train, `_finish_save` where it ends
+    or changes its plan, and `_load_best_model` at last. Trainer's loop calls `_save_checkpoint` and, after it, the
+    callbacks' `on_save`; a trainer with a loop of its own sets `_calls_on_save`.
+    """
 
     args: Any
     state: Any
-    setup: Any
-    plan: Any
     accelerator: Any
     lr_scheduler: Any
     callback_handler: Any
     control: Any
     processing_class: Any
-    placement: Placement
-    executor: Executor
-    alarm: Alarm
     store_flos: Callable[[], None]
     create_model_card: Callable[..., None]
     push_to_hub: Callable[..., Any]
-    _start: Callable[[], None]
-    _failing_together: Callable[[], contextlib.AbstractContextManager[None]]
     _push_from_checkpoint: Callable[[str], None]
     _save_rng_state: Callable[[str], None]
     _load_rng_state: Callable[[str], None]
 
+    plan: Any
+    placement: Placement
+    executor: Executor
+    alarm: Alarm
+    rates: LearningRates
+    models_before_start: Mapping[Role, nn.Module]
+    checkpoint_identity: Identity
+    _start: Callable[[], None]
+    _failing_together: Callable[[], contextlib.AbstractContextManager[None]]
+
+    _calls_on_save = False  # the callbacks' `on_save`, when a checkpoint is complete
+    _counters: tuple[str, ...] = ("global_step",)  # whole numbers that the trainer's state has
     _run: str | None = None  # name of the run in the manifests of its checkpoints
     _unfinished: UnfinishedCheckpoint | None = None  # the checkpoint that is being written
     _saved_state: Any = None  # the trainer's state when its first file was written
     _saved_step = 0  # number of updates before the last save
-    _data_begins = 0  # the update at which this run started to read its data
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy (or its adapter) and the tokenizer to `output_dir`, and the critic to
+        """Save the policy (or its adapter) and the tokenizer to `output_dir`, and the critic, if the run has one, to
         `output_dir/value_model`. Collective over the job.
 
         Raises:
@@ -100,7 +121,7 @@ class CheckpointMixin:
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save the files of Trainer's checkpoint and the critic, atomically."""
+        """Save the files of Trainer's checkpoint and all trained models, atomically."""
         args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         final = Path(args.output_dir) / name
         self.store_flos()
@@ -116,7 +137,7 @@ class CheckpointMixin:
             final,
             self._run,
             self._write_checkpoint,
-            {**self._identity.to_dict(), "data_begins": self._data_begins},
+            self._about_checkpoint(),
             rank=self.accelerator.process_index,
             control=control,
         )
@@ -144,7 +165,8 @@ class CheckpointMixin:
         try:
             if args.push_to_hub:
                 self._push_from_checkpoint(str(unfinished.final))
-            self.control = self.callback_handler.on_save(args, self.state, self.control)
+            if self._calls_on_save:
+                self.control = self.callback_handler.on_save(args, self.state, self.control)
         finally:
             self.state = state
         self.control.should_save = should_save  # `on_save` resets it, but it may ask for the next checkpoint
@@ -209,13 +231,13 @@ class CheckpointMixin:
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _identity(self) -> Identity:
-        data, source = self.setup.train_dataset, self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
-        kind: type = type(source)
-        if not isinstance(source, torch.optim.Optimizer):
-            kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.models_before_start[0])
-        return Identity(kind.__name__, self.args.batch_size, len(data), data_checksum(data))
+    def _about_checkpoint(self) -> dict[str, Any]:
+        """What the manifest says of the run."""
+        return self.checkpoint_identity.to_dict()
+
+    def _current_run(self, shapes: Mapping[str, Shapes] | None = None, *, ignores_data: bool = False) -> CurrentRun:
+        roles = [ROLES[role] for role in self.plan.graph.trained_roles]
+        return CurrentRun(self.checkpoint_identity, roles, shapes or {}, ignores_data, self._counters)
 
     def _find_checkpoint(self, setting: ResumeSetting) -> Checkpoint | None:
         """The checkpoint that `train` resumes from, if any. Called before any engine starts.
@@ -230,10 +252,11 @@ class CheckpointMixin:
         rank, plan = self.accelerator.process_index, self.plan
         shapes = {}
         if not self.placement.started:  # engines shard parameters, and their shapes with them
-            policy, critic = self.setup.models_before_start
-            roles = [("policy", "actor.train", policy), ("critic", "critic.train", critic)]
-            shapes = {role: trained_shapes(model) for role, call, model in roles if rank in plan.mesh(call)}
-        current_run = CurrentRun(self._identity, shapes, bool(self.args.ignore_data_skip))
+            for role, model in self.models_before_start.items():
+                home = plan.graph.train_call(role)
+                if home is not None and rank in plan.mesh(home):
+                    shapes[ROLES[role]] = trained_shapes(model)
+        current_run = self._current_run(shapes, ignores_data=bool(self.args.ignore_data_skip))
         if self.args.save_strategy != "no":
             check_writable(Path(self.args.output_dir), self._problems())
         checkpoint = find_checkpoint(
@@ -249,7 +272,7 @@ class CheckpointMixin:
         self.alarm.checkpoint(checkpoint.folder)
         self._load_training_state(checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
-        self.setup.rates.restore(self.lr_scheduler.get_last_lr())
+        self.rates.restore(self.lr_scheduler.get_last_lr())
         self._load_rng_state(str(checkpoint.folder))
         under_way, file = None, checkpoint.folder / SAMPLES
         if self.accelerator.is_main_process and file.exists() and not self.args.ignore_data_skip:
@@ -257,9 +280,9 @@ class CheckpointMixin:
         self.executor.go_on_with(under_way)
 
     def _load_best_model(self) -> None:
-        """Load policy and critic of the best checkpoint, if `load_best_model_at_end` is set."""
+        """Load the trained models of the best checkpoint, if `load_best_model_at_end` is set."""
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            current_run = CurrentRun(self._identity, {})
+            current_run = self._current_run()
             folder, rank = Path(self.state.best_model_checkpoint), self.accelerator.process_index
             control = self.placement.control
             checkpoint = find_checkpoint(str(folder), folder.parent, current_run, rank=rank, control=control)

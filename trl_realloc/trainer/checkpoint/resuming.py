@@ -22,7 +22,7 @@ from . import METADATA, CheckpointError
 from .host_files import HostFiles, by_host, copy_files, place_of, read_files
 from .identity import Identity, Shapes, data_differences, model_difference, optimizer_differences
 from .manifest import MANIFEST, Manifest, checkpoints_in, damage, read_manifest
-from .state_plans import saved_shapes
+from .state_plans import saved_roles, saved_shapes
 from .state_storage import Reader
 
 
@@ -41,13 +41,17 @@ class CurrentRun:
 
     Args:
         identity: data, batch size and optimizer.
+        roles: names of the trained roles (`state_plans.ROLES`).
         shapes: shapes of each role's trained parameters, on the ranks that have the role's model.
         ignores_data: `ignore_data_skip`. The data start from the beginning, so they may differ.
+        counters: whole numbers that the trainer's state has.
     """
 
     identity: Identity
+    roles: Sequence[str]
     shapes: Mapping[str, Shapes]
     ignores_data: bool = False
+    counters: Sequence[str] = ("global_step",)
 
 
 @dataclass(frozen=True)
@@ -273,11 +277,16 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
             inspection.damage.append(f"{name} cannot be read ({reason})")
             return None
 
-    read(STATE, _read_state)
+    read(STATE, lambda path: _read_state(path, current_run.counters))
     read(SCHEDULER, lambda path: dict(torch.load(path, weights_only=True)))
     for path in sorted(folder.glob("rng_state*.pth")):
         read(path.name, _read_rng)
-    saved: Mapping[str, Shapes] = read(METADATA, lambda path: saved_shapes(Reader(folder).read_metadata())) or {}
+    metadata = read(METADATA, lambda path: Reader(folder).read_metadata())
+    others = [] if metadata is None else [role for role in saved_roles(metadata) if role not in current_run.roles]
+    # of another algorithm, so it may lack roles too
+    roles = [] if metadata is None or others else current_run.roles
+    inspection.unfit += [f"it has a {role}, which this run does not train" for role in others]
+    saved: Mapping[str, Shapes] = read(METADATA, lambda path: saved_shapes(metadata, roles)) or {}
     for role in saved.keys() & shapes.keys():
         if problem := model_difference(role, saved[role], shapes[role]):
             inspection.unfit.append(problem)
@@ -290,9 +299,9 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
     inspection.unfit += data
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path, counters: Sequence[str]) -> dict[str, Any]:
     state: dict[str, Any] = json.loads(path.read_bytes())
-    return {**state, "global_step": int(state["global_step"]), "episode": int(state["episode"])}
+    return {**state, **{name: int(state[name]) for name in counters}}
 
 
 def _read_rng(path: Path) -> Any:

@@ -66,14 +66,22 @@ def specs_of(metadata: Metadata, role: str) -> dict[str, dict[str, TensorSpec]]:
     return specs
 
 
-def saved_shapes(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
+def saved_roles(metadata: Metadata) -> list[str]:
+    """The names of the trained roles in a checkpoint."""
+    return [role for role in ROLES.values() if f"{role}/{_PROGRESS}" in metadata.state_dict_metadata]
+
+
+def saved_shapes(metadata: Metadata, roles: Sequence[str]) -> dict[str, dict[str, tuple[int, ...]]]:
     """The shape of each trained parameter in a checkpoint, by role and name.
+
+    Args:
+        roles: that the checkpoint has to have.
 
     Raises:
         ValueError: the checkpoint has no state of a role, or a parameter without its weight.
     """
     shapes = {}
-    for role in ROLES.values():
+    for role in roles:
         specs = specs_of(metadata, role)
         without = [name for name, tensors in specs.items() if MASTER not in tensors]
         if not specs or without or f"{role}/{_PROGRESS}" not in metadata.state_dict_metadata:

@@ -1,0 +1,50 @@
+"""Saving and resuming in `PPOTrainer`: what it saves beyond other trainers (`mixin`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from ...plan.dataflow import Role
+from ..optimizers import LearningRates
+from .identity import Identity, data_checksum
+from .mixin import CheckpointMixin
+
+
+class PPOCheckpointMixin(CheckpointMixin):
+    """Saves and resumes a run of PPO, which has a loop of its own and counts episodes."""
+
+    setup: Any
+
+    _calls_on_save = True
+    _counters = ("global_step", "episode")
+    _data_begins = 0  # the update at which this run started to read its data
+
+    @property
+    def rates(self) -> LearningRates:  # type: ignore[override]  # a property may take the place of an attribute
+        rates: LearningRates = self.setup.rates
+        return rates
+
+    @property
+    def models_before_start(self) -> Mapping[Role, nn.Module]:  # type: ignore[override]
+        policy, critic = self.setup.models_before_start
+        return {Role.ACTOR: policy, Role.CRITIC: critic}
+
+    @cached_property
+    def checkpoint_identity(self) -> Identity:  # type: ignore[override]
+        data, source = self.setup.train_dataset, self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
+        kind: type = type(source)
+        if not isinstance(source, torch.optim.Optimizer):
+            kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.models_before_start[0])
+        return Identity(kind.__name__, self.args.batch_size, len(data), data_checksum(data))
+
+    def _about_checkpoint(self) -> dict[str, Any]:
+        return {**super()._about_checkpoint(), "data_begins": self._data_begins}
+
+
+__all__ = ["PPOCheckpointMixin"]
