@@ -136,12 +136,8 @@ def test_an_adamw_of_torch_trains_without_a_scheduler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"])
 def test_the_optimizers_that_the_arguments_name_are_made(tmp_path: Path, name: str) -> None:
-    check_optimizer(
-        args := tiny.arguments(tmp_path, optim=name),
-        None,
-        None,
-        {"model": tiny.policy(), "value_model": tiny.classifier()},
-    )
+    args, models = tiny.arguments(tmp_path, optim=name), {"model": tiny.policy(), "value_model": tiny.classifier()}
+    check_optimizer(args, None, None, models)
     assert make_optimizer(args, linears())
 
 
@@ -159,12 +155,10 @@ def test_a_policy_alone_is_trained_at_the_policys_rate(tmp_path: Path) -> None:
 
 
 def refused(tmp_path: Path, given: Any, scheduler: Any = None, **changes: Any) -> str:
-    models = (tiny.policy(), tiny.classifier())
-    own = given([p for model in models for p in model.parameters()]) if given else None
+    models = {"model": tiny.policy(), "value_model": tiny.classifier()}
+    own = given([p for model in models.values() for p in model.parameters()]) if given else None
     with pytest.raises(ConfigError) as caught:
-        check_optimizer(
-            tiny.arguments(tmp_path, **changes), own, scheduler, dict(zip(("model", "value_model"), models))
-        )
+        check_optimizer(tiny.arguments(tmp_path, **changes), own, scheduler, models)
     return str(caught.value)
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from ..engines.device import memory_bytes
 from ..engines.training import deepspeed_compat
-from ..plan.algorithm_graphs import ppo_graph
+from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
-from ..plan.dataflow import DataflowGraph
+from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
@@ -42,7 +42,7 @@ class Job:
         engines: that may score and train.
         deterministic: two runs are to give the same bits.
         max_staleness: the largest staleness of a plan.
-        graph: of the run. Short runs, which measure, have PPO's graph without the proximal policy, whatever this is.
+        graph: of the run.
         check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
     """
 
@@ -81,6 +81,12 @@ class Job:
             max_staleness=self.max_staleness,
             time_limit_s=time_limit_s,
         )
+
+    @property
+    def measured_graph(self) -> DataflowGraph:
+        """The calls of the short runs, which measure: those of the run. With a critic they are PPO's without
+        `actor.forward`, whose rate is that of the reference's forward."""
+        return self.graph.without([PROXIMAL_CALL]) if Role.CRITIC in self.graph.roles else self.graph
 
     @property
     def zero_stages(self) -> tuple[int, ...]:

@@ -39,13 +39,17 @@ class JobModels:
     mixed: torch.dtype | None = None
     adapts_head: bool = False
 
-    def shallow(self, most: int) -> JobModels:
-        """The same models with fewer layers, at least two, so that each has at most `most` elements where it can."""
+    def shallow(self, most: int, graph: DataflowGraph | None = None) -> JobModels:
+        """The same models with fewer layers, at least two, so that each has at most `most` elements where it can.
+
+        Args:
+            graph: whose calls get specs; PPO's by default.
+        """
         configs = {
             role: [_shallow(config, spec_of(config, role in POLICIES), most) for config in role_configs]
             for role, role_configs in self.configs.items()
         }
-        return replace(self, configs=configs, specs=specs_of(configs, mixed=self.mixed, adapts_head=self.adapts_head))
+        return replace(self, configs=configs, specs=specs_of(configs, graph, self.mixed, adapts_head=self.adapts_head))
 
 
 def specs_of(

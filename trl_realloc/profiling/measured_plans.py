@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..common.errors import PlanError
-from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import Assignment, ParallelStrategy
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
@@ -60,7 +59,8 @@ def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
     two stages; with training under each ZeRO stage, where the planner considers them; and, where `thorough`, with
     generation under each tensor degree."""
     cluster = job.cluster
-    yield flatten(cluster, generation_engine=job.engine)
+    graph = job.measured_graph
+    yield flatten(cluster, generation_engine=job.engine, graph=graph)
     per_node = cluster.devices_per_node
     tensor = [1 << at for at in range(1, per_node.bit_length()) if per_node % (1 << at) == 0]
     for tp, pp in [*((tp, 1) for tp in tensor), (1, 2)]:
@@ -68,7 +68,7 @@ def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
             yield _split(job, tp, pp)
     for stage in filter(None, job.zero_stages):
         # the samples are those of the first plan, so the engine does not generate
-        plan = flatten(cluster, generation_engine="transformers", zero_stage=stage)
+        plan = flatten(cluster, generation_engine="transformers", zero_stage=stage, graph=graph)
         yield ExecutionPlan(cluster, plan.assignments, plan.graph, f"ZeRO-{stage}")
     if thorough and job.engine == "vllm":
         (spec,) = job.models.specs["actor.generate"]
@@ -88,14 +88,14 @@ def _can_split(job: Job, tp: int, pp: int) -> bool:
 
 
 def _generating(job: Job, tp: int) -> ExecutionPlan:
-    plan = flatten(job.cluster, generation_engine=job.engine)
+    plan = flatten(job.cluster, generation_engine=job.engine, graph=job.measured_graph)
     mesh = job.cluster.mesh
     split = Assignment(mesh, ParallelStrategy(mesh.size // tp, tp), job.engine)
-    return ExecutionPlan(job.cluster, {**plan.assignments, "actor.generate": split}, name=f"generation tp {tp}")
+    return ExecutionPlan(job.cluster, {**plan.assignments, "actor.generate": split}, plan.graph, f"generation tp {tp}")
 
 
 def _split(job: Job, tp: int, pp: int) -> ExecutionPlan:
-    mesh, graph = job.cluster.mesh, ppo_graph()
+    mesh, graph = job.cluster.mesh, job.measured_graph
     split = Assignment(mesh, ParallelStrategy(mesh.size // (tp * pp), tp, pp), "megatron")
     whole = Assignment(mesh, ParallelStrategy(mesh.size), "transformers")
     assignments = {c.name: whole if c.kind is CallKind.GENERATE else split for c in graph.calls}

@@ -273,7 +273,7 @@ def elements_of_short_runs(job: Job) -> int:
 
 def short_runs(job: Job, most: int) -> Runs:
     """The short runs of a job whose models have `most` elements at most, and fewer layers for it."""
-    return Runs(replace(job, models=job.models.shallow(most)))
+    return Runs(replace(job, models=job.models.shallow(most, job.measured_graph)))
 
 
 def plans_of(job: Job, runs: Runs, thorough: bool = False) -> list[ExecutionPlan]:

@@ -42,6 +42,7 @@ from ..runtime.results import Iteration
 from ..runtime.roles import RoleModels, Roles
 from .job import Job
 from .job_models import POLICIES
+from .policy_training import PolicyTraining
 
 
 EPISODES = 64  # most samples of a device in a run
@@ -53,6 +54,7 @@ class Runs:
 
     def __init__(self, job: Job) -> None:
         self.job, self.models, self.cluster, self.rank = job, job.models, job.cluster, job.rank
+        self.graph = job.measured_graph
         workload, options = job.workload, job.options
         self.prompt = max(1, round(workload.prompt_tokens))
         self.response = max(2, min(RESPONSE, workload.response_tokens[-1]))
@@ -190,7 +192,7 @@ class Runs:
         """Bytes that forwards of two lengths save for their backwards, for each trained role. They are counted from the
         saved tensors, which needs no memory statistics of a GPU."""
         observations = []
-        for role in (Role.ACTOR, Role.CRITIC):
+        for role in self.graph.trained_roles:
             spec = self.models.specs[f"{role}.train"][0]
             model = self._model(self.models.configs[role][0], is_policy=role in POLICIES).to(self.options.device)
             backbone = getattr(model, "base_model", model)
@@ -207,10 +209,8 @@ class Runs:
     # --- models, prompts and settings of the runs -------------------------------------------------------------------
 
     def _roles(self) -> Roles:
-        configs = self.models.configs
-        (actor,), (reference,), (critic,) = (configs[r] for r in (Role.ACTOR, Role.REFERENCE, Role.CRITIC))
-        peft = self.models.peft_config
-        scorers = configs[Role.REWARD]
+        configs, peft = self.models.configs, self.models.peft_config
+        (actor,) = configs[Role.ACTOR]
         models = {
             Role.ACTOR: RoleModels(
                 "policy",
@@ -218,16 +218,23 @@ class Runs:
                 config=actor,
                 shell=partial(shell, actor),
                 adapted=peft is not None,
-            ),
-            Role.REFERENCE: RoleModels("policy", [lambda: frozen_copy(self._model(reference, is_policy=True))]),
-            Role.CRITIC: RoleModels("value", [partial(self._model, critic, is_policy=False)]),
-            Role.REWARD: RoleModels(
+            )
+        }
+        if Role.REFERENCE in self.graph.roles:
+            (reference,) = configs[Role.REFERENCE]
+            load = [lambda: frozen_copy(self._model(reference, is_policy=True))]
+            models[Role.REFERENCE] = RoleModels("policy", load)
+        if Role.CRITIC in self.graph.roles:
+            (critic,) = configs[Role.CRITIC]
+            models[Role.CRITIC] = RoleModels("value", [partial(self._model, critic, is_policy=False)])
+        if Role.REWARD in self.graph.roles:
+            scorers = configs[Role.REWARD]
+            models[Role.REWARD] = RoleModels(
                 "score",
                 [partial(self._model, config, is_policy=False) for config in scorers],
                 [f"model {at}" for at in range(len(scorers))],
                 [None] * len(scorers),
-            ),
-        }
+            )
         return Roles(models)
 
     def _model(self, config: Any, *, is_policy: bool) -> Any:
@@ -239,15 +246,19 @@ class Runs:
         return without_dropout(model)
 
     def _call_settings(self) -> CallSettings:
-        functions = [] if self.models.configs[Role.REWARD] else [FunctionReward(_nothing, "nothing")]
-        names = [f"model {at}" for at in range(len(self.models.configs[Role.REWARD]))] or ["nothing"]
+        scorers = self.models.configs.get(Role.REWARD, ())
+        functions = [] if scorers else [FunctionReward(_nothing, "nothing")]
+        names = [f"model {at}" for at in range(len(scorers))] or ["nothing"]
         weights = dict.fromkeys(names, 1.0)
         sampling = Sampling(self.response, 1.0)
         return CallSettings(sampling, 0, None, self.models.processing_class, functions, weights)
 
     def _algorithm(self) -> Algorithm:
-        """PPO with one optimizer step in an iteration, so that a training is measured once."""
-        return PPO(PPOSettings(self.response, num_ppo_epochs=1, num_mini_batches=1))
+        """An algorithm with one optimizer step in an iteration, so that a training is measured once: PPO, or without a
+        critic a training of the policy alone."""
+        if Role.CRITIC in self.graph.roles:
+            return PPO(PPOSettings(self.response, num_ppo_epochs=1, num_mini_batches=1))
+        return PolicyTraining(self.graph)
 
     def _prompts(self, episodes: int) -> PromptBatch:
         vocabulary = self.models.configs[Role.ACTOR][0].get_text_config().vocab_size

@@ -79,9 +79,7 @@ def check_optimizer(
     kind = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise ConfigError(
-            f"{kind} asks for the loss several times in one step, which an engine does not do; use another."
-        )
+        raise ConfigError(f"{kind} asks for the loss several times in one step, which no engine does; use another.")
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(f"{kind} wants sparse gradients, which these models do not have; use torch.optim.Adam.")
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
