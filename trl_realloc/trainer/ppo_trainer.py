@@ -1,6 +1,6 @@
 """`PPOTrainer`: the constructor and the training loop, with the arguments, logs and callbacks of TRL's class.
 
-One update is done by `runtime.executor`. Saving and resuming are in `checkpoint.mixin`, evaluation in `evaluation`, the
+One update is done by `runtime.executor`. Saving and resuming are in `checkpoint`, evaluation in `evaluation`, the
 change of a plan during the run in `plan_change`, TRL's other attributes in `trl_attributes`.
 """
 

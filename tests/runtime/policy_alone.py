@@ -1,0 +1,93 @@
+"""Runs whose only trained role is the actor: GRPO's graph in any form, on tiny models, with a training by slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tiny
+import torch
+from remax import LENGTH, prompts
+from torch import Tensor, nn
+
+from trl_realloc.algorithms.rollout import Rollouts
+from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.models import frozen_copy, shell
+from trl_realloc.plan import ExecutionPlan
+from trl_realloc.plan.dataflow import DataflowGraph, Role
+from trl_realloc.profiling.policy_training import PolicyTraining
+from trl_realloc.runtime.calls import CallSettings, Step
+from trl_realloc.runtime.engine_options import EngineOptions
+from trl_realloc.runtime.executor import Executor, make_executor
+from trl_realloc.runtime.placement import Placement
+from trl_realloc.runtime.roles import RoleModels, Roles
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def options(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam) -> EngineOptions:
+    return EngineOptions(
+        device=torch.device("cpu"),
+        temperature=1.0,
+        response_length=LENGTH,
+        context_length=32,
+        forward_batch_size=4,
+        train_batch_size=4,
+        pad_token_id=tiny.PAD,
+        make_optimizer=make_optimizer,
+    )
+
+
+def roles(graph: DataflowGraph, seed: int = 0) -> Roles:
+    """The models of a graph's roles; the others have none."""
+    policy = tiny.policy(seed)
+    models = {
+        Role.ACTOR: RoleModels("policy", [lambda: policy], config=policy.config, shell=lambda: shell(policy.config))
+    }
+    if Role.REFERENCE in graph.roles:
+        copied = [lambda: frozen_copy(tiny.policy(seed))]
+        models[Role.REFERENCE] = RoleModels("policy", copied, config=policy.config, copy_of=Role.ACTOR)
+    if Role.REWARD in graph.roles:
+        models[Role.REWARD] = RoleModels("score", [lambda: frozen_copy(tiny.classifier())], ["model"], [None])
+    return Roles(models)
+
+
+def execute(placement: Placement) -> Executor:
+    settings = CallSettings(
+        Sampling(LENGTH, 1.0, tiny.EOS),
+        seed=3,
+        eos_token_id=tiny.EOS,
+        processing_class=tiny.tokenizer(),
+        functions=[],
+        reward_weights={"model": 1.0},
+    )
+    return make_executor(placement, PolicyTraining(placement.plan.graph), settings)
+
+
+def place(plan: ExecutionPlan, rank: int, seed: int = 0) -> Executor:
+    """An executor on tiny models, started. All ranks together."""
+    placement = Placement(plan, rank, roles(plan.graph, seed), options())
+    placement.start()
+    return execute(placement)
+
+
+def update(executor: Executor, number: int = 0) -> Rollouts:
+    """An iteration; the samples with every column that its calls made."""
+    return executor.run(prompts(), number, {Role.ACTOR: 0.01}).samples
+
+
+def driven(executor: Executor, number: int = 0) -> Rollouts:
+    """The same iteration call by call, as a host with a loop of its own drives it."""
+    batch = prompts()
+    samples = batch.prompts
+    executor.begin(Step(number, batch.rows, {Role.ACTOR: 0.01}))
+    for name in executor.placement.plan.order[:-1]:
+        samples = samples.plus(**executor.perform(name, samples))
+    executor.perform("actor.train", samples)
+    return samples
+
+
+def learned(executor: Executor) -> dict[str, Tensor]:
+    engine = executor.placement.trained(Role.ACTOR)
+    return {} if engine is None else {n: p.detach().clone() for n, p in engine.head.model.named_parameters()}

@@ -1,0 +1,135 @@
+"""Checkpoints of a trainer without a critic, which is another than PPO's: a subclass of Trainer with its state."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from policy_alone import learned, place
+from remax import prompts
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
+
+from trl_realloc import Cluster
+from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.dataflow import Role
+from trl_realloc.plan.presets import flatten
+from trl_realloc.trainer.checkpoint import CheckpointError
+from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
+from trl_realloc.trainer.checkpoint.mixin import CheckpointMixin
+from trl_realloc.trainer.checkpoint.resuming import STATE
+from trl_realloc.trainer.grpo_config import GRPOConfig
+from trl_realloc.trainer.optimizers import LearningRates
+
+
+BARE = grpo_graph(reference=False, reward_models=False)
+ROWS = tiny.prompts(16)
+
+
+class Counting(TrainerCallback):
+    saved = 0
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.saved += 1
+
+
+class PolicyTrainer(CheckpointMixin, Trainer):
+    """Trains the policy alone, under a plan."""
+
+    def __init__(self, folder: Path, seed: int = 0, **changes: Any) -> None:
+        plan = flatten(Cluster(1, 1), generation_engine="transformers", graph=BARE)
+        self.executor = place(plan, 0, seed)
+        self.plan, self.placement, self.alarm = plan, self.executor.placement, self.executor.alarm
+        args = GRPOConfig(
+            str(folder),
+            use_cpu=True,
+            report_to=[],
+            learning_rate=0.01,
+            max_steps=8,
+            per_device_train_batch_size=8,
+            save_strategy="steps",
+            **changes,
+        )
+        self.rates = LearningRates.of(args, None, None, [Role.ACTOR])
+        self.models_before_start = {Role.ACTOR: tiny.policy()}
+        self.checkpoint_identity = Identity("AdamW", len(prompts()), len(ROWS), prompts_checksum(ROWS))
+        self.counting = Counting()
+        super().__init__(tiny.policy(), args, processing_class=tiny.tokenizer(), callbacks=[self.counting])
+        self.create_scheduler(8, self.rates.scheduled)
+
+    def _start(self) -> None:
+        self.placement.start()
+
+    def _failing_together(self) -> Any:
+        return contextlib.nullcontext()
+
+    def step(self) -> None:
+        self.executor.run(prompts(), self.state.global_step, {Role.ACTOR: self.rates.role(Role.ACTOR)})
+        self.rates.scheduled.step()
+        self.lr_scheduler.step()
+        self.state.global_step += 1
+
+    def resume(self, setting: str | bool) -> None:
+        checkpoint = self._find_checkpoint(setting)
+        assert checkpoint is not None
+        self.state = TrainerState.load_from_json(str(checkpoint.folder / STATE))
+        self._load_checkpoint(checkpoint)
+
+
+def test_a_run_that_was_saved_and_resumed_is_a_straight_one(tmp_path: Path) -> None:
+    straight = PolicyTrainer(tmp_path)
+    for _ in range(2):
+        straight.step()
+    straight._save_checkpoint(None, None)
+    assert straight.counting.saved == 0, "Trainer's loop calls on_save"
+    folder = tmp_path / "checkpoint-2"
+    saved = {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
+    assert all(torch.equal(saved[name], value) for name, value in learned(straight.executor).items())
+    assert not (folder / "value_model").exists() and (folder / "plan.yaml").exists()
+    straight.step()
+    resumed = PolicyTrainer(tmp_path, seed=5)
+    resumed.resume(True)
+    assert resumed.state.global_step == 2 and resumed.rates.first == pytest.approx(0.01 * 6 / 8)
+    resumed.step()
+    expected, got = learned(straight.executor), learned(resumed.executor)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
+    trainer = PolicyTrainer(tmp_path, async_save=True)
+    trainer._calls_on_save = True
+    trainer.step()
+    trainer._save_checkpoint(None, None)
+    trainer._finish_save()
+    assert trainer.counting.saved == 1 and (tmp_path / "checkpoint-1" / STATE).exists()
+
+
+def test_a_checkpoint_of_ppo_is_not_one_of_a_run_without_critic(tmp_path: Path) -> None:
+    ppo = tiny.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    ppo.train()
+    trainer = PolicyTrainer(tmp_path)
+    with pytest.raises(CheckpointError, match="it has a critic, which this run does not train"):
+        trainer._find_checkpoint(True)
+
+
+def test_a_checkpoint_of_a_run_without_critic_is_not_one_of_ppo(tmp_path: Path) -> None:
+    trainer = PolicyTrainer(tmp_path)
+    trainer.step()
+    trainer._save_checkpoint(None, None)
+    with pytest.raises(CheckpointError, match=r"episode|it has no critic"):
+        tiny.trainer(tmp_path, save_strategy="steps", save_steps=1)._find_checkpoint(True)
+
+
+def test_other_prompts_are_refused_and_unknown_ones_are_not(tmp_path: Path) -> None:
+    trainer = PolicyTrainer(tmp_path)
+    trainer.step()
+    trainer._save_checkpoint(None, None)
+    other = PolicyTrainer(tmp_path)
+    other.checkpoint_identity = Identity("AdamW", len(prompts()), len(ROWS), prompts_checksum(ROWS) + 1)
+    with pytest.raises(CheckpointError, match="its data set has 16 prompts as this run's, but others"):
+        other._find_checkpoint(True)
+    other.checkpoint_identity = Identity("AdamW", len(prompts()), None, None)
+    assert other._find_checkpoint(True) is not None
