@@ -55,7 +55,7 @@ def roles(graph: DataflowGraph, seed: int = 0) -> Roles:
 
 def execute(placement: Placement) -> Executor:
     settings = CallSettings(
-        Sampling(LENGTH, 1.0, tiny.EOS),
+        Sampling(LENGTH, 1.0, (tiny.EOS,)),
         seed=3,
         eos_token_id=tiny.EOS,
         processing_class=tiny.tokenizer(),
