@@ -32,7 +32,8 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import gpu_memory
 from trl_realloc.planner.hardware import parse_cluster
-from trl_realloc.planner.problem import PricedPlan, estimate_plan
+from trl_realloc.planner.priced_plan import PricedPlan
+from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, choose_streams
 from trl_realloc.planner.workload import Workload
 

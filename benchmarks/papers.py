@@ -32,7 +32,8 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import DEVICES, Device, Link
-from trl_realloc.planner.problem import PricedPlan, Problem
+from trl_realloc.planner.priced_plan import PricedPlan
+from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.search import search
 from trl_realloc.planner.simulate import Overlap
 from trl_realloc.planner.space import Space

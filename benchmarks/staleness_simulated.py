@@ -22,7 +22,8 @@ from trl_realloc.plan.staleness import Staleness
 from trl_realloc.planner.ahead_choice import choose_staleness
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.problem import PricedPlan, estimate_plan
+from trl_realloc.planner.priced_plan import PricedPlan
+from trl_realloc.planner.problem import estimate_plan
 
 
 CLUSTER, NODES, PER_NODE = "h100:16x8", 16, 8

@@ -14,7 +14,8 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import gpu_memory
 from trl_realloc.planner.hardware import parse_cluster
-from trl_realloc.planner.problem import PricedPlan, Problem
+from trl_realloc.planner.priced_plan import PricedPlan
+from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.recipe import Recipe, read_recipe
 from trl_realloc.planner.space import Space
 

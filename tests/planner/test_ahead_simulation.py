@@ -24,7 +24,8 @@ from trl_realloc.planner.ahead_engine import engine_prices
 from trl_realloc.planner.ahead_order import EndIteration, RunCall, TakeUpdate
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.problem import PricedPlan, estimate_plan
+from trl_realloc.planner.priced_plan import PricedPlan
+from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.workload import Workload
 
 

@@ -16,7 +16,7 @@ from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost import PARTS, CallCost
+from trl_realloc.planner.call_cost import PARTS, CallCost
 from trl_realloc.planner.hardware import DEVICES, Link, Sharing
 from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.reallocation_cost import move_seconds, quick_move_seconds

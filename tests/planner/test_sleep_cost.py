@@ -13,7 +13,8 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, with_sleeping_engines
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.device_memory import gpu_memory
-from trl_realloc.planner.problem import PricedPlan, Problem
+from trl_realloc.planner.priced_plan import PricedPlan
+from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.space import Space
 
 

@@ -15,7 +15,8 @@ from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.problem import PricedPlan, estimate_plan
+from trl_realloc.planner.priced_plan import PricedPlan
+from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import plan_cost_table
 from trl_realloc.planner.stream import engine_samples
 from trl_realloc.planner.stream_choice import MOST_SAMPLES, THRESHOLDS, choose_streams

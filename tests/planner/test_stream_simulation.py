@@ -20,7 +20,8 @@ from trl_realloc.plan.presets import flatten, interleave, separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.problem import PricedPlan, estimate_plan
+from trl_realloc.planner.priced_plan import PricedPlan
+from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.stream_cost import StreamPrices
 from trl_realloc.planner.stream_simulation import MESSAGE, StreamedIteration
 from trl_realloc.planner.workload import Workload

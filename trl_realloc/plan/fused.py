@@ -16,6 +16,7 @@ from .dataflow import DataflowGraph
 
 Fused = tuple[str, str] | tuple[()]
 ENGINE = "megatron"
+_AND = " + "
 _EXAMPLE = "fused: [actor.train, critic.train]"
 
 
@@ -46,7 +47,7 @@ def fused_problems(graph: DataflowGraph, assignments: Mapping[str, Assignment], 
         yield f"fused: {' and '.join(frozen)} does not train; fused are two calls that train, like {_EXAMPLE}."
         return
     yield from _mesh_problems(*fused, assignments)
-    yield from _order_problems(graph, fused)
+    yield from order_problems(graph, fused)
 
 
 def _mesh_problems(first: str, second: str, assignments: Mapping[str, Assignment]) -> Iterator[str]:
@@ -72,7 +73,7 @@ def _mesh_problems(first: str, second: str, assignments: Mapping[str, Assignment
         yield f"fused: tp {one.strategy.tp} of {first} and tp {other.strategy.tp} of {second}; give both the same tp."
 
 
-def _order_problems(graph: DataflowGraph, fused: tuple[str, str]) -> Iterator[str]:
+def order_problems(graph: DataflowGraph, fused: tuple[str, str]) -> Iterator[str]:
     """Both calls are run in the place of the later one."""
     earlier, later = sorted(fused, key=graph.order.index)
     call = graph.call(earlier)
@@ -80,6 +81,16 @@ def _order_problems(graph: DataflowGraph, fused: tuple[str, str]) -> Iterator[st
         other = graph.call(name)
         if set(call.outputs) & set(other.inputs) or other.role is call.role:
             yield f"fused: {name} needs what {earlier} has trained, so {earlier} and {later} cannot train together."
+
+
+def joined(calls: Collection[str]) -> str:
+    """The name of calls that run together, as one task or one bar of a picture."""
+    return _AND.join(calls)
+
+
+def parted(name: str) -> tuple[str, ...]:
+    """The inverse of `joined`."""
+    return tuple(name.split(_AND))
 
 
 def together(fused: Fused, order: Collection[str]) -> tuple[tuple[str, ...], ...]:

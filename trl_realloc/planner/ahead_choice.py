@@ -16,7 +16,8 @@ from ..common.errors import PlanError
 from ..plan.presets import separate
 from ..plan.staleness import Staleness, calls_ahead
 from .ahead_problem import AheadProblem, splits
-from .problem import PricedPlan, Problem, State
+from .priced_plan import PricedPlan
+from .problem import Problem, State
 from .search import search
 from .space import Candidate, Space
 

@@ -13,7 +13,8 @@ from typing import overload
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from .activities import Activities
-from .cost import CallCost, Pricing
+from .call_cost import CallCost
+from .cost import Pricing
 from .stream_cost import StreamPrices
 from .stream_engine import EngineWork, Event, SimulatedEngine
 

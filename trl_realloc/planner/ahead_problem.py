@@ -16,7 +16,7 @@ from ..plan.assignment import sleeps
 from ..plan.cluster import Cluster, DeviceMesh
 from ..plan.dataflow import CallKind
 from ..plan.staleness import calls_ahead
-from .cost import CallCost
+from .call_cost import CallCost
 from .problem import Problem, State
 from .space import Candidate, Space
 

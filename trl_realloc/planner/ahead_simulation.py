@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.fused import joined
 from ..plan.model_spec import ModelSpec
 from ..plan.staleness import calls_ahead, devices_ahead
 from ..plan.timeline import Span
 from .activities import Activities, devices_by_node
 from .ahead_engine import EngineAhead, engine_prices
 from .ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
-from .cost import CallCost, Pricing
+from .call_cost import CallCost
+from .cost import Pricing
 from .stream import replicas_of
 from .stream_engine import Event
 
@@ -57,7 +59,7 @@ def simulate_ahead(
 
     Args:
         specs: the models that each call runs, by the call's name.
-        costs: of each call on its mesh.
+        costs: of each call on its mesh; of two that the plan fuses under their `joined` name.
         moves: seconds of each reallocation, by the call that receives the parameters.
     """
     versions = plan.staleness.versions
@@ -198,6 +200,10 @@ class _Simulation:
         while min(self.published.values()) > self.done[self.generate]:
             self._report(self.generate)
 
+    def _report_all(self, calls: Sequence[str]) -> None:
+        for call in calls:
+            self._report(call)
+
     def _report(self, call: str) -> None:
         iteration, self.done[call] = self.done[call], self.done[call] + 1
         self._take(self.order.done(iteration, call, self.plan.mesh(call).first))
@@ -206,12 +212,12 @@ class _Simulation:
 
     def _begin(self, iteration: int) -> None:
         """Give the devices that train their calls of an iteration."""
-        for name in self.plan.order:
-            if name in self.ahead:
+        for names in self.plan.runs_of(self.plan.order):
+            if names[0] in self.ahead:
                 continue
-            for work in self._works(iteration, name):
+            for work in self._works(iteration, names):
                 self._queue(work, work.units - self.units_ahead)
-            if name == self.train:
+            if self.train in names:
                 work = self._update(iteration)
                 self._queue(work, work.units - self.units_ahead)
         self._take(self.order.begin(iteration))
@@ -222,7 +228,7 @@ class _Simulation:
         for order in orders:
             match order:
                 case RunCall(iteration, call):
-                    for work in self._works(iteration, call):
+                    for work in self._works(iteration, (call,)):
                         self._queue(work, work.units & self.units_ahead)
                 case TakeUpdate(iteration):
                     work = self._update(iteration)
@@ -235,17 +241,19 @@ class _Simulation:
         for unit in units:
             self.queues[unit].append(work)
 
-    def _works(self, iteration: int, name: str) -> list[_Work]:
-        """A call, and before it the reallocation to it, if there is one."""
+    def _works(self, iteration: int, names: Sequence[str]) -> list[_Work]:
+        """A call, and before it the reallocation to it, if there is one; or the two calls that the plan fuses."""
+        name = names[0]
         home = self.plan.graph.train_call(self.plan.graph.call(name).role)
         units, works = self.units.of_call[name], []
         if home is not None and self.moves.get(name, 0.0) > 0:
             both = self.units.of_call[home] | units
             works.append(self._work(iteration, f"{home} -> {name}", both, self.moves[name], stops=False))
-        producers = map(self.plan.graph.producer, self.plan.graph.call(name).inputs)
-        needs, end = frozenset(filter(None, producers)), partial(self._report, name)
-        seconds, stops = self.costs[name].seconds, name in self.has_models
-        return [*works, self._work(iteration, name, units, seconds, stops=stops, needs=needs, end=end)]
+        graph, run = self.plan.graph, joined(names)
+        producers = (graph.producer(column) for each in names for column in graph.call(each).inputs)
+        needs, end = frozenset(filter(None, producers)), partial(self._report_all, names)
+        seconds, stops = self.costs[run].seconds, name in self.has_models
+        return [*works, self._work(iteration, run, units, seconds, stops=stops, needs=needs, end=end)]
 
     def _update(self, iteration: int) -> _Work:
         units = self.units.of_call[self.train] | self.units.of_call[self.generate]

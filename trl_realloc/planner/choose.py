@@ -12,11 +12,15 @@ from ..common.errors import PlanError
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
+from ..plan.fused import Fused, joined, parted
 from ..plan.model_spec import ModelSpec
 from ..plan.presets import presets_of, with_sleeping_engines
 from .ahead_choice import StalenessChoice, choose_staleness
-from .cost import PARTS, CallCost, Pricing
-from .problem import PricedPlan, Problem
+from .call_cost import PARTS, CallCost
+from .cost import Pricing
+from .fused_choice import FusedChoice, choose_fused
+from .priced_plan import PricedPlan
+from .problem import Problem
 from .search import SearchResult, search
 from .simulate import Overlap
 from .space import Space
@@ -24,6 +28,7 @@ from .stream_choice import StreamChoice, choose_streams
 
 
 MOST_DEVICES = 1024  # of the cluster that a refusal suggests
+FUSED_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for
 STREAMS_SHARE = 0.25  # of a search's time limit: the time in which streams are simulated
 WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
 MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
@@ -49,6 +54,8 @@ class Decision:
 
     Args:
         search: that found the plan, or of several the one for plans without a staleness.
+        fused: what fused training is worth; `None` where it was not looked for.
+        fused_ahead: what it is worth beside a staleness; `None` where there is none.
         streams: what streams are worth; `None` where that was not simulated.
         staleness: what a staleness is worth; `None` where none is allowed.
     """
@@ -58,12 +65,15 @@ class Decision:
     search: SearchResult
     streams: StreamChoice | None = None
     staleness: StalenessChoice | None = None
+    fused: FusedChoice | None = None
+    fused_ahead: FusedChoice | None = None
 
     @property
     def summary(self) -> str:
         """The chosen plan and its estimate in a sentence, without a capital letter and a full stop."""
         how = "all of them" if self.search.exhaustive else "a search"
-        worth = [choice.sentence for choice in (self.streams, self.staleness) if choice is not None]
+        worth = [choice.sentence for choice in (self.fused, self.streams, self.staleness) if choice is not None]
+        worth += [f"beside a staleness {self.fused_ahead.sentence}"] if self.fused_ahead is not None else []
         return "; ".join(
             [
                 f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
@@ -84,6 +94,7 @@ def choose(
     barrier: bool = False,
     deterministic: bool = False,
     max_staleness: int = 0,
+    fuses: bool = True,
     seed: int = 0,
     time_limit_s: float = 5.0,
 ) -> Decision:
@@ -97,6 +108,7 @@ def choose(
         barrier: the plan's iterations do not overlap.
         deterministic: two runs of the plan give the same bits.
         max_staleness: the largest staleness of a plan.
+        fuses: two calls may train in fused pipelines.
         time_limit_s: of the search; where a staleness is allowed, of a second search too.
 
     Raises:
@@ -109,6 +121,7 @@ def choose(
         "zero_stages": zero_stages,
         "barrier": barrier,
         "deterministic": deterministic,
+        "fuses": fuses,
         "seed": seed,
         "time_limit_s": time_limit_s,
     }
@@ -125,7 +138,22 @@ def choose(
         time_limit_s=time_limit_s,
         exact=pricing.cluster.size <= MANY,
     )
-    return _with_staleness(decision, choice)
+    fused = _fused_ahead(space, choice, time_limit_s) if fuses else None
+    if fused is not None and fused.fastest is fused.fused:
+        by_versions = {**choice.by_versions, fused.fastest.staleness.versions: fused.fastest}
+        choice = replace(choice, by_versions=by_versions)
+    return replace(_with_staleness(decision, choice), fused_ahead=fused)
+
+
+def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float) -> FusedChoice | None:
+    """What fused training is worth beside the best staleness; `None` where no staleness was found."""
+    if not choice.by_versions:
+        return None
+    best = choice.fastest
+    if not best.staleness.versions:
+        best = min(choice.by_versions.values(), key=lambda plan: plan.seconds)
+    deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
+    return choose_fused(space, space.candidates(), [best], deadline, exact=space.cluster.size <= MANY)
 
 
 def _with_staleness(decision: Decision, choice: StalenessChoice) -> Decision:
@@ -178,6 +206,7 @@ def _choose(
     zero_stages: Sequence[int] | None,
     barrier: bool,
     deterministic: bool,
+    fuses: bool,
     seed: int,
     time_limit_s: float,
 ) -> Decision:
@@ -192,22 +221,31 @@ def _choose(
     searched = [problem.priced_plan(state, "searched", exact=is_small) for state in result.states]
     ranked = sorted(searched, key=lambda plan: plan.seconds)
     best = ranked[0] if is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
-    best = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best])
+    alone = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best])  # each call trains by itself
+    fused = None
+    if fuses:
+        plans = [alone, *(plan for plan in (*ranked[:2], *presets) if plan.calls != alone.calls)]
+        deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
+        fused = choose_fused(space, problem.candidates, plans, deadline, exact=is_small)
+    best = alone if fused is None else fused.fastest
     streams = _streamed([best, *presets, *ranked[:2]], time_limit_s, deterministic) if is_small else None
     whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
     if best is not whole:
         reason = f"without streams; {streams.sentence if streams is not None else ''}"
         alternatives.append(Alternative(whole.name, whole, reason))
+    if best.fused:
+        reason = f"without fused training; {fused.sentence if fused is not None else ''}"
+        alternatives.append(Alternative(alone.name, alone, reason))
     for preset in sorted(presets, key=lambda plan: plan.seconds):
-        if preset is not whole:
+        if preset is not whole and preset is not alone:
             alternatives.append(Alternative(preset.name, preset, why_slower(preset, best)))
-    if whole.name != ranked[0].name:
+    if not whole.fused and whole.name != ranked[0].name:
         gain = 1 - ranked[0].seconds / whole.seconds
         reason = f"{gain:.1%} faster by estimate, which is no more than estimates are good for"
         alternatives.append(Alternative("searched", ranked[0], reason))
     elif (other := _next_layouts(ranked, best)) is not None:
         alternatives.append(Alternative("next best", other, why_slower(other, best)))
-    return Decision(best, tuple(alternatives), result, streams)
+    return Decision(best, tuple(alternatives), result, streams, fused=fused)
 
 
 def _preferred(plans: Sequence[PricedPlan]) -> PricedPlan:
@@ -261,13 +299,13 @@ def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
     difference = plan.seconds - best.seconds
     if difference < 0.01 * best.seconds:
         return f"{difference / best.seconds:.1%} slower by estimate"
-    slower = {name: plan.costs[name].seconds - best.costs[name].seconds for name in plan.costs}
-    name = max(slower, key=lambda call: slower[call])
+    here, there = (_by_run(priced, plan.fused or best.fused) for priced in (plan, best))
+    slower = {name: here[name].seconds - there[name].seconds for name in here}
+    name = max(slower, key=lambda run: slower[run])
     if slower[name] > 0.25 * difference:
-        here, there = (priced.calls[name].assignment for priced in (plan, best))
         return (
-            f"{name} takes {plan.costs[name].seconds:.3g} s on {here.mesh} ({here.strategy}), not "
-            f"{best.costs[name].seconds:.3g} s on {there.mesh} ({there.strategy})"
+            f"{name} takes {here[name].seconds:.3g} s on {_places(plan, name)}, not {there[name].seconds:.3g} s on "
+            f"{_places(best, name)}"
         )
     moved = sum(plan.estimate.moves.values()) - sum(best.estimate.moves.values())
     if moved > 0.25 * difference:
@@ -282,6 +320,24 @@ def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
     size = plan.space.cluster.size
     busy, best_busy = spent / (size * plan.seconds), best_spent / (size * best.seconds)
     return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {best_busy:.0%}"
+
+
+def _by_run(plan: PricedPlan, fused: Fused) -> dict[str, CallCost]:
+    """The costs of a plan's calls; of these two together: fused, one after the other, or side by side."""
+    costs = plan.run_costs
+    if not fused or plan.fused:
+        return costs
+    pair = [costs.pop(name) for name in fused]
+    one, other = (plan.calls[name].assignment.mesh for name in fused)
+    longer = max(pair, key=lambda cost: cost.seconds)
+    return {**costs, joined(fused): pair[0] + pair[1] if one.overlaps(other) else longer}
+
+
+def _places(plan: PricedPlan, run: str) -> str:
+    """Where the calls of a run are."""
+    assignments = [plan.calls[name].assignment for name in parted(run)]
+    places = " and ".join(dict.fromkeys(f"{each.mesh} ({each.strategy})" for each in assignments))
+    return f"{places}, fused" if plan.fused and joined(plan.fused) == run else places
 
 
 def explain(cost: CallCost) -> str:
@@ -323,7 +379,8 @@ def smallest_cluster(
     while size <= MOST_DEVICES:
         cluster = Cluster(max(1, size // per_node), min(size, per_node), pricing.cluster.memory_gb)
         try:
-            _choose(specs, replace(pricing, cluster=cluster), **{**options, "time_limit_s": 1.0})
+            changed = {**options, "fuses": False, "time_limit_s": 1.0}
+            _choose(specs, replace(pricing, cluster=cluster), **changed)
             return cluster.size
         except PlanError:
             size *= 2

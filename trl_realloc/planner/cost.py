@@ -1,7 +1,7 @@
 """The cost model: time and memory of one call under one assignment. Reallocations are in `reallocation_cost`.
 
-The time of a call is the sum of its causes (`PARTS`). docs/planner.md has the formulas with their sources. The choice
-between assignments is in `search`.
+The time of a call is the sum of its causes (`call_cost.PARTS`). docs/planner.md has the formulas with their
+sources. The choice between assignments is in `search`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, state_bytes
+from .call_cost import CallCost, StageSeconds, TrainingStage
 from .corrections import Corrections
 from .device_memory import DeviceMemory
 from .hardware import Link, Rates
@@ -22,53 +23,9 @@ from .workload import Workload
 from .zero_communication import DataParallelGroup
 
 
-# The causes of a call's seconds, with the text that messages show.
-PARTS = {
-    "compute": "arithmetic",
-    "memory": "reading weights and caches (memory bandwidth)",
-    "handover": "receiving and sending samples",
-    "launch": "scheduling decode steps",
-    "tensor": "tensor-parallel collectives",
-    "pipeline": "messages between pipeline stages",
-    "bubble": "pipeline stages that wait (bubbles)",
-    "data": "data-parallel reductions and ZeRO's gathers",
-    "optimizer": "optimizer steps",
-    "load": "parameters into the engine or back from host memory",
-    "functions": "reward functions",
-}
-
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
 SLEEP = 1.0  # seconds of a vLLM engine to give its memory back and to take it again; assumed, not measured
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
-
-
-@dataclass(frozen=True)
-class CallCost:
-    """Seconds and memory of one call.
-
-    Args:
-        parts: seconds by cause, of the device that takes longest.
-        static: bytes that each device of the mesh holds during the whole iteration.
-        transient: additional bytes that each device holds while the call runs.
-    """
-
-    parts: Mapping[str, float]
-    static: float = 0.0
-    transient: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
-
-    def __add__(self, other: CallCost) -> CallCost:
-        """The cost of both calls, one after the other."""
-        names = dict.fromkeys([*self.parts, *other.parts])
-        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
-        return CallCost(parts, self.static + other.static, max(self.transient, other.transient))
-
-    def times(self, factor: float) -> CallCost:
-        """The cost of a call that takes `factor` times as long."""
-        return replace(self, parts={name: factor * seconds for name, seconds in self.parts.items()})
 
 
 @dataclass(frozen=True)
@@ -175,36 +132,40 @@ class Pricing:
         Returns:
             Seconds by cause, and the compute seconds of one stage for one micro-batch.
         """
+        pp = assignment.strategy.pp
+        stage = self._stage(spec, assignment, tokens, squared, train=train)
+        parts = {"compute": micro * stage.compute}
+        if assignment.strategy.tp > 1:
+            parts["tensor"] = micro * stage.tensor
+        if pp > 1:
+            parts["bubble"] = (pp - 1) * (stage.compute + stage.tensor)
+            parts["pipeline"] = (1 + train) * (micro + pp - 2) * stage.message
+        return parts, stage.compute
+
+    def _stage(
+        self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float, *, train: bool
+    ) -> StageSeconds:
+        """One micro-batch on the slowest pipeline stage, with the arguments of `_pass`."""
         strategy, rates, work = assignment.strategy, self.rates, self.workload
         tensor_link, pipeline_link, _ = self._links(assignment)
         layers = self._stage_layers(spec, assignment)
         answered = tokens * work.mean_response / work.mean_length  # the head runs only at response positions
-        compute = layers * rates.layer(spec, tokens, squared, strategy.tp) + rates.head(spec, answered, strategy.tp)
-        sweeps = 1
+        layer = layers * rates.layer(spec, tokens, squared, strategy.tp)
+        forward, backward = layer + rates.head(spec, answered, strategy.tp), 0.0
         if train:
-            again = work.recompute * layers * rates.layer(spec, tokens, squared, strategy.tp)
-            back = layers * rates.layer_backward(spec, tokens, squared, strategy.tp)
-            compute += again + back + rates.head(spec, answered, strategy.tp, backward=True)
-            sweeps = 2 + work.recompute
+            backward = work.recompute * layer + layers * rates.layer_backward(spec, tokens, squared, strategy.tp)
+            backward += rates.head(spec, answered, strategy.tp, backward=True)
         activations = tokens * spec.hidden * spec.activation_bytes
-        tensor = layers * 2 * sweeps * tensor_link.all_reduce(activations, strategy.tp)
-        parts = {"compute": micro * compute}
-        if strategy.tp > 1:
-            parts["tensor"] = micro * tensor
-        if strategy.pp > 1:
-            parts["bubble"] = (strategy.pp - 1) * (compute + tensor)
-            hop = pipeline_link.send(activations) + rates.hop
-            parts["pipeline"] = (1 + train) * (micro + strategy.pp - 2) * hop
-        return parts, compute
+        sweep = layers * 2 * tensor_link.all_reduce(activations, strategy.tp)
+        hop = pipeline_link.send(activations) + rates.hop if strategy.pp > 1 else 0.0
+        return StageSeconds((forward, backward), (sweep, train * (1 + work.recompute) * sweep), hop)
 
     # --- training ----------------------------------------------------------------------------------------------------
 
     def _train(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
-        share = strategy.dp * work.mini_batches
-        tokens, squared = work.tokens / share, work.episodes * work.mean_square / share
-        micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, strategy), strategy.pp)
-        parts, compute = self._pass(spec, assignment, tokens / micro, squared / micro, micro, train=True)
+        micro, tokens, squared = self._training_micro_batches(assignment)
+        parts, compute = self._pass(spec, assignment, tokens, squared, micro, train=True)
         elements = spec.elements / (strategy.tp * strategy.pp)
         size = elements * spec.bytes_per_element
         stage, dp = strategy.zero_stage, strategy.dp
@@ -217,7 +178,23 @@ class Pricing:
         static = size / (dp if stage == 3 else 1) + size / (dp if stage >= 2 else 1)
         static += elements * state_bytes(spec.bytes_per_element, assignment, self.moments) / (dp if stage else 1)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
-        return CallCost(parts, static, self._working(spec, tokens / micro, strategy, backward=True, held=held))
+        return CallCost(parts, static, self._working(spec, tokens, strategy, backward=True, held=held))
+
+    def _training_micro_batches(self, assignment: Assignment) -> tuple[int, float, float]:
+        """Of a mini-batch of one replica: the micro-batches, and the tokens and squared lengths of each."""
+        strategy, work = assignment.strategy, self.workload
+        share = strategy.dp * work.mini_batches
+        tokens, squared = work.tokens / share, work.episodes * work.mean_square / share
+        micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, strategy), strategy.pp)
+        return micro, tokens / micro, squared / micro
+
+    def training_stage(self, spec: ModelSpec, assignment: Assignment) -> TrainingStage:
+        """The slowest stage of a pipeline that trains. A mini-batch takes it `micro_batches + pp - 1` times as long as
+        one micro-batch, as `price` has it."""
+        micro, tokens, squared = self._training_micro_batches(assignment)
+        seconds = self._stage(spec, assignment, tokens, squared, train=True)
+        working, kept = (self._working(spec, tokens, assignment.strategy, backward=True, held=held) for held in (0, 1))
+        return TrainingStage(micro, seconds, kept - working, working)
 
     # --- generation --------------------------------------------------------------------------------------------------
 

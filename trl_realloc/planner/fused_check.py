@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ..common.errors import PlanError
 from .fused_pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Task
 
 
+MOST_MEMORY = 1.25  # of the activations when one model trains after the other
 MOST_NAMED = 4  # tasks that a message names
 ROUNDING = 1e-9  # relative
 
@@ -154,6 +156,33 @@ def lower_bound(pipelines: FusedPipelines) -> float:
     return bound
 
 
+class UniformPipeline(NamedTuple):
+    """A model's pipeline whose stages and micro-batches are all alike.
+
+    Args:
+        micro_batches: of one copy.
+        forward, backward, memory: of one micro-batch on one stage, as of `Pipeline`.
+    """
+
+    stages: int
+    micro_batches: int
+    forward: float
+    backward: float
+    memory: float
+
+
+def uniform_bound(a: UniformPipeline, b: UniformPipeline) -> float:
+    """`lower_bound` of two such pipelines, in microseconds rather than milliseconds."""
+    alone = max((p.micro_batches + p.stages - 1) * (p.forward + p.backward) for p in (a, b))
+    work = sum(p.micro_batches * (p.forward + p.backward) for p in (a, b))
+    around = 0.0
+    for stage in range(max(a.stages, b.stages)):
+        own_a, own_b = stage % a.stages, b.stages - 1 - stage % b.stages
+        first = min(own_a * a.forward, own_b * b.forward)
+        around = max(around, first + min(own_a * a.backward, own_b * b.backward))
+    return max(alone, work + around)
+
+
 def _stage_part(pipelines: FusedPipelines, model: str, stage: int) -> tuple[float, float, float]:
     """Earliest arrival, work and shortest rest of a model's micro-batches on a stage."""
     pipeline = pipelines.pipeline(model)
@@ -205,6 +234,13 @@ def _one_f_one_b_order(micro_batches: int, stages: int, own: int) -> list[tuple[
 def serial_time(pipelines: FusedPipelines) -> float:
     """Time of both models one after the other, each by 1F1B."""
     return sum(one_f_one_b(pipelines, model)[0] for model in MODELS)
+
+
+def memory_limit(pipelines: FusedPipelines) -> float:
+    """The activation memory of a stage that a schedule may take: `MOST_MEMORY` times that of both models one after the
+    other, and at least a micro-batch of each."""
+    largest = sum(float(pipelines.pipeline(model).memory.max()) for model in MODELS)
+    return max(MOST_MEMORY * serial_memory(pipelines), largest)
 
 
 def serial_memory(pipelines: FusedPipelines) -> float:

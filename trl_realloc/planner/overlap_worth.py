@@ -15,7 +15,7 @@ from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
 from .ahead_choice import StalenessChoice, ages, choose_staleness, saving
 from .choose import MANY, Decision, choose
-from .problem import PricedPlan
+from .priced_plan import PricedPlan
 from .space import Space
 
 
@@ -57,7 +57,9 @@ class OverlapWorth:
 
     @cached_property
     def whole(self) -> PricedPlan:
-        """The best plan without streams and without a staleness."""
+        """The best plan without fused training, streams and a staleness."""
+        if self.decision.fused is not None:
+            return self.decision.fused.whole
         return self.decision.streams.whole if self.decision.streams is not None else self._synchronous
 
     @property
@@ -74,6 +76,7 @@ class OverlapWorth:
             graph=space.graph,
             generation_engine=self.generation_engine,
             barrier=True,
+            fuses=False,
             time_limit_s=self.time_limit_s,
         )
         return found.streams.whole if found.streams is not None else found.best
@@ -96,10 +99,25 @@ class OverlapWorth:
         return (
             Way("one iteration after the other", self.apart, self._verdict(self.apart)),
             Way("the next generation begins early", self.whole, self._verdict(self.whole)),
+            *self._fused(),
             *self._streams(),
             *self._stalenesses(),
-            # further ways, such as fused training schedules, have their rows here
         )
+
+    def _fused(self) -> Iterator[Way]:
+        """Fused training: of the best plan without a staleness, and beside one."""
+        choices = {"fused training": self.decision.fused, "fused training, staleness": self.decision.fused_ahead}
+        for name, choice in choices.items():
+            if choice is None:
+                continue
+            plan = choice.fused
+            if plan is None:
+                yield Way(name, None, choice.reason)
+                continue
+            versions = f" {plan.staleness.versions}" if plan.staleness.versions else ""
+            is_bound = plan.fused_cost is not None and plan.fused_cost.found is None
+            verdict = self._verdict(plan)
+            yield Way(f"{name}{versions}", plan, f"by a lower bound {verdict}" if is_bound else verdict)
 
     def _streams(self) -> Iterator[Way]:
         streams = self.decision.streams
@@ -140,6 +158,9 @@ class OverlapWorth:
             f"is {whole.name}, {whole.seconds:.3g} s.",
             f"Iterations: the next generation {begins}, which {saving(whole, self.apart)}.",
         ]
+        for choice, where in ((self.decision.fused, ""), (self.decision.fused_ahead, "beside a staleness ")):
+            if choice is not None:
+                lines.append(f"Fused training: {where}{choice.sentence}.")
         if self.decision.streams is not None:
             lines.append(f"Streams: {self.decision.streams.sentence}.")
         lines.append(f"Staleness: {self._staleness_sentence}.")

@@ -2,148 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..plan.assignment import Assignment, in_place
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.fused import Fused, joined, together
 from ..plan.model_spec import ModelSpec
-from ..plan.staleness import Staleness
-from ..plan.streams import Streams, early_call
-from ..plan.timeline import Timeline
+from ..plan.streams import early_call
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule
-from .ahead_simulation import AheadIterations, simulate_ahead
-from .cost import CallCost, Pricing
+from .cost import Pricing
+from .fused_cost import FusedCost, fused_prices
+from .priced_plan import Estimate, PricedPlan
 from .reallocation_cost import move_seconds, quick_move_seconds
-from .simulate import Overlap, Task, spans_of, steady_seconds, steady_times, tasks_of
+from .simulate import Overlap, Task, steady_seconds
 from .space import Candidate, Space
-from .stream_cost import StreamPrices
-from .stream_simulation import StreamedIteration, simulate_streams
 
 
 State = tuple[Candidate, ...]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The estimate of one combination of candidates.
-
-    Args:
-        seconds: of an iteration after the first ones.
-        moves: seconds of each reallocation, by the call that receives the parameters.
-        memory: bytes that the fullest device holds.
-        fullest: the number of that device.
-        holds: the parts of `memory`: of each call what it holds during the whole iteration, and, each under its name,
-            what the call with the most adds while it runs, the processes' contexts and the communicators.
-        mean_age, oldest: updates from the policy that drew a token to the one that is trained on it: the mean over the
-            tokens, and the most. 0 without a staleness.
-    """
-
-    seconds: float
-    moves: Mapping[str, float]
-    memory: float
-    fullest: int
-    holds: Mapping[str, float] = field(default_factory=dict)
-    mean_age: float = 0.0
-    oldest: int = 0
-
-
-@dataclass(frozen=True)
-class PricedPlan:
-    """A combination of candidates with its estimate.
-
-    Args:
-        calls: the candidate of each call, by the call's name.
-        barrier, streams, staleness: of the plan.
-    """
-
-    name: str
-    space: Space
-    calls: Mapping[str, Candidate]
-    estimate: Estimate
-    barrier: bool = False
-    streams: Streams | None = None
-    staleness: Staleness = Staleness()
-
-    @property
-    def plan(self) -> ExecutionPlan:
-        """Raises `PlanError` where no engine of this package can do an assignment (`Space.deep_generation`)."""
-        assignments = {name: candidate.assignment for name, candidate in self.calls.items()}
-        cluster, graph = self.space.cluster, self.space.graph
-        return ExecutionPlan(cluster, assignments, graph, self.name, self.streams, self.barrier, self.staleness)
-
-    @property
-    def costs(self) -> dict[str, CallCost]:
-        return {name: candidate.cost for name, candidate in self.calls.items()}
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.seconds
-
-    @property
-    def device_seconds(self) -> dict[str, float]:
-        """The calls' seconds by cause, each multiplied by the number of devices of the call's mesh."""
-        spent: dict[str, float] = {}
-        for candidate in self.calls.values():
-            for part, seconds in candidate.cost.parts.items():
-                spent[part] = spent.get(part, 0.0) + seconds * candidate.assignment.mesh.size
-        return spent
-
-    @property
-    def fits(self) -> bool:
-        memory = self.space.pricing.memory
-        return memory is None or self.estimate.memory <= memory.usable
-
-    def streamed(self) -> StreamedIteration:
-        """An iteration sample by sample, of a plan that has streams."""
-        seconds = {name: cost.seconds for name, cost in self.costs.items()}
-        prices = StreamPrices(self.plan, self.space.specs, self.space.pricing)
-        return simulate_streams(prices, seconds, self.estimate.moves)
-
-    def with_streams(self, streams: Streams | None) -> PricedPlan:
-        """The same assignments with these streams, and the seconds that an iteration takes then. Each device holds as
-        much as without streams: an engine that sleeps between its calls gives its memory back before its devices
-        score. Raises `PlanError` where the plan cannot have the streams."""
-        assert self.streams is None, "the estimate of a plan without streams"
-        changed = replace(self, streams=streams)
-        if streams is None or not changed.plan.streamed:
-            return changed
-        return replace(changed, estimate=replace(self.estimate, seconds=changed.streamed().seconds))
-
-    def ahead(self) -> AheadIterations:
-        """Some iterations of a plan that has a staleness."""
-        return simulate_ahead(self.plan, self.space.specs, self.space.pricing, self.costs, self.estimate.moves)
-
-    def with_staleness(self, staleness: Staleness) -> PricedPlan:
-        """The same assignments with this staleness, the seconds that an iteration takes then, and the tokens' ages.
-        Each device holds as much as without. Raises `PlanError` where the plan cannot have it."""
-        assert not self.staleness.versions, "the estimate of a plan without staleness"
-        changed = replace(self, staleness=staleness)
-        if not staleness.versions:
-            return changed
-        found = changed.ahead()
-        estimate = replace(self.estimate, seconds=found.seconds, mean_age=found.mean_age, oldest=found.oldest)
-        return replace(changed, estimate=estimate)
-
-    @property
-    def timeline(self) -> Timeline:
-        """The expected timeline of one iteration after the first ones; of several with a staleness. As in a measured
-        one, a span begins when its samples are there."""
-        if self.staleness.versions:
-            return Timeline(self.ahead().spans)
-        if self.streams is not None:
-            return Timeline(self.streamed().spans)
-        seconds = {name: cost.seconds for name, cost in self.costs.items()}
-        waiting = {
-            name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in self.costs.items() if cost.seconds
-        }
-        plan, sharing = self.plan, self.space.pricing.rates.sharing
-        tasks, per_node = tasks_of(plan, seconds, self.estimate.moves), plan.cluster.devices_per_node
-        _, times = steady_times(tasks, overlap=Overlap.of(plan), sharing=sharing, devices_per_node=per_node)
-        spans = [span for task, of_task in zip(tasks, times, strict=True) for span in spans_of(task, of_task)]
-        return Timeline(replace(span, start=span.start + waiting.get(span.call, 0.0) * span.seconds) for span in spans)
 
 
 @dataclass
@@ -153,11 +30,15 @@ class Problem:
     Args:
         candidates: the assignments that each call may have, by the call's name.
         overlap: of iterations.
+        fused: two calls that train together. Their candidates in a state must be such that a plan can fuse them.
+        exact_fused: price them by a schedule that is searched; otherwise by the lower bound of all schedules.
     """
 
     space: Space
     candidates: Mapping[str, Sequence[Candidate]]
     overlap: Overlap = Overlap.GENERATION
+    fused: Fused = ()
+    exact_fused: bool = False
     evaluations: int = 0
     _moves: dict[tuple[int, int, bool], float] = field(default_factory=dict)
 
@@ -165,6 +46,9 @@ class Problem:
         graph = self.space.graph
         self.names = graph.order
         place = {name: at for at, name in enumerate(self.names)}
+        self._runs = [tuple(place[name] for name in names) for names in together(self.fused, self.names)]
+        self._fused = tuple(place[name] for name in self.fused)
+        self._fused_costs: dict[tuple[int, ...], tuple[tuple[Candidate, ...], FusedCost]] = {}
         self._data = [
             tuple(place[edge.producer] for edge in graph.data_edges if edge.consumer == name) for name in self.names
         ]
@@ -212,7 +96,10 @@ class Problem:
         key = (id(home), id(other), exact)
         if key not in self._moves:
             factor = self.space.pricing.corrections.move(self.names[target])
-            self._moves[key] = factor * self._priced_move(home, other, self._sent(source, target), exact)
+            is_reversed = self.names[source] in self.fused[1:]
+            self._moves[key] = factor * self._priced_move(
+                home, other, self._sent(source, target), exact, is_reversed=is_reversed
+            )
         return self._moves[key]
 
     def _sent(self, source: int, target: int) -> Iterator[ModelSpec]:
@@ -222,14 +109,20 @@ class Problem:
             narrower = min(sent.bytes_per_element, taken.bytes_per_element)
             yield sent if narrower == sent.bytes_per_element else replace(sent, bytes_per_element=narrower)
 
-    def _priced_move(self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool) -> float:
+    def _priced_move(
+        self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool, *, is_reversed: bool
+    ) -> float:
+        """Args:
+        is_reversed: the home's pipeline stages lie in reverse.
+        """
         if in_place(home.assignment, other.assignment):
             return -1.0
         pricing = self.space.pricing
         seconds = 0.0
         for spec in specs:
             if exact:
-                layouts = layout_of(home.assignment, spec), layout_of(other.assignment, spec)
+                source = layout_of(home.assignment, spec, is_reversed=is_reversed)
+                layouts = source, layout_of(other.assignment, spec)
                 seconds += move_seconds(make_schedule(self.space.cluster, *layouts), pricing.rates)
             else:
                 seconds += quick_move_seconds(spec, home.assignment, other.assignment, pricing)
@@ -238,20 +131,35 @@ class Problem:
     def _tasks(self, state: State, moves: Mapping[int, float]) -> list[Task]:
         early = early_call(self.space.graph, {n: c.assignment for n, c in zip(self.names, state, strict=True)})
         tasks: list[Task] = []
-        where: list[int] = []
-        moved = itertools.accumulate(self._is_moved(at, moves) for at in range(len(state)))
-        places = [at + before for at, before in enumerate(moved)]  # of the calls' tasks
-        for at, candidate in enumerate(state):
-            after = tuple(where[producer] for producer in self._data[at])
+        places = [0] * len(state)  # of the calls' tasks
+        place = 0
+        for run in self._runs:
+            place += self._is_moved(run[0], moves)
+            for at in run:
+                places[at] = place
+            place += 1
+        for run in self._runs:
+            at = run[0]
+            candidate = state[at]
+            after = tuple(places[producer] for member in run for producer in self._data[member])
             home, is_early = self._home[at], self.names[at] == early
             previous = None if home is None else places[home]
             if self._is_moved(at, moves) and home is not None:
                 meshes = (state[home].assignment.mesh, candidate.assignment.mesh)
                 tasks.append(Task("", meshes, moves[at], after, previous, moves=True, early=is_early))
                 after = (*after, len(tasks) - 1)
-            where.append(len(tasks))
-            tasks.append(Task("", (candidate.assignment.mesh,), candidate.seconds, after, previous, early=is_early))
+            seconds = candidate.seconds if len(run) == 1 else self.fused_cost(state).cost.seconds
+            tasks.append(Task("", (candidate.assignment.mesh,), seconds, after, previous, early=is_early))
         return tasks
+
+    def fused_cost(self, state: State) -> FusedCost:
+        """Of the two fused calls of a state."""
+        pair = tuple(state[at] for at in self._fused)
+        key = tuple(map(id, pair))
+        if key not in self._fused_costs:
+            cost = fused_prices(self.space, self.fused).price((pair[0], pair[1]), exact=self.exact_fused)
+            self._fused_costs[key] = pair, cost  # the candidates too, so that their ids stay theirs
+        return self._fused_costs[key][1]
 
     def _is_moved(self, at: int, moves: Mapping[int, float]) -> bool:
         return self._home[at] is not None and moves.get(at, 0.0) > 0
@@ -266,6 +174,8 @@ class Problem:
         most, fullest = 0.0, 0
         for device in {candidate.assignment.mesh.first for candidate in state}:
             static, transient = sum(self._overhead(state, stays, device).values()), 0.0
+            if self._fused and device in state[self._fused[0]].assignment.mesh:
+                transient = self.fused_cost(state).cost.transient
             for at, candidate in enumerate(state):
                 if device in candidate.assignment.mesh:
                     static += 0.0 if self._shares(at, candidate, stays) else candidate.cost.static
@@ -295,8 +205,11 @@ class Problem:
         """Bytes that a device holds, by what holds them (`Estimate.holds`)."""
         on_device = [(at, c) for at, c in enumerate(state) if device in c.assignment.mesh]
         holds = {self.names[at]: c.cost.static for at, c in on_device if not self._shares(at, c, stays)}
-        at, most = max(on_device, key=lambda item: item[1].cost.transient)
-        holds[f"while {self.names[at]} runs"] = most.cost.transient
+        adds = {self.names[at]: c.cost.transient for at, c in on_device}
+        if self._fused and device in state[self._fused[0]].assignment.mesh:
+            adds[joined(self.fused)] = self.fused_cost(state).cost.transient
+        name = max(adds, key=lambda name: adds[name])
+        holds[f"while {name} runs"] = adds[name]
         holds |= self._overhead(state, stays, device)
         return {name: size for name, size in holds.items() if size}
 
@@ -327,7 +240,7 @@ class Problem:
             assignment = state[target].assignment
             vllm = assignment.engine == "vllm"  # which has weights of its own wherever it runs
             if assignment.drop and not vllm and in_place(state[source].assignment, assignment):
-                kept = self._priced(self.names[target], replace(assignment, drop=False))
+                kept = self.priced(self.names[target], replace(assignment, drop=False))
                 state = (*state[:target], kept, *state[target + 1 :])
         estimate = self.estimate(state, exact_moves=exact)
         stays = {
@@ -335,13 +248,16 @@ class Problem:
         }
         estimate = replace(estimate, holds=self.holds(state, stays, estimate.fullest))
         barrier = self.overlap is Overlap.NONE
-        return PricedPlan(name, self.space, dict(zip(self.names, state, strict=True)), estimate, barrier)
+        calls = dict(zip(self.names, state, strict=True))
+        fused_cost = self.fused_cost(state) if self.fused else None
+        return PricedPlan(name, self.space, calls, estimate, barrier, fused=self.fused, fused_cost=fused_cost)
 
     def state_of(self, assignments: Mapping[str, Assignment]) -> State:
         """The state that a written plan's assignments make."""
-        return tuple(self._priced(name, assignments[name]) for name in self.names)
+        return tuple(self.priced(name, assignments[name]) for name in self.names)
 
-    def _priced(self, name: str, assignment: Assignment) -> Candidate:
+    def priced(self, name: str, assignment: Assignment) -> Candidate:
+        """A call under an assignment."""
         space = self.space
         return Candidate(assignment, space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignment))
 
@@ -357,6 +273,7 @@ def estimate_plan(
     Raises:
         PlanError: the profile has no measurements of a model, or of a split.
     """
-    problem = Problem(Space(plan.cluster, plan.graph, specs, pricing), {}, Overlap.of(plan))
+    space = Space(plan.cluster, plan.graph, specs, pricing)
+    problem = Problem(space, {}, Overlap.of(plan), plan.fused, exact_fused=True)
     priced = problem.priced_plan(problem.state_of(plan.assignments), plan.name, exact=exact)
     return priced.with_streams(plan.streams).with_staleness(plan.staleness)

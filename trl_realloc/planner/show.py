@@ -10,7 +10,7 @@ from rich.table import Table
 from ..plan.streams import Streams
 from .choose import Decision, explain
 from .overlap_worth import OverlapWorth
-from .problem import PricedPlan
+from .priced_plan import PricedPlan
 
 
 def plan_cost_table(plan: PricedPlan) -> Table:

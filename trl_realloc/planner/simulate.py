@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from ..plan.cluster import DeviceMesh
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.fused import joined
 from ..plan.streams import early_call
 from ..plan.timeline import Span, Timeline
 from .activities import Activities, devices_by_node
@@ -32,7 +33,7 @@ class Overlap(StrEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """A call or a reallocation: it occupies devices once in each iteration.
+    """A call, two that the plan fuses, or a reallocation: it occupies devices once in each iteration.
 
     Args:
         meshes: meshes whose devices are occupied; a reallocation has two.
@@ -59,6 +60,10 @@ class Task:
 def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float]) -> list[Task]:
     """The tasks of a plan in its order; a reallocation that takes time stands before its call.
 
+    Args:
+        seconds: of each call; of two that the plan fuses under their `joined` name.
+        moves: of each reallocation, by the call that receives the parameters.
+
     Raises:
         KeyError: a call of the plan has no seconds.
     """
@@ -67,9 +72,10 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
     where: dict[str, int] = {}
     tasks: list[Task] = []
     waiting: list[tuple[int, str]] = []  # (index of a task, the call that is its `previous`)
-    for name in plan.order:
+    for names in plan.runs_of(plan.order):
+        name = names[0]
         trained = plan.graph.train_call(plan.graph.call(name).role)
-        after = [where[edge.producer] for edge in plan.graph.data_edges if edge.consumer == name]
+        after = [where[edge.producer] for edge in plan.graph.data_edges if edge.consumer in names]
         if moves.get(name, 0.0) > 0 and name in edges:
             meshes = (plan.mesh(edges[name]), plan.mesh(name))
             waiting.append((len(tasks), edges[name]))
@@ -78,10 +84,11 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
             data = tuple(after[:-1])
             task = Task(f"{edges[name]} -> {name}", meshes, moves[name], data, moves=True, early=name == early)
             tasks.append(task)
-        where[name] = len(tasks)
+        where |= dict.fromkeys(names, len(tasks))
         if trained is not None:
             waiting.append((len(tasks), trained))
-        tasks.append(Task(name, (plan.mesh(name),), seconds[name], tuple(after), early=name == early))
+        task_name = joined(names)
+        tasks.append(Task(task_name, (plan.mesh(name),), seconds[task_name], tuple(after), early=name == early))
     previous = {place: where[name] for place, name in waiting}
     return [replace(task, previous=previous.get(place)) for place, task in enumerate(tasks)]
 
@@ -180,7 +187,7 @@ def simulate(
     of a role waits for the role's previous training, and so do the role's other calls in the next iteration.
 
     Args:
-        seconds: of each call on its mesh.
+        seconds: of each call on its mesh, as `tasks_of`'s.
         reallocations: seconds of each reallocation of `plan.reallocations`, by the call that receives the parameters.
         iterations: how many.
         sharing: as `task_times`'.

@@ -16,7 +16,8 @@ from ..plan.assignment import ENGINE_ABILITIES, Assignment, ParallelStrategy
 from ..plan.cluster import Cluster, DeviceMesh, legal_meshes
 from ..plan.dataflow import Call, CallKind, DataflowGraph
 from ..plan.model_spec import ModelSpec
-from .cost import CallCost, Pricing
+from .call_cost import CallCost
+from .cost import Pricing
 
 
 MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
@@ -94,6 +95,23 @@ class Space:
                 f"and a device has {usable / 1e9:.0f} GB for a plan."
             )
         return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+    def pipelines(self, call: Call, size: int) -> list[Candidate]:
+        """The assignments of a call to pipelines of two or more stages on the first devices, also those that others
+        beat.
+
+        Args:
+            size: number of devices.
+        """
+        specs = self.specs.get(call.name, ())
+        deep = (
+            assignment
+            for assignment in self._assignments(call, DeviceMesh(0, size))
+            if assignment.strategy.pp > 1 and not assignment.offload and not assignment.drop
+        )
+        return self._fitting(
+            [Candidate(assignment, self.pricing.price(call, specs, assignment)) for assignment in deep]
+        )
 
     def _fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         memory = self.pricing.memory

@@ -15,7 +15,7 @@ from functools import cached_property
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
 from ..plan.streams import Migration, Streams
-from .problem import PricedPlan
+from .priced_plan import PricedPlan
 from .stream_cost import StreamPrices
 from .stream_simulation import MESSAGE
 

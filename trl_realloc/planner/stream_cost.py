@@ -12,7 +12,8 @@ from ..plan.assignment import Assignment, sleeps
 from ..plan.dataflow import Call, CallKind
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
-from .cost import ALLOCATE, SLEEP, CallCost, Pricing
+from .call_cost import CallCost
+from .cost import ALLOCATE, SLEEP, Pricing
 from .dispatcher import SHARES
 from .stream import Stream, engine_samples, stream_of
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..plan.fused import parted
 from ..plan.generation_spans import GenerationSpans
 from ..plan.streams import early_call
 from ..plan.timeline import Span
@@ -77,8 +78,8 @@ class _Simulation:
         assert streams is not None, "a plan with streams"
         self.dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
         tasks = tasks_of(plan, {**seconds, **dict.fromkeys(plan.streamed, 0.0)}, moves)
-        self.rest = [task for task in tasks if _call(task) not in plan.streamed]
-        self.refreshes = [task for task in tasks if task.moves and _call(task) in plan.streamed]
+        self.rest = [task for task in tasks if not _calls(task) & set(plan.streamed)]
+        self.refreshes = [task for task in tasks if task.moves and _calls(task) & set(plan.streamed)]
         self.spans: list[Span] = []
         self.rest_spans: list[Span] = []
         self.forwards: list[Score] = []
@@ -148,8 +149,8 @@ class _Simulation:
         self.refreshed.add(at)
 
     def _feeds(self, at: int, task: Task) -> bool:
-        producer, call = _call(self.rest[at]), _call(task)
-        return any(edge.producer == producer and edge.consumer == call for edge in self.plan.graph.data_edges)
+        producers, consumers = _calls(self.rest[at]), _calls(task)
+        return any(edge.producer in producers and edge.consumer in consumers for edge in self.plan.graph.data_edges)
 
     @property
     def _early(self) -> str | None:
@@ -163,7 +164,8 @@ class _Simulation:
             return len(self.ended) == len(self.rest)
         trained = self.plan.graph.train_call(self.plan.graph.call(_call(task)).role)
         return all(
-            at in self.ended or not (_share(task, other) or other.name == trained) for at, other in enumerate(self.rest)
+            at in self.ended or not (_share(task, other) or trained in _calls(other))
+            for at, other in enumerate(self.rest)
         )
 
     def _join(self) -> None:
@@ -307,6 +309,11 @@ class _Simulation:
             tuple(self.forwards),
             (*self.spans, *shifted),
         )
+
+
+def _calls(task: Task) -> set[str]:
+    """The calls that a task runs; of a reallocation the call that it brings parameters to."""
+    return set(parted(_call(task)))
 
 
 def _call(task: Task) -> str:

@@ -17,7 +17,8 @@ from ..common.notices import notice, working
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import flatten, with_sleeping_engines
 from ..planner.choose import Decision
-from ..planner.problem import PricedPlan, estimate_plan
+from ..planner.priced_plan import PricedPlan
+from ..planner.problem import estimate_plan
 from ..planner.profile import Profile
 from ..planner.show import alternatives_table, plan_cost_table
 from ..runtime.process_groups import from_first_rank

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..common.errors import PlanError
 from ..common.notices import notice
 from ..planner.learning import MeasuredUpdate, PlanEvidence
-from ..planner.problem import PricedPlan
+from ..planner.priced_plan import PricedPlan
 from ..planner.profile import Profile
 from ..runtime.results import Iteration
 from .auto_plan import JobPlan, estimate_at_lengths

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engines.training.fused_training import Orders, StageTask
 from ..engines.training.stage_figures import FusedShape
-from ..planner.fused_check import lower_bound, serial_memory, serial_time
+from ..planner.fused_check import lower_bound, memory_limit, serial_time
 from ..planner.fused_pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
 from ..planner.fused_search import search
 
@@ -20,7 +20,6 @@ from ..planner.fused_search import search
 LEAST_EFFORT, MOST_EFFORT = 5_000, 100_000  # tasks that a search places, about a million per second
 WORTH = 0.05  # of the seconds that an order can save, the most for its search
 TASKS_PER_SECOND = 1e6
-MOST_MEMORY = 1.25  # of the activations when one model trains after the other
 MOST_KEPT = 256  # orders that are kept for later mini-batches
 STEPS = 32  # times and memory are rounded to such parts of the largest, so that orders can be used again
 
@@ -70,8 +69,7 @@ def _rounded(exact: FusedPipelines) -> tuple[FusedPipelines, float]:
     unit = max(float(array.max()) for p in pair for array in (p.forward, p.backward)) / STEPS or 1.0
     part = max(float(p.memory.max()) for p in pair) / STEPS or 1.0
     a, b = (Pipeline(np.ceil(p.forward / unit), np.ceil(p.backward / unit), np.ceil(p.memory / part)) for p in pair)
-    most = max(MOST_MEMORY * serial_memory(FusedPipelines(a, b)), 2.0 * STEPS)  # a micro-batch of each always fits
-    return FusedPipelines(a, b, (most,) * exact.stages), unit
+    return FusedPipelines(a, b, (memory_limit(FusedPipelines(a, b)),) * exact.stages), unit
 
 
 def _arrays(shape: FusedShape, model: int) -> tuple[Array, Array, Array]:

@@ -23,7 +23,7 @@ from ..common.files import MOST_RECORD_BYTES, exists, parse_json, read_json, rea
 from ..common.schema import checked
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
-from ..planner.problem import PricedPlan
+from ..planner.priced_plan import PricedPlan
 from ..planner.simulate import iteration_seconds
 from .report_estimate import AGES_FILE, age_lines, estimate_lines, estimate_table, markdown
 

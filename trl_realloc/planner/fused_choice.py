@@ -1,0 +1,297 @@
+"""What it is worth to train two models in fused pipelines: which two assignments of the calls that train, and how the
+other calls are placed then.
+
+A mesh and a split that are slow for each call alone can be the best for both together, so all pairs of pipelines on a
+plan's meshes are looked at, by the lower bound of their schedules. The best plans are then priced by a schedule that is
+searched. Whether one of them is run is decided in `choose`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..common.errors import PlanError
+from ..plan.assignment import Assignment, in_place
+from ..plan.cluster import DeviceMesh, check_mesh
+from ..plan.dataflow import CallKind, DataflowGraph
+from ..plan.fused import ENGINE, Fused, order_problems
+from ..plan.staleness import calls_ahead, devices_ahead
+from .fused_cost import Pair, fused_prices
+from .priced_plan import PricedPlan
+from .problem import Problem, State
+from .space import Candidate, Space
+
+
+PAIRS = 4  # that are kept of those on a mesh: the fastest, and the one with the least memory
+SPLIT = 3  # candidates of a call with the same split that are looked at: the fastest, and the one with the least memory
+SEARCHED = 3  # plans whose schedules are searched
+NEAR, SMALL = 12, 6  # candidates of another call that are tried, besides those on the plan's meshes
+ROUNDS = 4  # at most, in which the other calls are placed one by one
+
+
+@dataclass(frozen=True)
+class FusedChoice:
+    """What fused training is worth.
+
+    Args:
+        whole: the best plan without.
+        fused: the best plan with; `None` where there is none.
+        reason: why there is none, in words.
+    """
+
+    whole: PricedPlan
+    fused: PricedPlan | None = None
+    reason: str = ""
+
+    @property
+    def fastest(self) -> PricedPlan:
+        """The plan with the fewest seconds, without fused training where that gains no more than the estimates'
+        error."""
+        error = self.whole.space.pricing.rates.error
+        if self.fused is not None and self.fused.seconds * (1 + error) < self.whole.seconds:
+            return self.fused
+        return self.whole
+
+    @property
+    def sentence(self) -> str:
+        """What fused training is worth, without a capital letter and a full stop."""
+        if self.fused is None:
+            return f"no fused training: {self.reason}"
+        share = 1 - self.fused.seconds / self.whole.seconds
+        is_bound = self.fused.fused_cost is not None and self.fused.fused_cost.found is None
+        if share < 0.0005:
+            gains = f"costs {'at least ' if is_bound else ''}{max(0.0, -share):.1%} of an iteration"
+        else:
+            gains = f"saves {'at most ' if is_bound else ''}{share:.1%} of an iteration"
+            if self.fastest is self.whole:
+                gains += ", which is no more than estimates are good for"
+        return f"training {' and '.join(self.fused.fused)} in fused pipelines {gains}"
+
+
+def pair_of(graph: DataflowGraph) -> Fused:
+    """The two calls of a graph that train; empty if it has more or fewer, or if one needs what the other trains."""
+    trains = [name for name in graph.order if graph.call(name).trains]
+    if len(trains) != 2 or any(order_problems(graph, (trains[0], trains[1]))):
+        return ()
+    return trains[0], trains[1]
+
+
+def why_none(space: Space) -> str:
+    """Why no plan of a space can fuse two calls, in words; an empty text where one may."""
+    pair = pair_of(space.graph)
+    if not pair:
+        return "the algorithm has no two calls that could train at the same time"
+    if space.cluster.size == 1:
+        return "one device is no pipeline"
+    if ENGINE not in space.engines:
+        return f"only engine {ENGINE} has pipeline stages, and it is not among the engines of this run"
+    if any(len(space.specs.get(name, ())) != 1 for name in pair):
+        return "each of both calls has to train one model"
+    return ""
+
+
+def choose_fused(
+    space: Space,
+    candidates: Mapping[str, Sequence[Candidate]],
+    plans: Sequence[PricedPlan],
+    deadline: float,
+    *,
+    exact: bool = True,
+) -> FusedChoice:
+    """What fused training is worth.
+
+    Args:
+        candidates: of each call (`Space.candidates`).
+        plans: without fused calls and streams. Their meshes are tried, with their other calls as a start. The first one
+            is what fused training is compared with; the others have its staleness.
+        deadline: of `time.perf_counter`, after which no further plan is tried.
+        exact: price reallocations by their transfer schedules.
+    """
+    whole = plans[0]
+    if reason := why_none(space):
+        return FusedChoice(whole, reason=reason)
+    search = _FusedSearch(space, candidates, whole, exact)
+    for number, plan in enumerate(plans):
+        if not number or time.perf_counter() < deadline:
+            search.look_at(plan)
+    found = search.plans()
+    if not found:
+        return FusedChoice(whole, reason=search.why_nothing)
+    limit = whole.seconds / (1 + space.pricing.rates.error)
+    searched = [search.exact(plan) for plan in found if plan.seconds < limit]
+    return FusedChoice(whole, min(searched or found[:1], key=lambda plan: plan.seconds))
+
+
+class _FusedSearch:
+    """The best plans that fuse the two calls that train, by the bound of their schedules."""
+
+    def __init__(
+        self, space: Space, candidates: Mapping[str, Sequence[Candidate]], whole: PricedPlan, exact: bool
+    ) -> None:
+        self.space, self.candidates, self.whole, self.exact_moves = space, candidates, whole, exact
+        self.fused, graph = pair_of(space.graph), space.graph
+        self.problem = Problem(space, candidates, whole.overlap, self.fused)
+        self.exact_problem = Problem(space, candidates, whole.overlap, self.fused, exact_fused=True)
+        self.prices = fused_prices(space, self.fused)
+        self.places = [self.problem.names.index(name) for name in self.fused]
+        is_ahead = whole.staleness.versions > 0
+        assignments = {name: candidate.assignment for name, candidate in whole.calls.items()}
+        self.taken = devices_ahead(graph, assignments) if is_ahead else frozenset[int]()
+        fixed = {*self.fused, *(calls_ahead(graph) if is_ahead else ())}
+        self.others = [at for at, name in enumerate(self.problem.names) if name not in fixed]
+        self.has_pairs = False
+        self._pairs: dict[int, list[Pair]] = {}  # by number of devices, on the first ones
+        self._placed: dict[DeviceMesh, list[Pair]] = {}
+        self._lists: dict[int, tuple[list[Candidate], list[Candidate], list[Candidate]]] = {}
+        self._scoring: dict[tuple[str, Assignment], Candidate] = {}
+        self._states: dict[tuple[object, ...], tuple[float, State]] = {}
+
+    @property
+    def why_nothing(self) -> str:
+        if not self.has_pairs:
+            return "no mesh has two pipelines of both models that could be fused"
+        return "the stages of both models and the activations of both do not fit in a device's memory"
+
+    def look_at(self, plan: PricedPlan) -> None:
+        """Try the pairs of pipelines on the meshes of a plan."""
+        start = tuple(plan.calls[name] for name in self.problem.names)
+        for mesh in self._meshes(start):
+            for pair in self._pairs_on(mesh):
+                state = list(start)
+                for at, candidate in zip(self.places, pair, strict=True):
+                    state[at] = candidate
+                weight, improved = self._improved(tuple(state))
+                self._states.setdefault(tuple(c.assignment for c in improved), (weight, improved))
+
+    def plans(self) -> list[PricedPlan]:
+        """The best plans that fit in memory, the fastest first."""
+        best = sorted(self._states.values(), key=lambda item: item[0])[:SEARCHED]
+        priced = [self._priced(self.problem, state) for _, state in best]
+        return sorted((plan for plan in priced if plan.fits), key=lambda plan: plan.seconds)
+
+    def exact(self, plan: PricedPlan) -> PricedPlan:
+        """The same plan, priced by a schedule that is searched."""
+        return self._priced(self.exact_problem, tuple(plan.calls.values()))
+
+    def _priced(self, problem: Problem, state: State) -> PricedPlan:
+        versions = self.whole.staleness.versions
+        name = f"fused, staleness {versions}" if versions else "fused"
+        return problem.priced_plan(state, name, exact=self.exact_moves).with_staleness(self.whole.staleness)
+
+    def _meshes(self, state: State) -> Iterator[DeviceMesh]:
+        """Those on which the two calls train, both together, and the whole cluster or all devices that train."""
+        one, other = (state[at].assignment.mesh for at in self.places)
+        free = [device for device in range(self.space.cluster.size) if device not in self.taken]
+        hull = DeviceMesh(min(one.first, other.first), max(one.last, other.last) + 1 - min(one.first, other.first))
+        for mesh in dict.fromkeys((one, other, hull, DeviceMesh(free[0], free[-1] + 1 - free[0]))):
+            with contextlib.suppress(PlanError):
+                check_mesh(mesh, self.space.cluster)
+                if not self.taken.intersection(mesh.devices):
+                    yield mesh
+
+    def _pairs_on(self, mesh: DeviceMesh) -> list[Pair]:
+        if mesh.size not in self._pairs:
+            self._pairs[mesh.size] = self._pairs_of(mesh.size)
+        if mesh not in self._placed:
+            self._placed[mesh] = [
+                (
+                    Candidate(replace(one.assignment, mesh=mesh), one.cost),
+                    Candidate(replace(other.assignment, mesh=mesh), other.cost),
+                )
+                for one, other in self._pairs[mesh.size]
+            ]
+        return self._placed[mesh]
+
+    def _pairs_of(self, size: int) -> list[Pair]:
+        """The best pairs on so many devices that fit in memory by themselves, and the one that takes the least."""
+        calls = [self.space.graph.call(name) for name in self.fused]
+        first, second = (_best_of_split(self.space.pipelines(call, size)) for call in calls)
+        memory, priced = self.space.pricing.memory, []
+        for number, (one, other) in enumerate(itertools.product(first, second)):
+            a, b = one.assignment.strategy, other.assignment.strategy
+            if a.tp != b.tp or max(a.pp, b.pp) % min(a.pp, b.pp):
+                continue
+            self.has_pairs = True
+            cost = self.prices.price((one, other)).cost
+            held = one.cost.static + other.cost.static + cost.transient
+            if memory is None or held <= memory.usable:
+                priced.append((cost.seconds, held, number, (one, other)))
+        priced.sort()
+        best = priced[:PAIRS]
+        smallest = min(priced[PAIRS:], key=lambda item: item[1], default=None)
+        if smallest is not None and smallest[1] < min(held for _, held, *_ in best):
+            best.append(smallest)
+        return [pair for *_, pair in best]
+
+    def _improved(self, state: State) -> tuple[float, State]:
+        """The state with the best candidates of the other calls, found one by one, and its weight."""
+        weight = self.problem.weight(state)
+        for _ in range(ROUNDS):
+            before = weight
+            for at in self.others:
+                for candidate in self._options(state, at):
+                    changed = (*state[:at], candidate, *state[at + 1 :])
+                    if (other := self.problem.weight(changed)) < weight * (1 - 1e-9):
+                        weight, state = other, changed
+            if weight == before:
+                break
+        return weight, state
+
+    def _options(self, state: State, at: int) -> list[Candidate]:
+        """The candidates of a call that are tried: the fastest, those with the least memory, and those on the meshes of
+        the state."""
+        fast, small, others = self._sorted_candidates(at)
+        meshes = {candidate.assignment.mesh for candidate in state}
+        return [
+            *self._in_place(state, at),
+            *fast,
+            *small,
+            *(candidate for candidate in others if candidate.assignment.mesh in meshes),
+        ]
+
+    def _sorted_candidates(self, at: int) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
+        """The fastest candidates of a call, of the others those with the least memory, and the rest."""
+        if at not in self._lists:
+            able = [
+                candidate
+                for candidate in self.candidates[self.problem.names[at]]
+                if not self.taken.intersection(candidate.assignment.mesh.devices)
+            ]
+            rest = sorted(able[NEAR:], key=lambda c: c.cost.static + c.cost.transient)
+            self._lists[at] = able[:NEAR], rest[:SMALL], rest[SMALL:]
+        return self._lists[at]
+
+    def _in_place(self, state: State, at: int) -> Iterator[Candidate]:
+        """Scoring by the parameters where the fused training has them."""
+        call = self.space.graph.call(self.problem.names[at])
+        trained = self.space.graph.train_call(call.role)
+        if call.kind is not CallKind.FORWARD or trained not in self.fused:
+            return
+        home = state[self.problem.names.index(trained)].assignment
+        strategy = replace(home.strategy, zero_stage=0, micro_batch_tokens=None)
+        assignment = Assignment(home.mesh, strategy, home.engine)
+        if in_place(home, assignment):
+            yield self._scored(call.name, assignment)
+
+    def _scored(self, name: str, assignment: Assignment) -> Candidate:
+        key = name, assignment
+        if key not in self._scoring:
+            self._scoring[key] = self.problem.priced(name, assignment)
+        return self._scoring[key]
+
+
+def _best_of_split(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of each split the fastest candidates, and the one with the least memory."""
+    by_split: dict[tuple[int, ...], list[Candidate]] = defaultdict(list)
+    for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
+        by_split[candidate.assignment.strategy.layout].append(candidate)
+    best: list[Candidate] = []
+    for alike in by_split.values():
+        smallest = min(alike, key=lambda c: c.cost.static + c.cost.transient)
+        best += alike[:SPLIT] if smallest in alike[:SPLIT] else [*alike[: SPLIT - 1], smallest]
+    return best
