@@ -51,10 +51,11 @@ PAIR = ("actor.train", "critic.train")
 MODELS = specs(7, 7)
 
 
-def slow_links(**changes: Any) -> Pricing:
-    """Four hosts of one device and 1 GB/s between them: too slow for the gradients of replicas."""
+def slow_links(bandwidth: float = 1e9, error: float = 0.02, **changes: Any) -> Pricing:
+    """Four hosts of one device and a link between them that is too slow for the gradients of replicas."""
     prices = pricing(4, 1, work(**changes))
-    return replace(prices, rates=prices.rates.changed(between=Link(1e9, 1e-4)))  # type: ignore[attr-defined]
+    rates = prices.rates.changed(between=Link(bandwidth, 1e-4))  # type: ignore[attr-defined]
+    return replace(prices, rates=replace(rates, error=error))
 
 
 # a mini-batch has four samples, and so four micro-batches at most
@@ -185,22 +186,24 @@ def test_pipelines_are_looked_at_that_neither_call_has_by_itself() -> None:
 
 
 def test_the_chosen_plan_is_fused_and_the_explanation_says_what_that_saves() -> None:
-    decision = choose(MODELS, slow_links(), time_limit_s=4.0)
-    best = decision.best
-    assert decision.fused is not None and decision.fused.whole.plan.fused == ()
-    assert best.fused == PAIR and best.name == "fused"
-    assert best.seconds * 1.02 < decision.fused.whole.seconds
-    saves = f"saves {1 - best.seconds / decision.fused.whole.seconds:.1%} of an iteration"
+    prices = slow_links(5e10, 0.001, episodes=64, prompt_tokens=900, response_tokens=(124,), mini_batches=16)
+    decision = choose(MODELS, prices, barrier=True, time_limit_s=1.0)
+    assert decision.fused is not None and decision.fused.fused is not None
+    fused, whole = decision.fused.fused, decision.fused.whole
+    assert decision.best.fused == fused.fused == PAIR and not whole.fused
+    assert decision.best.calls == fused.calls  # streams may be added
+    assert fused.seconds * 1.001 < whole.seconds
+    saves = f"saves {1 - fused.seconds / whole.seconds:.1%} of an iteration"
     assert saves in decision.summary
-    assert any(other.plan is decision.fused.whole and saves in other.reason for other in decision.alternatives)
+    assert any(other.plan is whole and saves in other.reason for other in decision.alternatives)
     assert all(other.reason for other in decision.alternatives)
-    assert not overlaps(best.timeline)
-    assert {joined(PAIR)} == {call for call in best.timeline.calls if call.endswith(".train")}
+    assert not overlaps(fused.timeline)
+    assert {joined(PAIR)} == {call for call in fused.timeline.calls if call.endswith(".train")}
     graph = ppo_graph(proximal=True)
-    worth = OverlapWorth(decision, graph, specs(7, 7, graph), 0, time_limit_s=1.0)
+    worth = OverlapWorth(decision, graph, specs(7, 7, graph), 0, time_limit_s=0.5)
     row = next(way for way in worth.ways if way.name == "fused training")
-    assert (row.plan, row.verdict) == (best, "chosen")
-    assert not worth.apart.fused and not worth.whole.fused
+    assert row.plan is fused and row.verdict
+    assert not worth.apart.fused and worth.whole is whole
     assert any(line.startswith("Fused training: ") and saves in line for line in worth.sentences)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(overlap_table(worth))
