@@ -9,22 +9,19 @@ downloaded. `--theirs` leaves TRL's classes where they are, to compare with.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import trl_stand_ins
+from trl_stand_ins import write_repository
+from trl_test_run import HELPERS, run_pytest
 
-ORGANIZATION = "trl-internal-testing"
+
 SMALL: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **trl_stand_ins.SMALL,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
     "pad_token_id": 1,
@@ -64,26 +61,6 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
-# In place of TRL's own helpers for its tests, which the file imports
-HELPERS = """
-import pytest
-import torch
-from transformers import is_bitsandbytes_available
-from transformers.utils import is_peft_available
-
-
-class TrlTestCase:
-    @pytest.fixture(autouse=True)
-    def _make_tmp_dir(self, tmp_path):
-        self.tmp_dir = str(tmp_path)
-
-
-require_peft = pytest.mark.skipif(not is_peft_available(), reason="needs peft")
-require_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="needs bitsandbytes")
-require_torch_gpu_if_bnb_not_multi_backend_enabled = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU"
-)
-"""
 
 
 def make_tokenizer(vocabulary: int) -> Any:
@@ -113,42 +90,7 @@ def make_models(hub: Path) -> None:
             task, config.num_labels = "SequenceClassification", 1
         torch.manual_seed(0)
         model = getattr(transformers, f"AutoModelFor{task}").from_config(config)
-        repository = hub / f"models--{ORGANIZATION}--{name}"
-        snapshot = repository / "snapshots" / "0"
-        model.save_pretrained(snapshot)
-        make_tokenizer(config.vocab_size).save_pretrained(snapshot)
-        (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text("0")
-
-
-def load_dataset(path: str, name: str | None = None, *, split: str | None = None, **others: Any) -> Any:
-    """Stands for `datasets.load_dataset` of the dataset that the tests name."""
-    from datasets import Dataset, DatasetDict
-
-    prompts = [f"Beautiful is better than {word}." for word in ("ugly", "complicated", "dense", "odd", "nested")]
-    rows = [prompts[at % len(prompts)] for at in range(19)]
-    if name == "conversational_language_modeling":
-        pairs = [[{"role": "user", "content": row}, {"role": "assistant", "content": "It is."}] for row in rows]
-        columns: dict[str, list[Any]] = {"messages": pairs}
-    else:
-        columns = {"prompt": rows}
-    whole = Dataset.from_dict(columns)
-    parts = DatasetDict(train=whole.select(range(17)), test=whole.select(range(17, 19)))
-    return parts if split is None else parts[split]
-
-
-def pytest_configure() -> None:
-    """As a plugin of the run of TRL's tests: swaps the classes before the tests are imported."""
-    import datasets
-
-    datasets.load_dataset = load_dataset
-    if os.environ.get("RUN_TRL_TESTS") == "ours":
-        import trl.experimental.ppo
-
-        import trl_realloc
-
-        trl.experimental.ppo.PPOTrainer = trl_realloc.PPOTrainer
-        trl.experimental.ppo.PPOConfig = trl_realloc.PPOConfig
+        write_repository(hub, name, model, make_tokenizer(config.vocab_size))
 
 
 def main() -> int:
@@ -160,20 +102,12 @@ def main() -> int:
         package.mkdir(parents=True)
         for folder in (package, package.parent):
             (folder / "__init__.py").touch()
-        (package.parent / "testing_utils.py").write_text(HELPERS)
+        (package.parent / "testing_utils.py").write_text(HELPERS.replace("BASE", "object"))
         shutil.copy(given, package)
         (root / "pytest.ini").write_text("[pytest]\n")
         make_models(root / "hub")
-        here = Path(__file__).resolve()
-        environment = {
-            **os.environ,
-            "HF_HUB_CACHE": str(root / "hub"),
-            "HF_HUB_OFFLINE": "1",
-            "RUN_TRL_TESTS": "theirs" if "--theirs" in sys.argv else "ours",
-            "PYTHONPATH": os.pathsep.join([str(here.parent), str(here.parents[2])]),
-        }
-        command = [sys.executable, "-m", "pytest", "-p", "run_trl_tests", str(package / given.name), *options]
-        return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+        classes = None if "--theirs" in sys.argv else "trl_realloc"
+        return run_pytest(root, [str(package / given.name), *options], classes=classes)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""The pytest plugin of a run of TRL's tests: other classes and data sets in TRL's places, and the outcomes in a file.
+
+It is loaded before the tests are imported, in the process that `trl_test_run.py` starts. The environment tells it what
+to do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from trl_data import load_dataset
+
+
+CLASSES = "TRL_TESTS_CLASSES"  # the module whose classes are tested
+OUTCOMES = "TRL_TESTS_OUTCOMES"  # the file to write
+NAMES = {
+    "trl": ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"),
+    "trl.experimental.ppo": ("PPOConfig", "PPOTrainer"),
+}
+_outcomes: dict[str, dict[str, Any]] = {}
+
+
+def _replace_classes(module: str) -> None:
+    """Puts the classes that a module has in the places that the tests import them from."""
+    given = importlib.import_module(module)
+    for home, names in NAMES.items():
+        for name in names:
+            if hasattr(given, name):
+                setattr(importlib.import_module(home), name, getattr(given, name))
+
+
+def _train_on_cpu() -> None:
+    """TRL's configs ask for bfloat16, which Transformers refuses without a GPU unless `use_cpu` is said.
+
+    TRL's own conftest.py does the same since 1.0.
+    """
+    import torch
+    import transformers
+
+    if torch.accelerator.is_available():
+        return
+    check = transformers.TrainingArguments.__post_init__
+
+    def on_cpu(self: Any) -> None:
+        self.use_cpu = True
+        check(self)
+
+    transformers.TrainingArguments.__post_init__ = on_cpu
+
+
+def pytest_configure() -> None:
+    import datasets
+
+    datasets.load_dataset = load_dataset
+    _train_on_cpu()
+    if module := os.environ.get(CLASSES):
+        _replace_classes(module)
+
+
+def _reason(report: Any) -> str:
+    if hasattr(report, "wasxfail"):
+        return str(report.wasxfail)
+    if report.skipped and isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else str(report.longrepr)
+    return " ".join(text.split())[:400] if report.failed else ""
+
+
+def _write() -> None:
+    """After each test, so that a run that is ended has the outcomes until then."""
+    if path := os.environ.get(OUTCOMES):
+        Path(path).write_text(json.dumps(_outcomes))
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    test = _outcomes.setdefault(report.nodeid, {"outcome": "passed", "reason": "", "seconds": 0.0})
+    test["seconds"] = round(test["seconds"] + report.duration, 2)
+    if hasattr(report, "wasxfail"):
+        test["outcome"], test["reason"] = "xfailed" if report.skipped else "xpassed", _reason(report)
+    elif report.failed or report.skipped:
+        test["outcome"], test["reason"] = report.outcome, _reason(report)
+    if report.when == "teardown":
+        _write()
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        reason = " ".join(str(report.longrepr).split())[-400:]
+        _outcomes[report.nodeid] = {"outcome": "failed", "reason": reason, "seconds": 0.0}
+        _write()
