@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .plan.dataflow import DataflowGraph
     from .plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
     from .trainer.accelerate_plugin import ReallocationPlugin
+    from .trainer.plug import plug
     from .trainer.ppo_config import PPOConfig
     from .trainer.ppo_trainer import PPOTrainer
 
@@ -32,6 +33,7 @@ _HOMES = {
     "ParallelStrategy": "plan.execution_plan",
     "PlanError": "common.errors",
     "ReallocationPlugin": "trainer.accelerate_plugin",
+    "plug": "trainer.plug",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "PlanError",
     "ReallocationPlugin",
     "__version__",
+    "plug",
 ]
 
 

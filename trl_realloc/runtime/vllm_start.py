@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +19,33 @@ from ..engines.device import is_accelerator
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
 from .engine_options import EngineOptions
-from .failures.watchdog_client import current_watchdog, watch
+from .failures.watchdog_client import HEARTBEAT_TIMEOUT_S, current_watchdog, watch
 
 
 if TYPE_CHECKING:
     from ..engines.generation.vllm import VLLMEngine
 
 
+@dataclass(frozen=True)
+class VLLMOptions:
+    """What an engine needs of `EngineOptions`, for a job that generates alone. The fields are those of
+    `EngineOptions`."""
+
+    device: torch.device
+    context_length: int
+    compute_dtype: torch.dtype | None = None
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    log_folder: Path | None = None
+
+
 def start_vllm(
-    plan: ExecutionPlan, call: str, rank: int, config: Any, options: EngineOptions, stack: contextlib.ExitStack
+    plan: ExecutionPlan,
+    call: str,
+    rank: int,
+    config: Any,
+    options: EngineOptions | VLLMOptions,
+    stack: contextlib.ExitStack,
 ) -> VLLMEngine | None:
     """The engine that this rank owns; its process starts in the background. `None` on a rank whose tensor group's first
     rank owns the engine.
@@ -64,7 +84,7 @@ def start_vllm(
     return engine
 
 
-def _dtype_name(config: Any, options: EngineOptions) -> str:
+def _dtype_name(config: Any, options: EngineOptions | VLLMOptions) -> str:
     """The name of the dtype that the role computes in while it trains, so that its log-probabilities agree there and in
     the engine."""
     dtype = options.compute_dtype or getattr(config, "dtype", None) or torch.float32
