@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
+import torch
+from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_realloc import plug
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.training.accelerate_export import why_not_exported
+from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.generation_plan import GENERATE
+from trl_realloc.trainer.planned_generation import NoImagesError, PlannedGeneration
 
 
 needs_vllm = pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
@@ -39,10 +46,11 @@ def arguments(kind: Any, folder: Path, **changes: Any) -> Any:
     )
 
 
-def trainer(folder: Path, kind: Any = GRPOTrainer, model: Any = None, **changes: Any) -> Any:
+def trainer(folder: Path, kind: Any = GRPOTrainer, peft_config: Any = None, **changes: Any) -> Any:
     config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[kind]
     return kind(
-        model=model or tiny.policy(),
+        model=tiny.policy(),
+        peft_config=peft_config,
         reward_funcs=tiny.short,
         args=arguments(config, folder, **changes),
         train_dataset=tiny.prompts(32),
@@ -55,16 +63,103 @@ def trainer(folder: Path, kind: Any = GRPOTrainer, model: Any = None, **changes:
 @pytest.mark.slow
 def test_grpo_trains_on_samples_of_the_policy_before_and_after_an_update(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    before = {name: p.clone() for name, p in made.model.named_parameters()}
     generation = plug(made)
     try:
         made.train()
         steps = [row for row in made.state.log_history if DIFFERENCE in row]
         # TRL scores the samples again with its own forward
         assert [row[DIFFERENCE] < 1e-4 for row in steps] == [True, True]
-        assert any(not p.equal(before[name]) for name, p in made.model.named_parameters())
-        # the engine has the weights of the second step, and those before are another policy
-        assert generation.engine is not None and generation.engine.version == 2
+        assert engine_version(generation) == 2
+        with pytest.raises(NoImagesError, match="images"):
+            generation.generate([[2, 3]], [[object()]], 4)
+        prompts, tokens, logprobs, drawn = generation.generate([[2, 3], [4]], [None, None], 1)
+        assert prompts == [[2, 3], [4]] and drawn == [[[token] for token in sample] for sample in tokens]
+        assert [len(sample) for sample in logprobs] == [len(sample) for sample in tokens]
+        assert generation.generate([], None, 4) == ([], [], [], [])
     finally:
         generation.close()
-    assert generation.engine.is_dead is False
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_rloo_with_adapters_and_an_engine_that_sleeps_samples_from_the_merged_policy(tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    made = trainer(tmp_path, RLOOTrainer, peft_config=lora, vllm_enable_sleep_mode=True)
+    generation = plug(made)
+    assert generation.plan[GENERATE].drop
+    generate, differences = generation.generate, list[float]()
+
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        prompts, tokens, logprobs, ids = generate(*args, **kwargs)
+        for prompt, sample, of_sample in zip(prompts, tokens, logprobs, strict=True):
+            differences.append(difference(made, prompt, sample, [value for (value,) in of_sample]))
+        return prompts, tokens, logprobs, ids
+
+    generation.generate = compared  # type: ignore[method-assign]
+    try:
+        made.train()
+        assert len(differences) == 16 and max(differences) < 1e-4
+        made.vllm_generation.generate([[2, 3]], None, 1)  # the weights were dropped after the last use
+        assert max(differences) < 1e-4
+    finally:
+        generation.close()
+
+
+def engine_version(generation: PlannedGeneration) -> int:
+    assert generation.engine is not None
+    return generation.engine.version
+
+
+def difference(made: Any, prompt: list[int], tokens: list[int], logprobs: list[float]) -> float:
+    """The largest difference of log-probabilities to those of the trained model at the temperature of sampling."""
+    made.model.eval()
+    with torch.no_grad():
+        logits = made.model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    made.model.train()
+    expected = torch.log_softmax(logits / made.temperature, -1)[range(len(tokens)), tokens]
+    return float((expected - torch.tensor(logprobs)).abs().max())
+
+
+def test_a_trainer_without_generation_by_vllm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a SimpleNamespace does not generate with vLLM"):
+        plug(SimpleNamespace(args=None, model=None, accelerator=None))
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("settings", "engine", "message"),
+    [
+        ({}, {"gpu_memory_utilisation": 0.5}, "did you mean 'gpu_memory_utilization'"),
+        ({}, {"engine_kwargs": {"seed": 3}}, "cannot set seed"),
+        ({}, {"max_model_len": 12}, "leaves no room for a prompt"),
+        ({"temperature": 0.001}, {}, "temperature"),
+    ],
+)
+def test_settings_that_the_engines_cannot_follow_are_refused_before_one_starts(
+    tmp_path: Path, settings: dict[str, Any], engine: dict[str, Any], message: str
+) -> None:
+    made = trainer(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=message):
+        plug(made, **engine)
+    assert not made.use_vllm and not hasattr(made, "vllm_generation")
+
+
+@needs_vllm
+def test_models_and_launches_that_cannot_be_served_are_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made._is_vlm = True
+    with pytest.raises(ConfigError, match="reads images"):
+        plug(made)
+    made._is_vlm = False
+    made.args.use_vllm, made.args.vllm_mode = True, "server"
+    with pytest.raises(ConfigError, match="vllm_mode is server"):
+        plug(made)
+
+
+def test_fsdp_1_and_quantized_models_are_not_exported() -> None:
+    assert "fsdp_version: 2" in str(why_not_exported(tiny.policy(), 1))
+    assert why_not_exported(tiny.policy(), 2) is None
+    quantized = tiny.policy()
+    quantized.is_quantized = True
+    assert "quantized" in str(why_not_exported(quantized))

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..common.errors import shown
 from ..engines.base import Sampling
+from ..engines.generation.vllm_support import MIN_TEMPERATURE
 from .config_checks import ConfigError
 
 
@@ -25,6 +26,8 @@ def read_sampling(trainer: Any) -> Sampling:
     for name in ("generation_kwargs", "vllm_structured_outputs_regex"):
         if getattr(args, name, None):
             problems.append(f"{name} is {shown(getattr(args, name))}, which the engines do not follow; leave it out.")
+    if args.temperature < MIN_TEMPERATURE:
+        problems.append(f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with.")
     stops = stop_token_ids(trainer)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -1,0 +1,96 @@
+"""Which runs of TRL's trainers the training engines can train, and the sentence for each that they cannot."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import BartConfig, GPT2Config, LlavaConfig, Qwen3Config, Qwen3MoeConfig
+from trl import GRPOConfig, RLOOConfig
+
+from trl_realloc.trainer.trainable import why_not_trained
+
+
+def arguments(kind: Any = GRPOConfig, **changes: Any) -> Any:
+    return kind(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **changes)
+
+
+LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+DROPPING = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+EXPERTS = Qwen3MoeConfig(num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
+@pytest.mark.parametrize("peft_config", [None, LORA, IA3Config(task_type="CAUSAL_LM")])
+def test_dense_text_models_are_trained_by_the_engines(kind: Any, peft_config: Any) -> None:
+    assert why_not_trained(arguments(kind), tiny.policy(), peft_config, {}) is None
+    assert why_not_trained(arguments(kind), tiny.config(), peft_config, {}) is None
+    assert why_not_trained(arguments(kind), Qwen3Config(), peft_config, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "peft_config", "message"),
+    [
+        ({}, LlavaConfig(), None, "llava reads images"),
+        ({}, BartConfig(dropout=0.0), None, "encoder-decoder"),
+        ({}, EXPERTS, None, "mixture of experts with router_aux_loss_coef 0.001"),
+        ({"use_liger_kernel": True}, tiny.config(), None, "Liger"),
+        ({"cast_lm_head_to_fp32": True}, tiny.config(), None, "cast_lm_head_to_fp32"),
+        ({}, tiny.config(attention_dropout=0.25), None, "dropout 0.25"),
+        ({}, GPT2Config(), None, "dropout 0.1"),
+        ({}, tiny.config(), DROPPING, "lora_dropout is 0.1"),
+        ({}, tiny.config(quantization_config={"load_in_4bit": True}), None, "quantized"),
+        ({}, tiny.config(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PROMPT_TUNING"),
+    ],
+)
+def test_what_accelerate_must_train_is_named(settings: Any, model: Any, peft_config: Any, message: str) -> None:
+    args = SimpleNamespace(**{"router_aux_loss_coef": 0.001, **settings})
+    reason = why_not_trained(args, model, peft_config, {})
+    assert reason is not None and message in reason
+    assert reason.startswith("Accelerate trains, because ") and reason.endswith(".") and reason.count(".  ") == 0
+
+
+def test_a_mixture_of_experts_without_its_auxiliary_loss_is_trained_by_the_engines() -> None:
+    assert why_not_trained(SimpleNamespace(router_aux_loss_coef=0.0), EXPERTS, None, {}) is None
+    # newer releases of TRL take the model's own coefficient
+    own = why_not_trained(SimpleNamespace(router_aux_loss_coef=None), EXPERTS, None, {})
+    assert own is not None and "router_aux_loss_coef" in own
+
+
+@pytest.mark.parametrize("model", [tiny.config(attention_dropout=0.25), GPT2Config()])
+def test_dropout_that_trl_turns_off_is_no_reason(model: Any) -> None:
+    assert why_not_trained(SimpleNamespace(disable_dropout=True), model, DROPPING, {}) is None
+
+
+def test_loaded_models_are_looked_at_themselves() -> None:
+    args = SimpleNamespace()
+    dropping: Any = tiny.policy(attention_dropout=0.25)
+    assert "dropout 0.25" in str(why_not_trained(args, dropping, None, {}))
+    adapted = get_peft_model(tiny.policy(), DROPPING)
+    assert "lora_dropout is 0.1" in str(why_not_trained(args, adapted, None, {}))
+    assert why_not_trained(args, get_peft_model(tiny.policy(), LORA), None, {}) is None
+
+    class Own(type(tiny.policy())):  # type: ignore[misc]
+        pass
+
+    assert "not a class of Transformers" in str(why_not_trained(args, Own(tiny.config()), None, {}))
+    quantized: Any = tiny.policy()
+    quantized.is_quantized = True
+    assert "quantized" in str(why_not_trained(args, quantized, None, {}))
+    layer: Any = tiny.policy()
+    layer.model.layers[0].extra = nn.Dropout(0.5)
+    assert "dropout 0.5" in str(why_not_trained(args, layer, None, {}))
+    spread: Any = tiny.policy()
+    spread.hf_device_map = {"model.layers.0": torch.device("cpu"), "model.layers.1": "disk"}
+    assert "several devices" in str(why_not_trained(args, spread, None, {}))
+
+
+def test_an_fsdp_launch_is_accelerates() -> None:
+    args = SimpleNamespace()
+    assert "FSDP" in str(why_not_trained(args, tiny.config(), None, {"ACCELERATE_USE_FSDP": "true"}))
+    assert "FSDP" in str(why_not_trained(SimpleNamespace(fsdp=["full_shard"]), tiny.config(), None, {}))
