@@ -51,7 +51,7 @@ def test_every_name_of_the_package_has_a_home() -> None:
     assert set(trl_realloc.__all__) == {*trl_realloc._HOMES, "__version__"} == set(dir(trl_realloc))
     for name, home in trl_realloc._HOMES.items():
         tree = ast.parse((PACKAGE / f"{home.replace('.', '/')}.py").read_text(encoding="utf-8"))
-        defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
         assert name in defined | imported
     with pytest.raises(AttributeError, match="no attribute 'PPOTrianer'"):

@@ -134,6 +134,7 @@ def test_a_trainer_without_generation_by_vllm_is_refused() -> None:
         ({}, {"engine_kwargs": {"seed": 3}}, "cannot set seed"),
         ({}, {"max_model_len": 12}, "leaves no room for a prompt"),
         ({"temperature": 0.001}, {}, "temperature"),
+        ({"generation_kwargs": {"num_beams": 2}}, {}, "SamplingParams has no argument 'num_beams'"),
     ],
 )
 def test_settings_that_the_engines_cannot_follow_are_refused_before_one_starts(

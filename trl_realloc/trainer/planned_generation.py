@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from ..engines.base import Bucket, GenerationRequest, Sampling
 from ..engines.child_process import die_with_launcher
 from ..engines.device import is_accelerator, release_cached_memory
+from ..engines.generation.sampling_checks import needs_tokenizer
 from ..engines.generation.vllm import VLLMEngine
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.failures.alarm import Alarm
-from ..runtime.failures.watchdog_client import watch
+from ..runtime.failures.watchdog_client import current_watchdog, watch
 from ..runtime.messages import GlooMessages
 from ..runtime.rounds import Rounds
 from ..runtime.vllm_start import VLLMOptions, start_vllm
@@ -62,6 +64,7 @@ class PlannedGeneration:
         options: of this rank's engine.
         sampling: how tokens are drawn.
         seed: of the draws.
+        tokenizer: the policy's. Given to the engines if they must read text to draw tokens.
         takes_turns: ranks may call `generate` different numbers of times, and call `finish` when they are done.
         timeout_s: of messages between ranks.
 
@@ -82,11 +85,13 @@ class PlannedGeneration:
         sampling: Sampling,
         *,
         seed: int = 0,
+        tokenizer: Any = None,
         takes_turns: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
         self.plan, self.rank, self.sampling, self.takes_turns = plan, rank, sampling, takes_turns
         self._policy, self._seed, self._device = policy, seed, options.device
+        self._context_length = options.context_length
         self._version = 0  # of the engines' parameters: the number of synchronizations
         self._is_stale = True  # whether the engines have no parameters
         self._draws = (-1, 0)  # the optimizer step, and how often `generate` was called in it
@@ -102,15 +107,16 @@ class PlannedGeneration:
         self.engine: VLLMEngine | None = None
         die_with_launcher()
         with self._together("starting the engines"):
-            self._start(options)
+            self._start(options, tokenizer)
 
-    def _start(self, options: VLLMOptions) -> None:
+    def _start(self, options: VLLMOptions, tokenizer: Any) -> None:
         """Start this rank's engine. On an accelerator all ranks wait until the engines are ready, because vLLM takes
         for its own what others allocate meanwhile."""
         release_cached_memory(options.device)
         error: Exception | None = None
         try:
             if self.rank in self.plan.mesh(GENERATE):
+                options = self._with_tokenizer(options, tokenizer)
                 self.engine = start_vllm(self.plan, GENERATE, self.rank, self._policy.config, options, self._stack)
             if self.engine is not None and is_accelerator(options.device):
                 self.engine.wait_ready()
@@ -118,6 +124,16 @@ class PlannedGeneration:
         except Exception as caught:
             error = caught
         self._rounds.agree(error)
+
+    def _with_tokenizer(self, options: VLLMOptions, tokenizer: Any) -> VLLMOptions:
+        """The options with the folder of the tokenizer, if the engine needs one."""
+        if tokenizer is None or not needs_tokenizer(self.sampling):
+            return options
+        folder = self._stack.enter_context(TemporaryDirectory(prefix="trl_realloc_", ignore_cleanup_errors=True))
+        if (watchdog := current_watchdog()) is not None:
+            watchdog.remove_at_end(folder)
+        tokenizer.save_pretrained(folder)
+        return replace(options, vllm={**options.vllm, "tokenizer": folder})
 
     def sync_weights(self) -> None:
         """Give the engines the policy's parameters.
@@ -222,12 +238,21 @@ class PlannedGeneration:
 
     def _serve(self, requests: list[tuple[list[int], int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         assert self.engine is not None, "only ranks with an engine are asked to serve"
-        asked = [GenerationRequest(at, tuple(prompt), seed) for at, (prompt, seed) in enumerate(requests)]
+        asked = [
+            GenerationRequest(at, tuple(prompt), seed, max_tokens=self._limit(prompt))
+            for at, (prompt, seed) in enumerate(requests)
+        ]
         made: dict[int, Any] = {}
         for completion in self.engine.generate(asked, self.sampling):
             self._alarm.check()
             made[completion.index] = completion
         return [(made[at].token_ids, made[at].logprobs) for at in range(len(asked))]
+
+    def _limit(self, prompt: Sequence[int]) -> int | None:
+        """Most tokens of a completion, if the context ends before `sampling.max_tokens`. A later turn has a long
+        prompt. One without room for a token is refused by the engine."""
+        room = max(1, self._context_length - len(prompt))
+        return room if room < self.sampling.max_tokens else None
 
 
 def _seed(*numbers: int) -> int:

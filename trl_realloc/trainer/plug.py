@@ -107,6 +107,7 @@ def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
         policy,
         sampling,
         seed=int(args.seed),
+        tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
         takes_turns=_takes_turns(trainer),
         timeout_s=float(args.ddp_timeout),
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ..common.errors import shown
 from ..engines.base import Sampling
-from ..engines.generation.vllm_support import MIN_TEMPERATURE
+from ..engines.generation.sampling_checks import vllm_problems, with_generation_kwargs
 from .config_checks import ConfigError
 
 
@@ -17,21 +17,27 @@ def read_sampling(trainer: Any) -> Sampling:
         ConfigError: the engines cannot draw so.
     """
     args = trainer.args
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    problems = [
-        f"{name} is {shown(value)}, and the engines draw from the whole vocabulary; leave it out."
-        for name, usual in neutral.items()
-        if (value := getattr(args, name, None)) not in (None, usual)
-    ]
-    for name in ("generation_kwargs", "vllm_structured_outputs_regex"):
-        if getattr(args, name, None):
-            problems.append(f"{name} is {shown(getattr(args, name))}, which the engines do not follow; leave it out.")
-    if args.temperature < MIN_TEMPERATURE:
-        problems.append(f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with.")
-    stops = stop_token_ids(trainer)
+    sampling = Sampling(
+        int(args.max_completion_length),
+        float(args.temperature),
+        stop_token_ids(trainer),
+        top_p=args.top_p,
+        top_k=max(args.top_k or 0, 0),  # -1 keeps all too
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        regex=getattr(args, "vllm_structured_outputs_regex", None),
+    )
+    given = dict(args.generation_kwargs or {})
+    if given.pop("ignore_eos", False):
+        sampling = replace(sampling, stop_token_ids=())
+    if "stop_token_ids" in given:  # TRL's engine ends at these and at the model's own
+        given["stop_token_ids"] = (*sampling.stop_token_ids, *given["stop_token_ids"])
+    sampling = with_generation_kwargs(sampling, given)
+    config = trainer.accelerator.unwrap_model(trainer.model).config
+    problems = vllm_problems(sampling, config.get_text_config().vocab_size, has_tokenizer=True)
     if problems:
         raise ConfigError("\n".join(problems))
-    return Sampling(int(args.max_completion_length), float(args.temperature), stops[0] if stops else None)
+    return sampling
 
 
 def stop_token_ids(trainer: Any) -> tuple[int, ...]:

@@ -84,6 +84,11 @@ def vllm_problems(sampling: Sampling, vocabulary: int | None, has_tokenizer: boo
     return problems
 
 
+def needs_tokenizer(sampling: Sampling) -> bool:
+    """Whether an engine must read text to draw so."""
+    return sampling.regex is not None or any(sampling.extra.get(name) for name in _NEED_TOKENIZER)
+
+
 def transformers_problems(sampling: Sampling, vocabulary: int | None) -> list[str]:
     """A sentence for each thing that generation with Transformers cannot do."""
     problems = sampling_problems(sampling, vocabulary)
