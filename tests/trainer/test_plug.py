@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from peft import LoraConfig
+from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_realloc import plug
@@ -121,9 +121,10 @@ def difference(made: Any, prompt: list[int], tokens: list[int], logprobs: list[f
     return float((expected - torch.tensor(logprobs)).abs().max())
 
 
-def test_a_trainer_without_generation_by_vllm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a SimpleNamespace does not generate with vLLM"):
-        plug(SimpleNamespace(args=None, model=None, accelerator=None))
+def test_a_trainer_that_does_not_generate_with_trls_engines_is_refused(tmp_path: Path) -> None:
+    made = Trainer(tiny.policy(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+    with pytest.raises(ConfigError, match="a Trainer does not generate with TRL's vLLM engines"):
+        plug(made)
 
 
 @needs_vllm

@@ -7,6 +7,7 @@ It reads the trainer's settings and checks them before an engine starts. What th
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,12 @@ def _setting(args: Any, name: str, default: Any = None) -> Any:
 
 def _check_trainer(trainer: Any) -> None:
     kind = type(trainer).__name__
-    if not all(hasattr(trainer, name) for name in ("args", "model", "accelerator", "use_vllm")):
+    # a trainer's module imports the class that it makes `vllm_generation` of; some have an engine of another kind
+    modules = [sys.modules.get(base.__module__) for base in type(trainer).__mro__]
+    if not any(hasattr(module, "VLLMGeneration") for module in modules):
         raise ConfigError(
-            f"a {kind} does not generate with vLLM, so there is nothing to plan; plug takes TRL's trainers that have "
-            f"use_vllm, such as GRPOTrainer and RLOOTrainer."
+            f"a {kind} does not generate with TRL's vLLM engines, so there is nothing to plan; plug takes the trainers "
+            f"that use TRL's VLLMGeneration, such as GRPOTrainer and RLOOTrainer."
         )
     if isinstance(getattr(trainer, "vllm_generation", None), PlannedGeneration):
         raise ConfigError(f"this {kind} has planned generation already; make a new trainer to change its plan.")

@@ -21,13 +21,13 @@ def read_sampling(trainer: Any) -> Sampling:
         int(args.max_completion_length),
         float(args.temperature),
         stop_token_ids(trainer),
-        top_p=args.top_p,
-        top_k=max(args.top_k or 0, 0),  # -1 keeps all too
-        min_p=args.min_p or 0.0,
-        repetition_penalty=args.repetition_penalty,
+        top_p=float(getattr(args, "top_p", 1.0)),
+        top_k=max(getattr(args, "top_k", 0) or 0, 0),  # -1 keeps all too
+        min_p=getattr(args, "min_p", None) or 0.0,
+        repetition_penalty=float(getattr(args, "repetition_penalty", 1.0)),
         regex=getattr(args, "vllm_structured_outputs_regex", None),
     )
-    given = dict(args.generation_kwargs or {})
+    given = dict(getattr(args, "generation_kwargs", None) or {})
     if given.pop("ignore_eos", False):
         sampling = replace(sampling, stop_token_ids=())
     if "stop_token_ids" in given:  # TRL's engine ends at these and at the model's own
