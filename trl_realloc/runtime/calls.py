@@ -65,12 +65,14 @@ class Step:
         rows: the data set's rows of the global batch, for reward functions that read other columns.
         learning_rates: of each role that is trained.
         sampling: replaces the run's sampling in this iteration.
+        draw: which of the iteration's generations by the same call this is, where there are several.
     """
 
     number: int
     rows: Sequence[Mapping[str, Any]] = ()
     learning_rates: Mapping[Role, Rate] = field(default_factory=dict)
     sampling: Sampling | None = None
+    draw: int = 0
 
     @property
     def name(self) -> str:
@@ -78,10 +80,11 @@ class Step:
         return f"update {self.number + 1}" if self.number < EVALUATION_STEP else "an evaluation"
 
 
-def sample_seed(seed: int, step: int, index: int, label: str = "") -> int:
+def sample_seed(seed: int, step: int, index: int, label: str = "", draw: int = 0) -> int:
     """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
-    in the batch, and the call's label."""
-    return int(np.random.SeedSequence((seed, step, index, *label.encode())).generate_state(1)[0])
+    in the batch, the call's label, and the number of the generation in the step."""
+    further = (draw,) if draw else ()
+    return int(np.random.SeedSequence((seed, step, index, *label.encode(), *further)).generate_state(1)[0])
 
 
 def requests_of(
@@ -100,7 +103,10 @@ def requests_of(
     begun = begun or {}
     return [
         GenerationRequest(
-            index, tuple(row.tolist()), sample_seed(settings.seed, step.number, index, call.label), begun.get(index)
+            index,
+            tuple(row.tolist()),
+            sample_seed(settings.seed, step.number, index, call.label, step.draw),
+            begun.get(index),
         )
         for index, row in zip(samples.tensor("index").tolist(), samples.ragged(call.inputs[0]).rows(), strict=True)
     ]

@@ -20,6 +20,7 @@ from ..engines.base import Rate, Sampling
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import early_call
+from ..plan.timeline import Span
 from ..planner.dispatcher import Dispatcher, Order
 from ..planner.stream import Stream, stream_of
 from . import calls
@@ -68,6 +69,7 @@ class Executor:
         self.placement, self.exchange, self.alarm = placement, exchange, alarm
         self.plan, self.rank = placement.plan, placement.rank
         self.orders: Sequence[Order] = ()
+        self._performed: list[Span] = []
         self.runner = runner or CallRunner(placement, algorithm, settings, alarm)
         self.ahead = AheadRuns(placement, alarm, self.runner, exchange) if self.plan.staleness.versions else None
 
@@ -273,10 +275,17 @@ class Executor:
         outcome: Rollouts | JobFailed | None = None
         if self.rank == RESULTS:
             try:
-                outcome = self._now.inputs.collect(name).samples
+                output = self._now.inputs.collect(name)
+                outcome = output.samples
+                self._performed += output.spans
             except CallsFailed as failed:
                 outcome = JobFailed(str(failed), is_unharmed=all(f.is_unharmed for f in failed.failures))
         return self._from_results(outcome)
+
+    def take_spans(self) -> tuple[Span, ...]:
+        """When each rank ran each call that was performed since this was last asked; on rank 0, empty on the others."""
+        taken, self._performed = tuple(self._performed), []
+        return taken
 
     # --- the results of an iteration ----------------------------------------------------------------------------------
 

@@ -1,0 +1,60 @@
+"""`HostGeneration`: stands in the place of TRL's `VLLMGeneration` and generates by the plan's engines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from ..engines.models import ModelError
+from ..runtime.host_calls import HostCalls
+
+
+class HostGeneration:
+    """What TRL's GRPO and RLOO trainers use of `trl.generation.vllm_generation.VLLMGeneration`.
+
+    Args:
+        calls: runs the generation.
+        max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
+    """
+
+    def __init__(self, calls: HostCalls, max_model_len: int) -> None:
+        self.calls = calls
+        config = SimpleNamespace(max_model_len=max_model_len)
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+
+    def sync_weights(self) -> None:
+        """Does nothing: the engines take new parameters before they generate, if there are any."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Any] | None = None,
+        num_generations: int = 1,
+        profiler: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+        """Responses to this rank's prompts. All ranks together; a rank may have none.
+
+        Args:
+            prompts: token ids; a prompt with several responses is given several times.
+            num_generations: not used, for that reason.
+            profiler: a context around the generation.
+
+        Returns:
+            (prompts, responses, log-probabilities, token ids): of each token TRL expects a list, here of the one token
+            that was drawn.
+
+        Raises:
+            ModelError: there are images.
+            JobFailed: the generation failed on some rank.
+        """
+        if images is not None and any(images):
+            raise ModelError("the prompts have images, and the plan's engines generate from text alone.")
+        with profiler or contextlib.nullcontext():
+            outputs = self.calls.generate(prompts)
+        if not len(outputs):
+            return [], [], [], []
+        responses = [row.tolist() for row in outputs.ragged("responses").rows()]
+        logprobs = [[[value] for value in row.tolist()] for row in outputs.ragged("logprobs").rows()]
+        return list(map(list, prompts)), responses, logprobs, [[[token] for token in row] for row in responses]

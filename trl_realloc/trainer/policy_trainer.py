@@ -1,0 +1,320 @@
+"""`PlannedPolicyTrainer`: TRL's trainer of one policy, such as `GRPOTrainer`, with its model calls under a plan.
+
+TRL keeps the host: data, tools, rewards, advantages, the arithmetic of the loss, logs, and Trainer's loop. The devices
+are the plan's: generation, the log-probabilities of policy and reference, and the training. TRL's loss reads a model
+through its log-probabilities and entropies alone, so it is computed on leaf tensors with their values, and their
+gradients are what the engines train with (`algorithms.linear_loss`).
+
+Everything here replaces a method of TRL's or Trainer's. From inputs to a plan is in `policy_setup`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import nn
+
+from ..plan.dataflow import Role
+from ..plan.execution_plan import ExecutionPlan
+from ..runtime.executor import make_executor
+from ..runtime.failures.alarm import Alarm
+from ..runtime.failures.watchdog_client import watch
+from ..runtime.host_calls import HostCalls
+from ..runtime.placement import Placement
+from ..runtime.training_calls import GRAD_NORM, check_first_weights
+from .accelerate_plugin import ReallocationPlugin
+from .checkpoint.mixin import CheckpointMixin
+from .checkpoint.saving import make_output_dir
+from .config_checks import ConfigError
+from .host_generation import HostGeneration
+from .policy_setup import PolicySetup, prepare_policy
+from .policy_window import Leaves, Rows, Window
+
+
+class PlannedPolicyTrainer(CheckpointMixin):
+    """The methods of a trainer of TRL's that a plan replaces. To be mixed in before TRL's class."""
+
+    args: Any
+    state: Any
+    control: Any
+    model: Any
+    model_wrapped: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    callback_handler: Any
+    current_gradient_accumulation_steps: int
+    setup: PolicySetup
+    create_scheduler: Callable[..., Any]
+
+    _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
+    _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
+    _grad_norm = 0.0
+
+    # --- making it --------------------------------------------------------------------------------------------------
+
+    def _plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Check the inputs and choose the plan. Returns the arguments of the constructor of TRL's class.
+
+        Args:
+            arguments: of our constructor, by name.
+        """
+        args = arguments["args"]
+        make_output_dir(Path(args.output_dir))
+        args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
+        world = PartialState()
+        self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
+        self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
+        with self.alarm.covers():
+            self.setup = prepare_policy(args, self.plugin, world, arguments)
+        return {
+            **arguments,
+            "model": self.setup.model_before_start,
+            "peft_config": None,
+            "optimizers": (self.setup.rates.scheduled, (arguments.get("optimizers") or (None, None))[1]),
+        }
+
+    def _take_over(self) -> None:
+        """Put the plan's calls in the place of TRL's. After the constructor of TRL's class."""
+        args = self.args
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # the engines do what the launcher asked for
+        self.accelerator.backward = self._backward
+        self._place()
+        self.beta = args.beta
+        self.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
+        if not self.setup.corrects:
+            self.vllm_importance_sampling_correction = False
+        self.ref_model = _Reference() if "reference.forward" in self.plan.graph.order else None
+        self._last_loaded_step = -1
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The execution plan that this run follows."""
+        return self.setup.plan
+
+    def _place(self) -> None:
+        """Make the process groups and the executor of the plan. `_start` makes the engines."""
+        self.placement = Placement(
+            self.setup.plan, self.accelerator.process_index, self.setup.roles, self.setup.engine_options
+        )
+        self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.call_settings)
+        self.alarm = self.executor.alarm
+        self.calls = HostCalls(self.executor)
+        self._window = Window(self.calls, self.accelerator.device)
+        self.vllm_generation = HostGeneration(self.calls, self.setup.engine_options.context_length)
+
+    def _start(self) -> None:
+        """Load the models and start the engines, unless it has been done. Puts this rank's module into `self.model`."""
+        if self.placement.started:
+            return
+        self.placement.start()
+        engine = self.placement.trained(Role.ACTOR)
+        if engine is not None:
+            self.model = engine.head.model
+        self.model_wrapped = self.callback_handler.model = self.model
+        self.placement.roles = self.setup.roles.loaded()
+        self.setup = self.setup.started(self.model)
+
+    # --- Trainer's hooks ----------------------------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Does nothing: each engine moves its model to its device."""
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train as Trainer does.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder; True for the newest complete checkpoint in
+                `args.output_dir`; or "auto" for the same if there is one, and a new run if there is none.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is not complete, or this run cannot continue its run.
+            JobFailed: a call failed, here or on another rank.
+        """
+        self.is_in_train = True
+        with self._failing_together():
+            self._resumed = self._find_checkpoint(resume_from_checkpoint)
+            self._start()
+            folder = None if self._resumed is None else str(self._resumed.folder)
+            check_first_weights(self.placement, "they were given")
+            output = super().train(folder, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
+            self._finish_save()
+            self.executor.exchange.flush()
+            self.accelerator.wait_for_everyone()
+        self.is_in_train = False
+        return output
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        """The scheduler, and the state of a checkpoint. Model and optimizer are the engines'."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_scheduler(num_training_steps=max_steps)
+        self.model_wrapped = _OfEngine(self)
+        if self._resumed is not None:
+            self._load_optimizer_and_scheduler(str(self._resumed.folder))
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model_wrapped, train_dataloader
+
+    _created_lr_scheduler = False
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer whose learning rate the scheduler changes. The engines have the real ones."""
+        return self.optimizer
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        return _OfEngine(self)
+
+    def _clip_grad_norm(self, model: Any) -> float:
+        """The norm of the step's gradient before the engine has clipped it."""
+        return self._grad_norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
+        return self._grad_norm
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Does nothing: the training state of a checkpoint has the weights (`_load_optimizer_and_scheduler`)."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as Trainer does."""
+        with self._failing_together():
+            self._start()
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)  # type: ignore[misc]
+            return metrics
+
+    # --- TRL's seams --------------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        self.calls.at(self.state.global_step, evaluates=not self.model.training)
+        with self._mode_kept():
+            return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, without log-probabilities where TRL's generation by Transformers would have none."""
+        made = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+        return (made[0], None) if isinstance(made, tuple) and not self.setup.corrects else made
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss, of a micro-batch of the training on leaf tensors."""
+        if torch.is_grad_enabled():
+            self._following = tuple(self._rows_after(inputs))
+        try:
+            with self._mode_kept():
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        finally:
+            self._following = ()
+
+    def _rows_after(self, inputs: Any) -> Iterator[Rows]:
+        """The micro-batches of the same optimizer step that have been generated already."""
+        buffer = self._buffered_inputs or ()
+        at = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
+        left = self.current_gradient_accumulation_steps - len(self._window) - 1
+        for part in buffer[at + 1 : at + 1 + left]:
+            ids, masks = (
+                torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+            )
+            yield Rows.of(ids, masks, part["completion_ids"].size(1))
+
+    _buffered_inputs: Any = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        compute_entropy: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """(rows, `logits_to_keep`) log-probabilities and, if they are asked for, entropies, by the plan's calls; leaf
+        tensors for a loss that is differentiated."""
+        rows = Rows.of(input_ids, attention_mask, logits_to_keep)
+        if isinstance(model, _Reference):
+            return self._window.of_reference(rows), None, None
+        logprobs, entropies = self._window.of_policy(rows, self._following)
+        if torch.is_grad_enabled():
+            has_term = getattr(self, "_entropy_bonus_enabled", False)
+            self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies.requires_grad_(has_term))
+        return logprobs, entropies if compute_entropy else None, None
+
+    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """In the place of Accelerate's backward: collect the slopes of a micro-batch; at the last one of an optimizer
+        step, train."""
+        leaves, self._leaves = self._leaves, None
+        if leaves is None:
+            raise ConfigError(
+                "the loss has not asked for the policy's log-probabilities by _get_per_token_logps_and_entropies, so "
+                "the plan's engines cannot train by it."
+            )
+        loss.backward()
+        self._window.add(leaves, 1 / self.accelerator.num_processes)
+        if self.accelerator.sync_gradients:
+            with self._mode_kept():
+                outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
+            self._grad_norm = float(outputs.tensor(GRAD_NORM)[0]) if len(outputs) else 0.0
+
+    @contextlib.contextmanager
+    def _mode_kept(self) -> Iterator[None]:
+        """Engines switch a module to evaluation, and TRL asks `self.model.training` whether it trains or evaluates."""
+        training = self.model.training
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
+    # --- together -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Around what all ranks do together. On a failure it tells the other ranks and closes this rank's engines."""
+        with self.alarm.covers(lambda: self.placement.close()):
+            yield
+
+    def close(self) -> None:
+        """Stop the engines. They are also stopped when the process exits."""
+        self.placement.close()
+
+
+class _Reference(nn.Module):
+    """Stands for the reference where TRL asks for its log-probabilities. The model is in an engine."""
+
+
+class _OfEngine(nn.Module):
+    """What Trainer's loop has for a wrapped model: the trainer's current module, whose gradients are its engine's."""
+
+    def __init__(self, trainer: PlannedPolicyTrainer) -> None:
+        super().__init__()
+        self.__dict__["_trainer"] = trainer  # not a submodule
+
+    def train(self, mode: bool = True) -> _OfEngine:
+        self._trainer.model.train(mode)
+        return self
+
+    def eval(self) -> _OfEngine:
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self._trainer.model.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trainer.model.named_parameters(*args, **kwargs)

@@ -1,0 +1,150 @@
+"""`Window`: between TRL's padded tensors and the samples of the engines. It gives TRL's loss the log-probabilities of a
+micro-batch as leaf tensors, and collects their gradients, the slopes, until the optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
+from ..algorithms.rollout import Ragged, Rollouts
+from ..runtime.host_calls import HostCalls
+
+
+FORWARD, REFERENCE = "actor.forward", "reference.forward"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a micro-batch, without padding.
+
+    Args:
+        samples: `prompts` and `responses` of the rows that have a response, int64 on the CPU.
+        mask: (rows, width) bool on the CPU: the tokens of the responses in TRL's tensor.
+    """
+
+    samples: Rollouts
+    mask: Tensor
+
+    @staticmethod
+    def of(input_ids: Tensor, attention_mask: Tensor, width: int) -> Rows:
+        """The rows of TRL's tensors.
+
+        Args:
+            input_ids: (rows, length) prompts, padded on the left, and responses, padded on the right.
+            attention_mask: of the same shape; 0 where there is padding, and on responses that are left out.
+            width: of the responses.
+        """
+        ids, mask = input_ids.cpu(), attention_mask.cpu().bool()
+        columns = {
+            "prompts": (ids[:, :-width], mask[:, :-width]),
+            "responses": (ids[:, -width:], mask[:, -width:]),
+        }
+        ragged = {name: Ragged(part[kept], kept.sum(1)) for name, (part, kept) in columns.items()}
+        has_response = ragged["responses"].lengths.nonzero()[:, 0]
+        return Rows(Rollouts(**ragged).select(has_response), mask[:, -width:])
+
+    def padded(self, column: Ragged, device: torch.device) -> Tensor:
+        """(rows, width): a value per response token, 0 elsewhere."""
+        out = torch.zeros(self.mask.shape, dtype=column.values.dtype)
+        out[self.mask] = column.values
+        return out.to(device)
+
+    def unpadded(self, tensor: Tensor) -> Ragged:
+        """The inverse of `padded`."""
+        lengths = self.mask.sum(1)
+        return Ragged(tensor.detach().cpu()[self.mask], lengths[lengths > 0])
+
+
+@dataclass
+class Leaves:
+    """The tensors that TRL's loss of one micro-batch reads in place of the policy's outputs.
+
+    Args:
+        logprobs: (rows, width) float32; a leaf that gets a gradient.
+        entropies: (rows, width) float32; a leaf too where the loss has an entropy term.
+    """
+
+    rows: Rows
+    logprobs: Tensor
+    entropies: Tensor
+
+
+class Window:
+    """The micro-batches of one optimizer step.
+
+    Args:
+        calls: runs the forward of the policy.
+        device: of TRL's tensors.
+    """
+
+    def __init__(self, calls: HostCalls, device: torch.device) -> None:
+        self.calls, self.device = calls, device
+        # by the token ids of prompt and response: log-probabilities and entropies under the policy as it is
+        self._known: dict[tuple[bytes, bytes], tuple[Tensor, Tensor]] = {}
+        self._slopes: list[Rollouts] = []
+
+    def __len__(self) -> int:
+        """The number of micro-batches whose gradients have been collected."""
+        return len(self._slopes)
+
+    def of_policy(self, rows: Rows, following: Sequence[Rows] = ()) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the rows' responses under the policy as it is, (rows, width) float32 each.
+        All ranks together.
+
+        Args:
+            following: micro-batches that will be asked for before the policy changes. They are computed in the same
+                forward.
+        """
+        self._compute([rows, *following])
+        known = [self._known[key] for key in _keys(rows.samples)]
+        columns = (Ragged.of([row[at] for row in known], torch.float32) for at in (0, 1))
+        logprobs, entropies = (rows.padded(column, self.device) for column in columns)
+        return logprobs, entropies
+
+    def of_reference(self, rows: Rows) -> Tensor:
+        """Log-probabilities of the rows' responses under the reference, (rows, width) float32. All ranks together."""
+        outputs = self.calls.forward(REFERENCE, rows.samples)
+        column = outputs.ragged("ref_logprobs") if len(outputs) else Ragged.of([], torch.float32)
+        return rows.padded(column, self.device)
+
+    def add(self, leaves: Leaves, scale: float) -> None:
+        """Collect the gradients of a micro-batch.
+
+        Args:
+            scale: of the gradients; 1 / the number of processes where the losses of all are averaged.
+        """
+        rows, tensors = leaves.rows, {LOGPROB_SLOPES: leaves.logprobs}
+        if leaves.entropies.requires_grad:
+            tensors[ENTROPY_SLOPES] = leaves.entropies
+        columns = {
+            name: rows.unpadded(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale)
+            for name, leaf in tensors.items()
+        }
+        self._slopes.append(rows.samples.plus(**columns))
+
+    def take(self) -> Rollouts:
+        """The samples of the optimizer step with their slopes. What is known of the policy is forgotten."""
+        samples = Rollouts.cat(self._slopes)
+        self._slopes, self._known = [], {}
+        return samples
+
+    def _compute(self, parts: Sequence[Rows]) -> None:
+        """Compute what is not known of micro-batches. All ranks together, also where all of a rank's is known."""
+        samples = Rollouts.cat([part.samples for part in parts])
+        keys = _keys(samples)
+        missing = list({key: at for at, key in enumerate(keys) if key not in self._known}.values())
+        outputs = self.calls.forward(FORWARD, samples.select(missing))
+        if len(outputs):
+            columns = (outputs.ragged(name).rows() for name in ("policy_logprobs", "entropies"))
+            for at, row in zip(missing, zip(*columns, strict=True), strict=True):
+                self._known[keys[at]] = row
+
+
+def _keys(samples: Rollouts) -> list[tuple[bytes, bytes]]:
+    columns = (samples.ragged(name).rows() for name in ("prompts", "responses"))
+    return [(prompt.numpy().tobytes(), response.numpy().tobytes()) for prompt, response in zip(*columns, strict=True)]
