@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .plan.dataflow import DataflowGraph
     from .plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
     from .trainer.accelerate_plugin import ReallocationPlugin
+    from .trainer.grpo_config import GRPOConfig, RLOOConfig
+    from .trainer.grpo_trainer import GRPOTrainer, RLOOTrainer
     from .trainer.plug import plug
     from .trainer.ppo_config import PPOConfig
     from .trainer.ppo_trainer import PPOTrainer
@@ -28,10 +30,14 @@ _HOMES = {
     "DataflowGraph": "plan.dataflow",
     "DeviceMesh": "plan.cluster",
     "ExecutionPlan": "plan.execution_plan",
+    "GRPOConfig": "trainer.grpo_config",
+    "GRPOTrainer": "trainer.grpo_trainer",
     "PPOConfig": "trainer.ppo_config",
     "PPOTrainer": "trainer.ppo_trainer",
     "ParallelStrategy": "plan.execution_plan",
     "PlanError": "common.errors",
+    "RLOOConfig": "trainer.grpo_config",
+    "RLOOTrainer": "trainer.grpo_trainer",
     "ReallocationPlugin": "trainer.accelerate_plugin",
     "plug": "trainer.plug",
 }
@@ -42,10 +48,14 @@ __all__ = [
     "DataflowGraph",
     "DeviceMesh",
     "ExecutionPlan",
+    "GRPOConfig",
+    "GRPOTrainer",
     "PPOConfig",
     "PPOTrainer",
     "ParallelStrategy",
     "PlanError",
+    "RLOOConfig",
+    "RLOOTrainer",
     "ReallocationPlugin",
     "__version__",
     "plug",

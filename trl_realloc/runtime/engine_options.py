@@ -20,7 +20,7 @@ from .failures.watchdog_client import HEARTBEAT_TIMEOUT_S
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Settings of engines that the plan does not contain, from `PPOConfig`.
+    """Settings of engines that the plan does not contain, from a trainer's configuration.
 
     Args:
         device: this rank's.
@@ -30,6 +30,7 @@ class EngineOptions:
         forward_batch_size: prompts or samples of one forward without gradients, where the plan gives no token budget.
         train_batch_size: samples of one forward with gradients, where the plan gives no token budget.
         make_optimizer: makes the optimizer of a role's module.
+        usual_length: tokens of a long sample, where the longest that may occur is much longer; 0 otherwise.
         compute_dtype: of mixed precision; `None` without it.
         deepspeed: the user's DeepSpeed config.
         vllm: further arguments of `VLLMEngine`.
@@ -47,6 +48,7 @@ class EngineOptions:
     train_batch_size: int
     pad_token_id: int
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    usual_length: int = 0
     compute_dtype: torch.dtype | None = None
     max_grad_norm: float = 0.0
     gradient_checkpointing: bool = False
@@ -75,5 +77,6 @@ class EngineOptions:
     def budget(self, *, trains: bool) -> int:
         """Most tokens of one forward where the plan gives no number: the batch size times the longest sample's tokens.
         On the CPU at most `CACHED_TOKENS`."""
-        tokens = (self.train_batch_size if trains else self.forward_batch_size) * self.context_length
+        size = self.train_batch_size if trains else self.forward_batch_size
+        tokens = size * (self.usual_length or self.context_length)
         return min(tokens, CACHED_TOKENS) if self.device.type == "cpu" else tokens

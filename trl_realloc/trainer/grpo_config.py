@@ -42,6 +42,11 @@ class GRPOConfig(PlanSettings, TRLGRPOConfig):
     if TYPE_CHECKING:  # TRL's own
         bf16: bool | None = None
 
+    @property
+    def generation_engine(self) -> str | None:
+        """The engine that `use_vllm` asks for."""
+        return _engine(self.use_vllm)
+
     def __post_init__(self) -> None:
         _check(self)
         with before_training_arguments(self):
@@ -71,10 +76,19 @@ class RLOOConfig(PlanSettings, TRLRLOOConfig):
     if TYPE_CHECKING:  # TRL's own
         bf16: bool | None = None
 
+    @property
+    def generation_engine(self) -> str | None:
+        """The engine that `use_vllm` asks for."""
+        return _engine(self.use_vllm)
+
     def __post_init__(self) -> None:
         _check(self)
         with before_training_arguments(self):
             super().__post_init__()
+
+
+def _engine(use_vllm: bool | None) -> str | None:
+    return None if use_vllm is None else "vllm" if use_vllm else "transformers"
 
 
 PolicyConfig = GRPOConfig | RLOOConfig

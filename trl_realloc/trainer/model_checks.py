@@ -59,6 +59,17 @@ def check_models(model: Any, ref_model: Any, value_model: Any, reward_models: Se
             _check_model(candidate, argument)
 
 
+def check_policy(model: Any) -> None:
+    """Refuse a policy that no engine can run. The config of a model by path is checked later, in `check_config_of`.
+
+    Raises:
+        ModelError: says why.
+    """
+    if model is None:
+        raise ModelError("model is missing; give the policy, or its name or path.")
+    _check_model(model, "model")
+
+
 def _check_model(model: Any, argument: str) -> None:
     if isinstance(model, str):
         if os.path.isdir(model):
@@ -273,6 +284,19 @@ def check_vocabularies(policy: int, others: Sequence[tuple[str, int]], processin
             )
 
 
+def check_adapter_kinds(model: Any, peft_config: Any) -> None:
+    """Check the kinds of the policy's adapters, and of those that are added to it.
+
+    Raises:
+        ModelError: see `check_adapter_kind`.
+    """
+    if peft_config is not None:
+        check_adapter_kind(peft_config, "peft_config")
+    if not isinstance(model, str):
+        for config in dict(getattr(model, "peft_config", None) or {}).values():
+            check_adapter_kind(config, "model")
+
+
 def check_adapters(args: PPOConfig, model: Any, peft_config: Any) -> None:
     """Check the kinds of adapters, and the adapter names of the training arguments.
 
@@ -280,12 +304,9 @@ def check_adapters(args: PPOConfig, model: Any, peft_config: Any) -> None:
         ConfigError: the model does not have an adapter of that name.
         ModelError: see `check_adapter_kind`.
     """
-    if peft_config is not None:
-        check_adapter_kind(peft_config, "peft_config")
+    check_adapter_kinds(model, peft_config)
     if isinstance(model, str):
         return
-    for config in dict(getattr(model, "peft_config", None) or {}).values():
-        check_adapter_kind(config, "model")
     known = set(getattr(model, "peft_config", None) or ()) | ({"default"} if peft_config is not None else set())
     for setting in ("model_adapter_name", "ref_adapter_name"):
         name = getattr(args, setting)

@@ -51,6 +51,7 @@ class PlannedPolicyTrainer(CheckpointMixin):
     current_gradient_accumulation_steps: int
     setup: PolicySetup
     create_scheduler: Callable[..., Any]
+    _load_optimizer_and_scheduler: Callable[[str], None]
 
     _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
     _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
@@ -298,6 +299,8 @@ class _Reference(nn.Module):
 
 class _OfEngine(nn.Module):
     """What Trainer's loop has for a wrapped model: the trainer's current module, whose gradients are its engine's."""
+
+    _trainer: Any
 
     def __init__(self, trainer: PlannedPolicyTrainer) -> None:
         super().__init__()

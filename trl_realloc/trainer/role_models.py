@@ -78,7 +78,8 @@ def build_roles(
         ModelError: the policy has no trainable parameter.
     """
     (config,), (value_config,) = configs[Role.ACTOR], configs[Role.CRITIC]
-    policy, adapted, reference = _policy_and_reference(args, plan, rank, inputs, config)
+    names = args.model_adapter_name, args.ref_adapter_name
+    policy, adapted, reference = policy_and_reference(plan, rank, inputs, config, seed=args.seed, adapters=names)
     shares_policy = reference is None
     value_model = partial(_load_seeded, args.seed, load_classifier, inputs.value_model, trained=True)
     models = {
@@ -102,41 +103,62 @@ def build_roles(
     return policy, Roles(models)
 
 
-def _policy_and_reference(
-    args: PPOConfig, plan: ExecutionPlan, rank: int, inputs: TrainerInputs, config: Any
+def policy_and_reference(
+    plan: ExecutionPlan,
+    rank: int,
+    inputs: TrainerInputs,
+    config: Any,
+    *,
+    seed: int,
+    adapters: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Any, bool, Callable[[], Any] | None]:
     """The policy, whether it trains adapters alone, and the function that loads the reference: `None` where the policy
-    without its adapters is the reference."""
+    without its adapters is the reference, or the run has none.
+
+    Args:
+        adapters: the names of the adapter that is trained and of the reference's.
+
+    Raises:
+        ConfigError: `ref_adapter_name` under a plan that gives the reference parameters of its own.
+        ModelError: the policy has no trainable parameter.
+    """
     model, peft_config = inputs.model, inputs.peft_config
     has_policy = has_part(plan, Role.ACTOR, rank, peft_config is not None or has_adapters(model))
     in_parts = peft_config is None or adapts_unread(peft_config)
-    with seeded(args.seed):
+    with seeded(seed):
         is_used = has_policy or not isinstance(model, str)
         policy = load_policy(model, trained=True, in_parts=in_parts) if is_used else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
-    reference = _reference_loader(args, plan, inputs, policy, adapted, in_parts)
+    has_reference = Role.REFERENCE in plan.graph.roles
+    reference = _reference_loader(plan, inputs, policy, adapted, in_parts, seed, adapters[1]) if has_reference else None
     if has_policy:
-        with seeded(args.seed):
-            policy = without_dropout(with_adapters(policy, peft_config, args.model_adapter_name))
+        with seeded(seed):
+            policy = without_dropout(with_adapters(policy, peft_config, adapters[0]))
         check_trains(policy, "model")
     return policy, adapted, reference
 
 
 def _reference_loader(
-    args: PPOConfig, plan: ExecutionPlan, inputs: TrainerInputs, policy: Any, adapted: bool, in_parts: bool
+    plan: ExecutionPlan,
+    inputs: TrainerInputs,
+    policy: Any,
+    adapted: bool,
+    in_parts: bool,
+    seed: int,
+    ref_adapter: str | None,
 ) -> Callable[[], Any] | None:
     """The function that loads the reference; `None` where the policy without its adapters is the reference. To be
     called before the policy gets its adapters."""
     if inputs.ref_model is not None:
-        return partial(_load_seeded, args.seed, load_policy, inputs.ref_model, trained=False)
+        return partial(_load_seeded, seed, load_policy, inputs.ref_model, trained=False)
     if adapted and in_place(plan["actor.train"], plan["reference.forward"]):
         return None
     if isinstance(inputs.model, str):  # read as the policy is, which it is compared with
         load = partial(load_policy, in_parts=in_parts)
-        return partial(_load_seeded, args.seed, load, inputs.model, trained=False)
+        return partial(_load_seeded, seed, load, inputs.model, trained=False)
     if not adapted:
         return lambda: without_dropout(frozen_copy(policy))  # a copy of the policy as it is when the role is loaded
-    if args.ref_adapter_name is not None:
+    if ref_adapter is not None:
         raise ConfigError("ref_adapter_name needs reference.forward in actor.train's layout, e.g. plan: flatten.")
     base = frozen_copy(policy)  # copied now, because the adapters are added to the policy in place
     return lambda: without_dropout(base)

@@ -130,7 +130,7 @@ def prepare(
         collate=prompts.collate,
         rates=LearningRates.of(args, inputs.optimizer, inputs.scheduler),
         context_length=context_length,
-        make_optimizer=_optimizer_maker(args, inputs.optimizer),
+        make_optimizer=optimizer_maker(args, inputs.optimizer),
         pad_token_id=tokens.pad,
         stop_token_id=tokens.stop,
         job_plan=job_plan,
@@ -244,7 +244,7 @@ def _call_settings(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens
     )
 
 
-def _optimizer_maker(
+def optimizer_maker(
     args: PPOConfig, optimizer: torch.optim.Optimizer | None
 ) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Makes a role's optimizer: its part of the user's optimizer, or, without one, the optimizer that `args` name."""

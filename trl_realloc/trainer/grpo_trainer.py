@@ -1,0 +1,87 @@
+"""`GRPOTrainer` and `RLOOTrainer`: TRL's classes of the same names under a plan. What a plan replaces is in
+`policy_trainer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from .config_checks import ConfigError
+from .grpo_config import GRPOConfig, RLOOConfig
+from .policy_trainer import PlannedPolicyTrainer
+from .trl_compat import TRLGRPOTrainer, TRLRLOOTrainer
+
+
+class GRPOTrainer(PlannedPolicyTrainer, TRLGRPOTrainer):
+    """TRL's `GRPOTrainer` with every model call on the devices that the execution plan gives it.
+
+    Takes the arguments of the installed TRL's class, in its order. Data, tools, environments, reward functions,
+    advantages, losses and logs are TRL's own code.
+    """
+
+    _tag_names = ["trl", "grpo", "trl-realloc"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        arguments = _named(TRLGRPOTrainer, GRPOConfig, args, kwargs)
+        arguments = self._plan(arguments)
+        with _hidden(arguments["args"], beta=0.0, use_vllm=False, sync_ref_model=False):
+            super().__init__(**arguments)
+        self._take_over()
+
+
+class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
+    """TRL's `RLOOTrainer` with every model call on the devices that the execution plan gives it.
+
+    Takes the arguments of the installed TRL's class, in its order. Data, reward functions, advantages, losses and logs
+    are TRL's own code.
+    """
+
+    _tag_names = ["trl", "rloo", "trl-realloc"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        arguments = _named(TRLRLOOTrainer, RLOOConfig, args, kwargs)
+        arguments = self._plan(arguments)
+        with _hidden(arguments["args"], beta=0.0, use_vllm=False, sync_ref_model=False):
+            super().__init__(**arguments)
+        self._take_over()
+
+
+def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor by name, with a default configuration where there is none.
+
+    Raises:
+        TypeError: the installed TRL's class has no such argument.
+        ConfigError: `args` is not a configuration of this package.
+    """
+    named: dict[str, Any] = dict(inspect.signature(trl).bind(*args, **kwargs).arguments)
+    if named.get("args") is None:
+        model = named["model"]
+        name = model if isinstance(model, str) else model.config._name_or_path
+        kind = config.__name__.removesuffix("Config")
+        named["args"] = config(f"{name.split('/')[-1]}-{kind}")
+    if not isinstance(named["args"], config):
+        given = type(named["args"])
+        raise ConfigError(
+            f"args must be a trl_realloc.{config.__name__}, not a {given.__module__}.{given.__name__}; import "
+            f"{config.__name__} from trl_realloc."
+        )
+    return named
+
+
+@contextlib.contextmanager
+def _hidden(args: Any, **values: Any) -> Iterator[None]:
+    """Inside, settings have other values: for a constructor of TRL's that would make what the plan's engines make."""
+    kept = {name: getattr(args, name) for name in values if hasattr(args, name)}
+    for name in kept:
+        setattr(args, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(args, name, value)
+
+
+__all__ = ["GRPOTrainer", "RLOOTrainer"]

@@ -1,0 +1,192 @@
+"""From the inputs of a trainer of one policy, such as GRPO's, to a run that is checked and planned (`PolicySetup`).
+
+TRL checks its own arguments when its constructor runs, after this. Engines are built later, by `runtime.placement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from ..algorithms.host_loss import HostLoss
+from ..engines.models import adapts_head, check_trains, has_adapters, read_config, shell, trained_config
+from ..engines.training.deepspeed_compat import gathered
+from ..plan.algorithm_graphs import grpo_graph
+from ..plan.dataflow import DataflowGraph, Role
+from ..plan.execution_plan import ExecutionPlan
+from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
+from ..profiling.job import Job
+from ..profiling.job_models import JobModels, specs_of
+from ..runtime.calls import CallSettings
+from ..runtime.engine_options import EngineOptions
+from ..runtime.launch.hosts import Process, check_gpus
+from ..runtime.launch.launcher import announce
+from ..runtime.roles import Roles
+from . import model_checks
+from .accelerate_plugin import ReallocationPlugin
+from .grpo_config import PolicyConfig
+from .job_builder import compute_dtype
+from .optimizer_sharding import check_sharding
+from .optimizers import LearningRates, check_optimizer
+from .plan_checks import check_plan
+from .plan_request import PlanRequest, read_plan_request
+from .policy_job import make_policy_job, policy_sampling
+from .policy_roles import build_policy_roles
+from .setup import optimizer_maker
+from .trainer_inputs import path_as_text
+
+
+@dataclass(frozen=True)
+class PolicySetup:
+    """A run that is checked and planned. No engine has been built.
+
+    Args:
+        model_before_start: the policy as this rank has it before its engine is built: the loaded model, or the
+            structure without weights of a model that is given by path or has no part on this rank. After the start it
+            is the engine's module.
+        roles: policy and reference.
+        rates: the learning rate, which the scheduler changes. The optimizer itself is made by the engine.
+        make_optimizer: from the policy's module to its optimizer.
+        corrects: the loss is corrected for the log-probabilities of the generation engine, as TRL does for vLLM's.
+        job_plan: the plan with its estimate.
+        job: what the planner used.
+        train_dataset: as the user gave it.
+        processing_class: the policy's tokenizer.
+    """
+
+    plan: ExecutionPlan
+    model_before_start: Any
+    roles: Roles
+    call_settings: CallSettings
+    algorithm: HostLoss
+    rates: LearningRates
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    corrects: bool
+    job_plan: JobPlan
+    job: Job
+    train_dataset: Any
+    processing_class: Any
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """The engine options of the job for this plan, with the optimizer of this run."""
+        options = self.job.options.for_plan(self.plan, self.job.workload.episodes)
+        return replace(options, make_optimizer=self.make_optimizer)
+
+    def started(self, module: Any) -> PolicySetup:
+        """The setup after the engines have started, without references to the model that the user passed.
+
+        Args:
+            module: this rank's module of the policy.
+        """
+        return replace(self, model_before_start=module, roles=self.roles.loaded())
+
+
+def prepare_policy(
+    args: PolicyConfig, plugin: ReallocationPlugin, world: Any, inputs: Mapping[str, Any]
+) -> PolicySetup:
+    """Check the inputs that the engines need, choose the plan, and then make the policy. No weights are read, unless
+    the policy can only be loaded whole. All ranks together.
+
+    Args:
+        world: Accelerate's `PartialState`.
+        inputs: the arguments of the trainer's constructor, by name.
+
+    Raises:
+        ConfigError, ModelError, PlanError, ValueError: an input that cannot be used.
+    """
+    model, peft_config = path_as_text(inputs["model"]), inputs.get("peft_config")
+    optimizer, scheduler = inputs.get("optimizers") or (None, None)
+    graph = grpo_graph(reference=args.beta != 0.0, reward_models=False)
+    request = read_plan_request(args, plugin, world, model, graph)
+    configs = _check_model(args, model, peft_config, request, graph)
+    check_optimizer(args, optimizer, scheduler, (model,))
+    processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
+        model if isinstance(model, str) else model.config._name_or_path, truncation_side="left", padding_side="left"
+    )
+    adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
+    check = partial(_check_plan, args, configs, adapted, optimizer, request.processes)
+    if request.plan is not None:
+        check(request.plan)
+    dtype = compute_dtype(args)
+    in_head = adapts_head(model, configs[Role.ACTOR][0], peft_config)
+    specs = specs_of(configs, graph, dtype, adapts_head=in_head)
+    models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head)
+    job = make_policy_job(args, plugin, request, world.process_index, models, inputs, graph)
+    job = replace(job, check=check)
+    job_plan = (
+        plan_job(job, measure_first=plugin.measure == "first")
+        if request.plan is None
+        else known_estimate(job, request.plan)
+    )
+    announce(request.processes, job_plan.plan, world.process_index)
+    policy, roles = build_policy_roles(args, job_plan.plan, world.process_index, model, peft_config, configs)
+    has_part = world.process_index in job_plan.plan.mesh("actor.train")
+    return PolicySetup(
+        plan=job_plan.plan,
+        model_before_start=policy if has_part else shell(configs[Role.ACTOR][0]),
+        roles=roles,
+        call_settings=_call_settings(args, model, processing_class),
+        algorithm=HostLoss(graph),
+        rates=LearningRates.of(args, optimizer, scheduler),
+        make_optimizer=optimizer_maker(args, optimizer),
+        corrects=job_plan.plan["actor.generate"].engine == "vllm"
+        and bool(getattr(args, "vllm_importance_sampling_correction", False)),
+        job_plan=job_plan,
+        job=job,
+        train_dataset=inputs.get("train_dataset"),
+        processing_class=processing_class,
+    )
+
+
+def _check_model(
+    args: PolicyConfig, model: Any, peft_config: Any, request: PlanRequest, graph: DataflowGraph
+) -> dict[Role, Sequence[Any]]:
+    """Check the policy. Returns the Transformers config of the model of every role."""
+    gathered(model)
+    model_checks.check_policy(model)
+    model_checks.check_adapter_kinds(model, peft_config)
+    config = request.policy_config if isinstance(model, str) else read_config(model, "model")
+    model_checks.check_config_of(config, model, "model")
+    if not isinstance(model, str) and peft_config is None:
+        check_trains(model, "model")
+    configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model)]}
+    if Role.REFERENCE in graph.roles:
+        configs[Role.REFERENCE] = [config]
+    return configs
+
+
+def _check_plan(
+    args: PolicyConfig,
+    configs: Mapping[Role, Sequence[Any]],
+    adapted: Sequence[Role],
+    optimizer: torch.optim.Optimizer | None,
+    processes: Sequence[Process],
+    plan: ExecutionPlan,
+) -> None:
+    """Refuse a plan that the model, the optimizer or the visible GPUs do not allow.
+
+    Raises:
+        PlanError, ValueError: names what is not allowed.
+    """
+    check_plan(args, plan, configs, adapted)
+    check_sharding(args, optimizer, plan)
+    check_gpus(processes, plan)
+
+
+def _call_settings(args: PolicyConfig, model: Any, processing_class: Any) -> CallSettings:
+    return CallSettings(
+        sampling=policy_sampling(args, model, processing_class),
+        seed=args.seed,
+        eos_token_id=processing_class.eos_token_id,
+        processing_class=processing_class,
+        functions=(),
+        reward_weights={},
+        skip_nonfinite=args.skip_nonfinite_updates,
+    )
