@@ -121,8 +121,9 @@ def before_training_arguments(args: Any) -> Iterator[None]:
     no_accelerator = not torch.accelerator.is_available()
     if no_accelerator and not args.use_cpu and args.bf16 is None:
         args.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine
-    if no_accelerator and args.ddp_backend is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        args.ddp_backend = "gloo"  # without it Accelerate takes CPU processes for unrelated ones
+    if no_accelerator and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        args.use_cpu = True  # without these two Accelerate takes CPU processes for unrelated ones
+        args.ddp_backend = args.ddp_backend or "gloo"
     check_settings(args)
     check_launch(args)
     set_gloo_interface()
