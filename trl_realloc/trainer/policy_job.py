@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from ..engines.base import Sampling
 from ..plan.dataflow import DataflowGraph, Role
 from ..planner.workload import Workload
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels
-from ..runtime.engine_options import EngineOptions
 from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
 from .grpo_config import PolicyConfig
-from .job_builder import compute_dtype, launched_deepspeed_config, recomputes
-from .optimizers import make_optimizer
+from .job_builder import engine_options, make_job, recomputes
 from .plan_request import PlanRequest
 from .policy_lengths import Lengths, measure_lengths
 
@@ -42,34 +37,29 @@ def make_policy_job(
     (config,) = models.configs[Role.ACTOR]
     context = _context_length(args, lengths, config, inputs)
     usual = min(context, (lengths.longest or int(2 * lengths.mean)) + args.max_completion_length)
-    steps = args.num_iterations * args.steps_per_generation / args.gradient_accumulation_steps
-    workload = Workload(
+    workload = Workload.of_groups(
+        steps_per_generation=args.steps_per_generation,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        num_iterations=args.num_iterations,
         episodes=args.generation_batch_size,
         prompt_tokens=lengths.mean,
         response_tokens=(args.max_completion_length,),
-        mini_batches=max(1, round(steps / args.num_iterations)),
-        epochs=args.num_iterations,
         recompute=recomputes(args),
         forward_tokens=args.per_device_train_batch_size * usual,
         train_tokens=args.per_device_train_batch_size * usual,
     )
-    options = _engine_options(args, plugin, context=context, usual=usual, tokenizer=models.processing_class)
-    # megatron does not scale losses, as fp16 needs (`plan_checks`)
-    engines = ("zero",) if compute_dtype(args) is torch.float16 else ("zero", "megatron")
-    return Job(
-        request.cluster,
-        rank,
-        request.engine,
-        models,
-        options,
-        workload,
-        args.vllm_gpu_memory_utilization,
-        args.memory_headroom,
-        args.vllm_enable_sleep_mode,
-        engines,
-        deterministic=args.full_determinism,
-        graph=graph,
+    tokenizer = models.processing_class
+    options = engine_options(
+        args,
+        plugin,
+        temperature=args.temperature,
+        response_length=args.max_completion_length,
+        context_length=context,
+        forward_batch_size=args.per_device_train_batch_size,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
+    options = replace(options, usual_length=usual)
+    return make_job(args, plugin, request.cluster, rank, request.engine, models, graph, workload, options)
 
 
 def _context_length(args: PolicyConfig, lengths: Lengths, config: Any, inputs: Mapping[str, Any]) -> int:
@@ -83,50 +73,6 @@ def _context_length(args: PolicyConfig, lengths: Lengths, config: Any, inputs: M
         return int(limit)
     needed = (lengths.longest or int(4 * lengths.mean)) + int(args.max_completion_length)
     return needed if limit is None else min(needed, int(limit))
-
-
-def _engine_options(
-    args: PolicyConfig, plugin: ReallocationPlugin, *, context: int, usual: int, tokenizer: Any
-) -> EngineOptions:
-    """Returns the settings of the engines, with the optimizer that the training arguments describe.
-
-    Args:
-        context: most tokens of a sample.
-        usual: tokens of a long sample, from which micro-batches are sized.
-    """
-    engine_kwargs = args.vllm_engine_kwargs or {}
-    assert not isinstance(engine_kwargs, str), "TrainingArguments reads JSON"
-    return EngineOptions(
-        device=args.device,
-        temperature=args.temperature,
-        response_length=args.max_completion_length,
-        context_length=context,
-        usual_length=usual,
-        forward_batch_size=args.per_device_train_batch_size,
-        train_batch_size=args.per_device_train_batch_size,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        make_optimizer=partial(make_optimizer, args),
-        compute_dtype=compute_dtype(args),
-        max_grad_norm=args.max_grad_norm or 0.0,
-        gradient_checkpointing=recomputes(args),
-        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        deepspeed=launched_deepspeed_config(args),
-        seed=args.seed,
-        bucket_bytes=(plugin.bucket_mb or 0) << 20,
-        transfer_timeout_s=plugin.transfer_timeout or float(args.ddp_timeout),
-        collective_timeout_s=float(args.ddp_timeout),
-        heartbeat_timeout_s=plugin.heartbeat_timeout or 0.0,
-        log_folder=Path(args.output_dir) / "logs",
-        checksums=bool(plugin.checksums),
-        vllm={
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "repeatable_sampling": args.vllm_repeatable_sampling,
-            "engine_kwargs": engine_kwargs,
-            "start_timeout_s": args.vllm_start_timeout,
-            "step_timeout_s": args.vllm_step_timeout,
-            "load_timeout_s": args.vllm_load_timeout,
-        },
-    )
 
 
 def policy_sampling(args: PolicyConfig, model: Any, tokenizer: Any) -> Sampling:

@@ -5,13 +5,12 @@ TRL checks its own arguments when its constructor runs, after this. Engines are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoTokenizer
 
 from ..algorithms.host_loss import HostLoss
@@ -52,7 +51,7 @@ class PolicySetup:
             is the engine's module.
         roles: policy and reference.
         rates: the learning rate, which the scheduler changes. The optimizer itself is made by the engine.
-        make_optimizer: from the policy's module to its optimizer.
+        make_optimizer: a `functools.partial` from the policy's module to its optimizer (`setup.optimizer_maker`).
         corrects: the loss is corrected for the log-probabilities of the generation engine, as TRL does for vLLM's.
         job_plan: the plan with its estimate.
         job: what the planner used.
@@ -66,7 +65,7 @@ class PolicySetup:
     call_settings: CallSettings
     algorithm: HostLoss
     rates: LearningRates
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    make_optimizer: Any
     corrects: bool
     job_plan: JobPlan
     job: Job
@@ -106,7 +105,7 @@ def prepare_policy(
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=False)
     request = read_plan_request(args, plugin, world, model, graph)
     configs = _check_model(args, model, peft_config, request, graph)
-    check_optimizer(args, optimizer, scheduler, (model,))
+    check_optimizer(args, optimizer, scheduler, {"model": model})
     processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
         model if isinstance(model, str) else model.config._name_or_path, truncation_side="left", padding_side="left"
     )
@@ -134,7 +133,7 @@ def prepare_policy(
         roles=roles,
         call_settings=_call_settings(args, model, processing_class),
         algorithm=HostLoss(graph),
-        rates=LearningRates.of(args, optimizer, scheduler),
+        rates=LearningRates.of(args, optimizer, scheduler, (Role.ACTOR,)),
         make_optimizer=optimizer_maker(args, optimizer),
         corrects=job_plan.plan["actor.generate"].engine == "vllm"
         and bool(getattr(args, "vllm_importance_sampling_correction", False)),

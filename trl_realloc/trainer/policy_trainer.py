@@ -11,13 +11,16 @@ Everything here replaces a method of TRL's or Trainer's. From inputs to a plan i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from torch import nn
+from transformers import Trainer
 
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
@@ -28,12 +31,19 @@ from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
 from ..runtime.training_calls import GRAD_NORM, check_first_weights
 from .accelerate_plugin import ReallocationPlugin
+from .checkpoint.identity import Identity, prompts_checksum
 from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.saving import make_output_dir
+from .checkpoint.training_state import StateWrite
+from .checkpoint.write_errors import WriteErrors
 from .config_checks import ConfigError
 from .host_generation import HostGeneration
+from .optimizers import LearningRates
 from .policy_setup import PolicySetup, prepare_policy
 from .policy_window import Leaves, Rows, Window
+
+
+ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
 
 
 class PlannedPolicyTrainer(CheckpointMixin):
@@ -52,6 +62,9 @@ class PlannedPolicyTrainer(CheckpointMixin):
     setup: PolicySetup
     create_scheduler: Callable[..., Any]
     _load_optimizer_and_scheduler: Callable[[str], None]
+
+    entropy_coef: float
+    _last_world_entropy: float
 
     _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
     _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
@@ -121,6 +134,36 @@ class PlannedPolicyTrainer(CheckpointMixin):
         self.placement.roles = self.setup.roles.loaded()
         self.setup = self.setup.started(self.model)
 
+    # --- what checkpoints need --------------------------------------------------------------------------------------
+
+    @property
+    def rates(self) -> LearningRates:  # type: ignore[override]  # a property may take the place of an attribute
+        return self.setup.rates
+
+    @property
+    def models_before_start(self) -> Mapping[Role, nn.Module]:  # type: ignore[override]
+        return {Role.ACTOR: self.setup.model_before_start}
+
+    @cached_property
+    def checkpoint_identity(self) -> Identity:  # type: ignore[override]
+        data, source = self.setup.train_dataset, self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
+        kind: type = type(source)
+        if not isinstance(source, torch.optim.Optimizer):
+            kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.model_before_start)
+        readable = hasattr(data, "__len__") and "prompt" in (data.column_names or ())
+        size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return Identity(
+            kind.__name__, size, len(data) if readable else None, prompts_checksum(data) if readable else None
+        )
+
+    def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
+        """Write this rank's part of a checkpoint, with the state that TRL keeps in a file of its own."""
+        if getattr(self, "use_adaptive_entropy", False) and not self.accelerator.process_index:
+            state = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
+            with problems.writing(folder / ENTROPY_STATE):
+                (folder / ENTROPY_STATE).write_text(json.dumps(state), encoding="utf-8")
+        return super()._write_checkpoint(folder, problems)
+
     # --- Trainer's hooks ----------------------------------------------------------------------------------------------
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -165,6 +208,8 @@ class PlannedPolicyTrainer(CheckpointMixin):
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = _OfEngine(self)
         if self._resumed is not None:
+            self._load_checkpoint(self._resumed)
+            # TRL's, for what it keeps in a file of its own; there is none of Trainer's optimizer
             self._load_optimizer_and_scheduler(str(self._resumed.folder))
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -186,6 +231,10 @@ class PlannedPolicyTrainer(CheckpointMixin):
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
         return self._grad_norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._finish_save(wait=False)
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Does nothing: the training state of a checkpoint has the weights (`_load_optimizer_and_scheduler`)."""
