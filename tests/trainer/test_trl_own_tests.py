@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny
 from trl_sources import Unreachable, files_of_last_sdist, qwen_ranks
-from trl_stand_ins import qwen_tokenizer
+from trl_stand_ins import qwen_tokenizer, write_remote_model
 from trl_test_run import group_of, read_outcomes, run_files, run_pytest, table
 
 import trl_realloc
@@ -21,7 +22,13 @@ SELECTION = (
 )
 OWN_FILE = """
 import pytest
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer, RLOOTrainer
+
+
+def test_code_of_a_repository():
+    model = AutoModelForCausalLM.from_pretrained("trl-internal-testing/tiny-RemoteForCausalLM", trust_remote_code=True)
+    assert type(model).__name__ == "RemoteForCausalLM"
 
 
 def test_classes_are_replaced():
@@ -54,26 +61,24 @@ class RLOOTrainer(trl.RLOOTrainer):
 """
 
 
-def test_outcomes_and_reasons_of_a_run_with_other_classes_are_told(tmp_path: Path) -> None:
+def test_outcomes_and_reasons_are_told_of_a_run_with_other_classes_and_a_model_made_here(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_own.py").write_text(OWN_FILE)
     (tmp_path / "given_classes.py").write_text(GIVEN_CLASSES)
+    write_remote_model(tmp_path / "hub", tiny.tokenizer())
     outcomes = tmp_path / "outcomes.json"
     status = run_pytest(tmp_path, ["test_own.py"], classes="given_classes", modules=[tmp_path], outcomes=outcomes)
     assert status == pytest.ExitCode.TESTS_FAILED
     told = read_outcomes(outcomes)
     assert {test.split("::")[1]: (row["outcome"], row["reason"]) for test, row in told.items()} == {
+        "test_code_of_a_repository": ("passed", ""),
         "test_classes_are_replaced": ("passed", ""),
         "test_train_fails": ("failed", "ValueError: no such tokens"),
         "test_vllm": ("skipped", "no such machine"),
         "test_with_tools": ("xfailed", "not yet"),
     }
-    assert [group_of(test) for test in told] == [
-        "parts and refusals",
-        "training on text",
-        "vLLM",
-        "tools, environments",
-    ]
+    groups = ["parts and refusals", "parts and refusals", "training on text", "vLLM", "tools, environments"]
+    assert [group_of(test) for test in told] == groups
     assert "failed, 1: ValueError: no such tokens\n    test_own.py::test_train_fails" in table(told)
 
 

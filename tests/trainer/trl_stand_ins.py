@@ -14,6 +14,7 @@ from typing import Any
 
 
 ORGANIZATION = "trl-internal-testing"
+COMMIT = "0" * 40  # code in a repository is only imported from a folder with the name of a commit
 SMALL: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 32,
@@ -95,11 +96,11 @@ class RemoteForCausalLM(LlamaForCausalLM):
 def write_repository(hub: Path, name: str, *parts: Any) -> Path:
     """Saves models, tokenizers and processors as one repository of the Hub's cache; returns its snapshot."""
     repository = hub / f"models--{ORGANIZATION}--{name}"
-    snapshot = repository / "snapshots" / "0"
+    snapshot = repository / "snapshots" / COMMIT
     for part in parts:
         part.save_pretrained(snapshot)
     (repository / "refs").mkdir(exist_ok=True)
-    (repository / "refs" / "main").write_text("0")
+    (repository / "refs" / "main").write_text(COMMIT)
     return snapshot
 
 
@@ -163,26 +164,28 @@ def causal_or_scoring(kind: str, head: str, **changes: Any) -> Any:
     return model
 
 
-def _chat_template(name: str) -> str:
+def chat_template(name: str) -> str:
     import trl
 
     return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
-def write_text_models(hub: Path, ranks: dict[bytes, int]) -> None:
-    """Writes `TEXT_MODELS` and the model whose code is in its repository, each with Qwen's tokenizer."""
+def write_text_models(hub: Path, tokenizer: Any) -> None:
+    """Writes `TEXT_MODELS`, each with Qwen's tokenizer."""
     import torch
 
-    tokenizer = qwen_tokenizer(ranks)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     for name, (kind, head, template, changes) in TEXT_MODELS.items():
         sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **ids, **SMALL, **changes}
         model = causal_or_scoring(kind, head, **{key: value for key, value in sizes.items() if value is not None})
-        tokenizer.chat_template = _chat_template(template)
+        tokenizer.chat_template = chat_template(template)
         write_repository(hub, f"tiny-{name}", model.to(torch.bfloat16), tokenizer)
 
+
+def write_remote_model(hub: Path, tokenizer: Any) -> None:
+    """Writes the model whose code is in its repository."""
     model = causal_or_scoring("llama", "CausalLM", **{"vocab_size": len(tokenizer), **SMALL})
-    tokenizer.chat_template = _chat_template("llama3_2")
+    tokenizer.chat_template = chat_template("llama3_2")
     snapshot = write_repository(hub, "tiny-RemoteForCausalLM", model, tokenizer)
     (snapshot / "remote.py").write_text(REMOTE_CODE)
     config = json.loads((snapshot / "config.json").read_text())

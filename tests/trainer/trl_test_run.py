@@ -17,7 +17,8 @@ from typing import Any
 from trl_data import ROWS, TRAIN_ROWS
 from trl_plugin import CLASSES, OUTCOMES
 from trl_sources import LAST_SDIST_WITH_TESTS, TestFiles, qwen_ranks
-from trl_stand_ins import write_text_models
+from trl_stand_in_images import write_image_models
+from trl_stand_ins import qwen_tokenizer, write_remote_model, write_text_models
 
 
 KINDS = ("passed", "skipped", "xfailed", "xpassed", "failed")
@@ -127,10 +128,12 @@ def run_files(
     `rows` is how many rows the data sets have to train on; with fewer than 12, TRL's tests of the batches fail.
     Raises `Unreachable` if the tokenizer cannot be downloaded.
     """
-    ranks = qwen_ranks()
+    tokenizer = qwen_tokenizer(qwen_ranks())
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        write_text_models(root / "hub", ranks)
+        write_text_models(root / "hub", tokenizer)
+        write_remote_model(root / "hub", tokenizer)
+        write_image_models(root / "hub", tokenizer)
         paths = lay_out(files, names, root)
         outcomes = root / "outcomes.json"
         run_pytest(root, [*paths, *options], classes=classes, rows=rows, modules=files.wheels, outcomes=outcomes)
