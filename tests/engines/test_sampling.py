@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from generating import SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens
+from generating import LENGTH, SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaForCausalLM,
@@ -32,6 +31,10 @@ from trl_realloc.engines.base import Completion, EngineError, GenerationRequest,
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.engine_options import EngineOptions
+from trl_realloc.runtime.vllm_start import start_vllm
 
 
 pytestmark = [
@@ -64,11 +67,26 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def engine(start: Callable[..., VLLMEngine], tmp_path_factory: pytest.TempPathFactory) -> VLLMEngine:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    letters().save_pretrained(folder)
-    llama(0).config.save_pretrained(folder)  # vLLM looks for it, twice
-    return start(tokenizer=folder, engine_kwargs={"block_size": BLOCK})
+def engine() -> Iterator[VLLMEngine]:
+    """As a run starts it, with a tokenizer."""
+    settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, "engine_kwargs": {"block_size": BLOCK}}
+    options = EngineOptions(
+        device=torch.device("cpu"),
+        temperature=1.0,
+        response_length=LENGTH,
+        context_length=LENGTH,
+        forward_batch_size=1,
+        train_batch_size=1,
+        pad_token_id=0,
+        make_optimizer=lambda module: torch.optim.SGD(module.parameters()),
+        vllm=settings,
+        tokenizer=letters(),
+    )
+    plan = flatten(Cluster(1, 2))  # of two ranks, this is the first
+    with contextlib.ExitStack() as stack:
+        engine = start_vllm(plan, "actor.generate", 0, llama(0).config, options, stack)
+        assert engine is not None
+        yield engine
 
 
 @pytest.fixture
@@ -283,7 +301,7 @@ def test_a_generation_after_updates_in_flight_uses_no_keys_of_earlier_parameters
         assert_drawn_so(weights, asked, samples(loaded, asked), SAMPLING)
 
 
-def test_an_engine_without_a_tokenizer_refuses_what_reads_text(vllm_engine: VLLMEngine, tmp_path: Path) -> None:
+def test_an_engine_without_a_tokenizer_refuses_what_reads_text(vllm_engine: VLLMEngine) -> None:
     vllm_engine.load(buckets(llama(1)), 1)
     with pytest.raises(EngineError, match="regex needs the text of responses, and the engine has no tokenizer"):
         vllm_engine.generate(requests(1), replace(SAMPLING, regex="a+"))

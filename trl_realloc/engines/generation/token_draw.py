@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-CANDIDATES = 512  # most probable tokens that `keep_nucleus` looks at first on a CPU
+CANDIDATES = 512  # number of most probable tokens that `keep_nucleus` looks at first on a CPU
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -60,27 +60,35 @@ def keep_nucleus(logits: Tensor, p: Tensor) -> Tensor:
     to -inf. Tokens as probable as the last one that is kept stay (vLLM and Transformers keep those that their sorting
     has put last, which depends on the batch).
 
-    Sums are in float64. On a CPU they begin with the most probable tokens, because sorting 64 rows of 32,000 takes
-    longer than a step of a small model. On a GPU one sort takes less time than waiting whether these are enough.
+    Sums are in float64. On a CPU only rows that need more than the `CANDIDATES` most probable tokens are sorted. On a
+    GPU one sort takes less time than waiting for how many rows these are.
 
     Args:
         logits: (rows, vocabulary), after temperature.
         p: (rows,) in (0, 1]; a row with 1 is unchanged.
     """
     vocabulary = logits.shape[-1]
-    total = logits.double().logsumexp(-1, keepdim=True)
-    bound = p.double()[:, None]
-    count = min(vocabulary, vocabulary if logits.is_cuda else CANDIDATES)
-    while True:
-        largest = logits.topk(count, -1).values
-        probs = (largest.double() - total).exp()
-        inside = probs.cumsum(-1) - probs < bound  # true for the first tokens of a row, always for its very first
-        inside[:, 0] = True
-        if count == vocabulary or not (inside[:, -1] & (p < 1)).any():
-            break
-        count = min(vocabulary, 8 * count)
-    least = largest.gather(-1, inside.sum(-1, keepdim=True) - 1)
+    most = logits.amax(-1, keepdim=True)
+    bound = p.double()[:, None] * (logits - most).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    largest = logits.topk(vocabulary if logits.is_cuda else min(vocabulary, CANDIDATES), -1).values
+    least, enough = _least_inside(largest, most, bound)
+    if largest.shape[-1] < vocabulary and (rows := (~enough & (p < 1)).nonzero()[:, 0]).numel():
+        ordered = logits[rows].sort(-1, descending=True).values
+        least[rows] = _least_inside(ordered, most[rows], bound[rows])[0]
     return logits.masked_fill((logits < least) & (p < 1)[:, None], -torch.inf)
+
+
+def _least_inside(largest: Tensor, most: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """The least logit (rows, 1) before which the probabilities sum to less than `bound`, among the `largest` (rows, n)
+    in descending order; and whether the next one (rows,) is among them, so that it is the least of all.
+
+    Args:
+        most: (rows, 1), the logit whose probability counts as 1.
+        bound: (rows, 1) float64.
+    """
+    probs = (largest - most).exp().double()
+    inside = probs.cumsum(-1) - probs < bound  # true for the first tokens of a row
+    return largest.gather(-1, inside.sum(-1, keepdim=True).clamp(min=1) - 1), ~inside[:, -1]
 
 
 def draw(logprobs: Tensor, uniform: Tensor, block: int = 256) -> Tensor:
