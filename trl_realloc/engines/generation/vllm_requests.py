@@ -65,7 +65,7 @@ class CachedKeys:
         self.salt = next(self._numbers)
 
 
-def sampling_arguments(sampling: dict[str, Any]) -> dict[str, Any]:
+def sampling_arguments(llm: LLM, sampling: dict[str, Any]) -> dict[str, Any]:
     """The arguments of vLLM's `SamplingParams` that all requests of a generation share.
 
     Args:
@@ -76,11 +76,16 @@ def sampling_arguments(sampling: dict[str, Any]) -> dict[str, Any]:
         structured = StructuredOutputsParams(regex=sampling["regex"])
     elif given := extra.pop("structured_outputs", None):
         structured = StructuredOutputsParams(**given)
+    stops = set(sampling["stop_token_ids"])
+    if structured is not None:  # where a grammar has ended, it allows the tokenizer's eos token alone
+        eos = llm.get_tokenizer().eos_token_id
+        if eos is None:
+            raise ValueError("the tokenizer has no eos token, and a response with structured outputs ends with it")
+        stops.add(eos)
     return {
         **{name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-        "stop_token_ids": list(sampling["stop_token_ids"]),
-        # where a grammar has ended, it allows the tokenizer's eos token alone
-        "ignore_eos": structured is None,
+        "stop_token_ids": sorted(stops),
+        "ignore_eos": True,  # the eos token of the model's config, which may be another one
         "structured_outputs": structured,
         "detokenize": bool(extra.get("stop")),
         "logprobs": 0,
@@ -95,7 +100,7 @@ def sampling_arguments(sampling: dict[str, Any]) -> dict[str, Any]:
 def why_not_sampled(llm: LLM, sampling: dict[str, Any]) -> str | None:
     """The reason why vLLM refuses requests with this sampling; `None` if it takes them. No generation may run."""
     try:
-        params = SamplingParams(**sampling_arguments(sampling), max_tokens=sampling["max_tokens"])
+        params = SamplingParams(**sampling_arguments(llm, sampling), max_tokens=sampling["max_tokens"])
         llm.llm_engine.add_request("check", {"type": "token", "prompt_token_ids": [0]}, params)
     except Exception as error:  # a TypeError, a ValueError or one of vLLM's own
         return str(error)
@@ -127,7 +132,7 @@ class RunningRequests:
 
     def __init__(self, llm: LLM, sampling: dict[str, Any], by_seed: bool, version: int, keys: CachedKeys) -> None:
         self._engine, self._by_seed, self._keys = llm.llm_engine, by_seed, keys
-        self._arguments = sampling_arguments(sampling)
+        self._arguments = sampling_arguments(llm, sampling)
         self._by_position = not by_seed and draws_by_position(self._engine)
         self._most = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._version = version
