@@ -33,8 +33,7 @@ from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.engine_options import EngineOptions
-from trl_realloc.runtime.vllm_start import start_vllm
+from trl_realloc.runtime.vllm_start import VLLMOptions, start_vllm
 
 
 pytestmark = [
@@ -67,21 +66,13 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[VLLMEngine]:
-    """As a run starts it, with a tokenizer."""
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+    """As a run starts it, with a tokenizer. The model's config has another eos token."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    letters().save_pretrained(folder)
+    llama(0).config.save_pretrained(folder)  # vLLM looks for it, twice
     settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, "engine_kwargs": {"block_size": BLOCK}}
-    options = EngineOptions(
-        device=torch.device("cpu"),
-        temperature=1.0,
-        response_length=LENGTH,
-        context_length=LENGTH,
-        forward_batch_size=1,
-        train_batch_size=1,
-        pad_token_id=0,
-        make_optimizer=lambda module: torch.optim.SGD(module.parameters()),
-        vllm=settings,
-        tokenizer=letters(),
-    )
+    options = VLLMOptions(torch.device("cpu"), LENGTH, vllm={**settings, "tokenizer": folder})
     plan = flatten(Cluster(1, 2))  # of two ranks, this is the first
     with contextlib.ExitStack() as stack:
         engine = start_vllm(plan, "actor.generate", 0, llama(0).config, options, stack)

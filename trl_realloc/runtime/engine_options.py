@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.dataflow import CallKind
@@ -35,8 +34,6 @@ class EngineOptions:
         compute_dtype: of mixed precision; `None` without it.
         deepspeed: the user's DeepSpeed config.
         vllm: further arguments of `VLLMEngine`.
-        tokenizer: for vLLM engines that have to read text (`VLLMEngine`'s argument of that name); `None` for engines
-            without one.
         bucket_bytes, transfer_timeout_s, checksums: the fields of `transfer`.
         collective_timeout_s: of every process group (`ddp_timeout`).
         heartbeat_timeout_s: longest time that an engine's process may be stopped by a signal.
@@ -59,7 +56,6 @@ class EngineOptions:
     deepspeed: Mapping[str, Any] | None = None
     seed: int = 0
     vllm: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: PreTrainedTokenizerBase | None = None
     bucket_bytes: int = BUCKET_BYTES
     transfer_timeout_s: float = TIMEOUT_S
     checksums: bool = False

@@ -65,8 +65,6 @@ def start_vllm(
     if watchdog is not None:
         watchdog.remove_at_end(folder)
     config.save_pretrained(folder)
-    if options.tokenizer is not None:
-        options.tokenizer.save_pretrained(folder)
     log = folder / "vllm.log"
     if options.log_folder is not None:
         log = options.log_folder / f"vllm-{plan.graph.call(call).label}rank{rank}.log"
@@ -78,7 +76,6 @@ def start_vllm(
         tensor_parallel_size=tp,
         dtype=_dtype_name(config, options),
         max_model_len=options.context_length,
-        tokenizer=None if options.tokenizer is None else folder,
         sleep_level=2 if assignment.drop else 1 if assignment.offload else 0,
         **_devices(plan, assignment, rank, options.device),
         **settings,
