@@ -14,7 +14,6 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_realloc import plug
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
-from trl_realloc.engines.training.accelerate_export import why_not_exported
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.generation_plan import GENERATE
 from trl_realloc.trainer.planned_generation import NoImagesError, PlannedGeneration
@@ -61,6 +60,7 @@ def trainer(folder: Path, kind: Any = GRPOTrainer, peft_config: Any = None, **ch
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.newest
 def test_grpo_trains_on_samples_of_the_policy_before_and_after_an_update(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     generation = plug(made)
@@ -157,11 +157,3 @@ def test_models_and_launches_that_cannot_be_served_are_refused_before_an_engine_
     made.args.use_vllm, made.args.vllm_mode = True, "server"
     with pytest.raises(ConfigError, match="vllm_mode is server"):
         plug(made)
-
-
-def test_fsdp_1_and_quantized_models_are_not_exported() -> None:
-    assert "fsdp_version: 2" in str(why_not_exported(tiny.policy(), 1))
-    assert why_not_exported(tiny.policy(), 2) is None
-    quantized = tiny.policy()
-    quantized.is_quantized = True
-    assert "quantized" in str(why_not_exported(quantized))
