@@ -73,6 +73,7 @@ args = GRPOConfig(
     report_to=[],
     bf16=False,
     use_cpu=given["use_cpu"],
+    ddp_backend="gloo",  # without it Accelerate takes DeepSpeed's processes on CPUs for unrelated ones
     disable_tqdm=True,
     per_device_train_batch_size=4,
     num_generations=4,

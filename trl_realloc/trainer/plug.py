@@ -79,7 +79,13 @@ def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
     check_device(device)
     processes = meet() if is_accelerator(device) else without_gpus(meet())
     tp, sleeps = int(_setting(args, "vllm_tensor_parallel_size", 1)), bool(_setting(args, "vllm_enable_sleep_mode"))
-    resolved = generation_plan(plan, cluster_of(processes), tp=tp, sleeps=sleeps)
+    cluster = cluster_of(processes)
+    if trainer.accelerator.num_processes != cluster.size:  # so it is with DeepSpeed on CPUs
+        raise ConfigError(
+            f"the job has {cluster.size} processes, of which Accelerate knows {trainer.accelerator.num_processes}; "
+            f"without a GPU set ddp_backend='gloo' in the training arguments."
+        )
+    resolved = generation_plan(plan, cluster, tp=tp, sleeps=sleeps)
     check_gpus(processes, resolved)
     config = read_config(trainer.accelerator.unwrap_model(model), "model")
     options = VLLMOptions(
