@@ -31,12 +31,21 @@ from ..planner.analytic_rates import AnalyticRates
 from ..planner.choose import Decision, choose
 from ..planner.cost import Pricing
 from ..planner.device_memory import gpu_memory
+from ..planner.fused_lists import example
 from ..planner.hardware import Rates, parse_cluster
 from ..planner.measured_rates import MeasuredRates
 from ..planner.overlap_worth import OverlapWorth
 from ..planner.profile import Profile, model_key
 from ..planner.recipe import Recipe, is_plan, read_recipe
-from ..planner.show import alternatives_table, draw_estimate, explained, memory_table, overlap_table, plan_cost_table
+from ..planner.show import (
+    alternatives_table,
+    draw_estimate,
+    explained,
+    memory_table,
+    overlap_table,
+    plan_cost_table,
+    schedule_table,
+)
 from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
 from .measuring_job import check_processes, measured_profile, processes_of
 
@@ -96,7 +105,10 @@ def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: in
         chosen = load_plan(plan)
         if devices is not None:
             chosen.check_world(_cluster(plan, devices, nodes).size)
-    Console().print(plan_table(chosen))
+    console = Console()
+    console.print(plan_table(chosen))
+    if chosen.fused:
+        console.print(schedule_table(chosen, example(chosen), is_example=True))
 
 
 @commands.command()
@@ -271,6 +283,8 @@ def _show_choice(chosen: Decision, calls: Sequence[str], worth: OverlapWorth | N
     )
     console.print(f"{chosen.summary[0].upper()}{chosen.summary[1:]}.")
     console.print(plan_cost_table(chosen.best))
+    if chosen.best.fused_cost is not None and chosen.best.fused_cost.found is not None:
+        console.print(schedule_table(chosen.best.plan, chosen.best.fused_cost.found))
     if chosen.best.space.pricing.memory is not None:
         console.print(memory_table(chosen.best))
     if chosen.alternatives:
@@ -283,7 +297,7 @@ def _show_choice(chosen: Decision, calls: Sequence[str], worth: OverlapWorth | N
             console.print(sentence)
     _save(chosen.best.plan, output)
     try:
-        drawn = " and ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))
+        drawn = ", ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))
     except OSError as error:
         raise PlanError(f"the plan's picture cannot be written beside {output} ({error.strerror}).") from None
     click.echo(f"written to {output}, {drawn}; run it with plan: {output}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..common.errors import PlanError
 from ..common.files import MOST_RECORD_BYTES, read_json_mapping
 from ..common.schema import checked
 from .cluster import MOST_DEVICES
+from .fused import Fused, joined
 
 
 MOST_CALLS = 1000  # different calls of a run; a plan has some ten, including reallocations
@@ -103,6 +104,21 @@ class Timeline:
     def __add__(self, other: Timeline) -> Timeline:
         """The spans of both timelines, such as those of two devices of a job."""
         return Timeline(self.spans + other.spans)
+
+    def joined(self, fused: Fused) -> Timeline:
+        """Where two calls train together, one span named by both in place of theirs. The others stay as they are, also
+        those of a step in which a device ran the two calls one after the other.
+
+        Args:
+            fused: the two calls; empty for none.
+        """
+        together: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        rest: list[Span] = []
+        for span in self.spans:
+            (together[span.step, span.device] if span.call in fused else rest).append(span)
+        for spans in together.values():
+            rest += _joined(spans, fused)
+        return Timeline(rest)
 
     def of_step(self, step: int) -> Timeline:
         return Timeline(span for span in self.spans if span.step == step)
@@ -276,6 +292,15 @@ class Timeline:
             times += [min((span.start for span in spans), default=0.0)][: len(spans)] + [span.end for span in spans]
             samples += [0][: len(spans)] + list(accumulate(span.samples for span in spans))
         return times, samples
+
+
+def _joined(spans: list[Span], fused: Fused) -> list[Span]:
+    """One span for those of both calls on a device in a step, if they overlap."""
+    latest, earliest = max(span.start for span in spans), min(span.end for span in spans)
+    if len(spans) != 2 or spans[0].call == spans[1].call or latest >= earliest:
+        return spans
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    return [replace(spans[0], call=joined(fused), start=start, end=end, tokens=sum(span.tokens for span in spans))]
 
 
 def _number(axes: Any, lanes: dict[Span, tuple[int, int]], row: dict[int, int], zero: float) -> None:

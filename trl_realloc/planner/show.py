@@ -7,8 +7,10 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import Streams
 from .choose import Decision, explain
+from .fused_lists import Found, schedule_timeline, stage_lists
 from .overlap_worth import OverlapWorth
 from .priced_plan import PricedPlan
 
@@ -22,6 +24,9 @@ def plan_cost_table(plan: PricedPlan) -> Table:
         strategy = f"{assignment.strategy}{between_calls}"
         memory = f"{(cost.static + cost.transient) / 1e9:.2f} GB"
         table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, f"{cost.seconds:.3f} s")
+    if plan.fused_cost is not None:
+        both, cost = " + ".join(plan.fused), plan.fused_cost.cost
+        table.add_row(both, "", "", "fused", f"{cost.transient / 1e9:.2f} GB", f"{cost.seconds:.3f} s")
     for name, seconds in plan.estimate.moves.items():
         table.add_row(f"parameters to {name}", "", "", "", "", f"{seconds:.3f} s")
     if plan.streams is not None:
@@ -79,6 +84,25 @@ def overlap_table(worth: OverlapWorth) -> Table:
     return table
 
 
+def schedule_table(plan: ExecutionPlan, found: Found, *, is_example: bool = False) -> Table:
+    """A row for each stage of the two calls that a plan fuses: its devices, which stage of each call it is, and its
+    list of forwards and backwards.
+
+    Args:
+        is_example: the schedule is that of `fused_lists.example`.
+    """
+    one, other = plan.fused[0], plan.fused[-1]
+    title = f"{one} (A) and {other} (B) in fused pipelines"
+    table = Table("device", "stage of A, B", "order", "busy", title=title, title_justify="left")
+    for stage in stage_lists(plan, found):
+        table.add_row(stage.devices, f"{stage.holds[0]}, {stage.holds[1]}", stage.tasks, f"{stage.busy:.0%}")
+    said = "A1 is the forward of A's first micro-batch in a pipeline, a1 its backward."
+    if is_example:
+        said += " An example: all stages alike, backwards of two forwards. A run chooses the order by its times."
+    table.caption, table.caption_justify = said, "left"
+    return table
+
+
 def explained(plan: PricedPlan, call: str) -> str:
     """What a call's seconds are spent on. Raises `PlanError` where the graph has no such call."""
     name = plan.space.graph.call(call).name
@@ -86,8 +110,13 @@ def explained(plan: PricedPlan, call: str) -> str:
 
 
 def draw_estimate(plan: PricedPlan, stem: str | Path) -> list[Path]:
-    """Writes the expected iteration as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`)."""
+    """Writes the expected iteration as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`); of a
+    plan that fuses two calls also one mini-batch of theirs, stage by stage (`stem.schedule.png`)."""
     picture, trace = Path(f"{stem}.png"), Path(f"{stem}.trace.json")
     plan.timeline.draw(picture)
     trace.write_text(json.dumps(plan.timeline.to_chrome_trace()), encoding="utf-8")
-    return [picture, trace]
+    if plan.fused_cost is None or plan.fused_cost.found is None:
+        return [picture, trace]
+    schedule = Path(f"{stem}.schedule.png")
+    schedule_timeline(plan.plan, plan.fused_cost.found).draw(schedule)
+    return [picture, trace, schedule]

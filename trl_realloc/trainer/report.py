@@ -22,6 +22,7 @@ from ..common.errors import PlanError, shown
 from ..common.files import MOST_RECORD_BYTES, exists, parse_json, read_json, read_text
 from ..common.schema import checked
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.fused import Fused
 from ..plan.timeline import Timeline
 from ..planner.priced_plan import PricedPlan
 from ..planner.simulate import iteration_seconds
@@ -210,7 +211,7 @@ def write_report(
     reward_curve(rows, folder / "reward.png")
     lines = [
         *_reward_lines(rows),
-        *_time_lines(rows, timeline, simulated),
+        *_time_lines(rows, timeline, simulated, _fused_in(plan)),
         *expected,
         *([*markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
         "## Plan",
@@ -242,11 +243,12 @@ def _reward_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _time_lines(rows: Sequence[Mapping[str, Any]], timeline: str, simulated: float | None) -> list[str]:
+def _time_lines(rows: Sequence[Mapping[str, Any]], timeline: str, simulated: float | None, fused: Fused) -> list[str]:
+    both = f" {' and '.join(fused)} train together, so each has the seconds of both." if fused else ""
     return [
         "## Time by call",
         "",
-        "The longest of the devices, mean over the updates. Calls on disjoint devices overlap.",
+        f"The longest of the devices, mean over the updates. Calls on disjoint devices overlap.{both}",
         "",
         *markdown(time_table(rows)),
         "",
@@ -277,7 +279,7 @@ def save_record(plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | 
         if expected.staleness.versions:
             ages = {"mean_age": expected.estimate.mean_age, "oldest": expected.estimate.oldest}
             (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
-        Console(stderr=True).print(estimate_table(expected.timeline, timeline))
+        Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused)))
 
 
 def report_run(folder: str | Path) -> Path:
@@ -308,7 +310,7 @@ def report_run(folder: str | Path) -> Path:
     spans = folder / "timeline.json"
     picture, simulated, expected = "", None, list[str]()
     if exists(spans):
-        timeline = Timeline.load(spans)
+        timeline = Timeline.load(spans).joined(_fused_in(text))
         simulated = simulated_seconds(text, timeline)
         expected = [*estimate_lines(folder, timeline), *age_lines(folder, load_metrics(metrics))]
         steps = timeline.steps[-2:]
@@ -329,20 +331,29 @@ def report_run(folder: str | Path) -> Path:
 
 def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
     """Seconds per update by the plan's schedule and the measured times of its calls: calls on different devices
-    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams or a staleness or
-    fuses calls, or a call was never measured.
+    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams or a staleness, or a
+    call was never measured.
 
     Args:
         plan: the plan's YAML.
+        timeline: in which calls that train together are `joined`.
     """
     try:
         parsed, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
-        if parsed.streams is not None or parsed.staleness.versions or parsed.fused:
+        if parsed.streams is not None or parsed.staleness.versions:
             return None  # a call's seconds do not say when its samples were there
         moves = {call.partition(" -> ")[2]: seconds for call, seconds in busy.items() if " -> " in call}
         return iteration_seconds(parsed, busy, moves)
     except (PlanError, KeyError):
         return None
+
+
+def _fused_in(plan: str) -> Fused:
+    """The calls that a plan fuses; empty if the text is not a plan."""
+    try:
+        return ExecutionPlan.from_yaml(plan).fused
+    except PlanError:
+        return ()
 
 
 def _simulated_lines(simulated: float, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,0 +1,103 @@
+"""A fused schedule for a person: the list of each stage as text, and its times as a `Timeline`.
+
+Tables of it are in `show`. Which schedule a run has depends on the times of its stages (`runtime/fused_orders`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.timeline import Span, Timeline
+from .fused_check import check
+from .fused_pipelines import MODELS, FusedPipelines, FusedSchedule, Task
+
+
+Found = tuple[FusedPipelines, FusedSchedule]
+
+EXAMPLE_EFFORT = 200_000  # tasks that the search for an example places
+MOST_TASKS = 48  # of a stage that are shown
+
+
+@dataclass(frozen=True)
+class StageList:
+    """What one stage of a line of devices runs.
+
+    Args:
+        devices: that are the stage, like `0` or `0-1`, in every line.
+        holds: the stage of each model, counted from 1.
+        tasks: in order: `A1` is the forward of the first call's first micro-batch, `a1` its backward; `B1` and `b1` are
+            the second call's.
+        busy: share of the time in which the stage computes.
+    """
+
+    devices: str
+    holds: tuple[int, int]
+    tasks: str
+    busy: float
+
+
+def example(plan: ExecutionPlan) -> Found:
+    """A schedule for a plan that fuses two calls, with as many micro-batches in each pipeline as it has stages, all
+    stages alike and backwards of two forwards."""
+    from .fused_search import search  # importing numba takes a second
+
+    assert plan.fused, "the plan fuses two calls"
+    one, other = (plan[name].strategy.pp for name in plan.fused)
+    pipelines = FusedPipelines.uniform((one, other), (one, other), (1.0, 1.0), (1.0, 1.0))
+    return pipelines, search(pipelines, effort=EXAMPLE_EFFORT).schedule
+
+
+def stage_lists(plan: ExecutionPlan, found: Found) -> list[StageList]:
+    """One for each stage of a line. All lines of a mesh run the same lists."""
+    pipelines, schedule = found
+    simulated, lists = check(pipelines, schedule), []
+    for stage, tasks in enumerate(schedule.stages):
+        own = tuple(pipelines.own_stage(model, stage)[1] + 1 for model in MODELS)
+        work = sum(_seconds(pipelines, stage, task) for task in tasks)
+        busy = work / simulated.makespan if simulated.makespan else 0.0
+        lists.append(StageList(_devices(plan, pipelines, stage), (own[0], own[1]), _text(tasks), busy))
+    return lists
+
+
+def schedule_timeline(plan: ExecutionPlan, found: Found) -> Timeline:
+    """The tasks of one mini-batch on the devices of the first line."""
+    pipelines, schedule = found
+    starts, spans = check(pipelines, schedule).starts, []
+    names = dict(zip(MODELS, plan.fused, strict=False))
+    for stage, (tasks, begun) in enumerate(zip(schedule.stages, starts, strict=True)):
+        for task, start in zip(tasks, begun, strict=True):
+            end = start + _seconds(pipelines, stage, task)
+            spans += [Span(f"{names[task.model]}, {task.kind}", at, start, end, 0) for at in _ranks(plan, stage)]
+    return Timeline(spans)
+
+
+def _seconds(pipelines: FusedPipelines, stage: int, task: Task) -> float:
+    pipeline = pipelines.pipeline(task.model)
+    times = pipeline.forward if task.kind == "forward" else pipeline.backward
+    return float(times[task.copy, task.micro_batch, pipelines.own_stage(task.model, stage)[1]])
+
+
+def _ranks(plan: ExecutionPlan, stage: int) -> range:
+    """The devices of a stage in the first line."""
+    first, tp = plan.mesh(plan.fused[0]).first, plan[plan.fused[0]].strategy.tp
+    return range(first + stage * tp, first + (stage + 1) * tp)
+
+
+def _devices(plan: ExecutionPlan, pipelines: FusedPipelines, stage: int) -> str:
+    """Of all lines."""
+    mesh, tp = plan.mesh(plan.fused[0]), plan[plan.fused[0]].strategy.tp
+    texts = []
+    for line in range(mesh.size // (pipelines.stages * tp)):
+        ranks = [rank + line * pipelines.stages * tp for rank in _ranks(plan, stage)]
+        texts.append(f"{ranks[0]}" if tp == 1 else f"{ranks[0]}-{ranks[-1]}")
+    return ", ".join(texts)
+
+
+def _text(tasks: tuple[Task, ...]) -> str:
+    shown = [
+        f"{task.model if task.kind == 'forward' else task.model.lower()}{task.micro_batch + 1}"
+        for task in tasks[:MOST_TASKS]
+    ]
+    more = len(tasks) - len(shown)
+    return " ".join(shown) + (f" and {more} more" if more > 0 else "")
