@@ -9,10 +9,11 @@ time of both models one after the other and with what its search reached.
 
     python benchmarks/fused.py --random 40 [--unequal] [--json FILE]
     python benchmarks/fused.py --small 2000 [--json FILE]
+    python benchmarks/fused.py --in-a-run [--json FILE]
     python benchmarks/fused.py --measured [--json FILE]
 
 try random cases: of 2 to 16 stages, with `--unequal` with other times on every stage and for every micro-batch; or
-small ones, compared with an exhaustive search. One core. Before the first case the search is compiled, if this was not
+small ones, compared with an exhaustive search; or measure the search with the effort that a run gives it. One core. Before the first case the search is compiled, if this was not
 done in an earlier run; its time is not part of a case's.
 
 The last trains two pipelines on 2 and 4 gloo processes, fused and one after the other (`fused_measured`).
@@ -26,6 +27,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,10 @@ from fused_cases import exists, random_small  # noqa: E402
 from fused_measured import measured  # noqa: E402
 
 from trl_realloc.common.errors import PlanError  # noqa: E402
-from trl_realloc.planner.fused_check import check, serial_memory, serial_time  # noqa: E402
+from trl_realloc.planner.fused_check import check, memory_limit, serial_memory, serial_time  # noqa: E402
 from trl_realloc.planner.fused_pipelines import FusedPipelines, Pipeline, from_json, to_json  # noqa: E402
 from trl_realloc.planner.fused_search import FoundSchedule, search  # noqa: E402
+from trl_realloc.runtime.fused_orders import LEAST_EFFORT, MOST_EFFORT  # noqa: E402
 
 
 PUBLISHED = ROOT / "benchmarks" / "papers" / "rlhfuse.csv"
@@ -65,6 +68,15 @@ STAGES = (
     (16, 4),
     (16, 8),
 )
+IN_A_RUN = (
+    ((2, 2), (8, 8)),
+    ((4, 4), (8, 8)),
+    ((4, 4), (32, 32)),
+    ((8, 4), (16, 8)),
+    ((8, 8), (32, 32)),
+    ((16, 16), (32, 32)),
+    ((16, 16), (128, 128)),
+)  # stages and micro-batches
 SMALL_EFFORT = 500_000  # tasks placed
 
 
@@ -132,6 +144,24 @@ def measure(case: Mapping[str, Any], pipelines: FusedPipelines, seed: int) -> tu
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
     }, found
+
+
+def search_in_a_run(seed: int) -> Iterator[dict[str, Any]]:
+    """CPU seconds of a search with the least and the most effort that a run gives it, and how far it is from the
+    bound."""
+    for stages, micro_batches in IN_A_RUN:
+        for is_unequal in (False, True):
+            pipelines = FusedPipelines.uniform(stages, micro_batches, (5, 4), (2, 1.5))
+            pipelines = uneven(pipelines, seed) if is_unequal else pipelines
+            pipelines = replace(pipelines, memory_limit=(memory_limit(pipelines),) * pipelines.stages)
+            row: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches, "unequal": is_unequal}
+            row["tasks"] = 2 * (pipelines.a.forward.size + pipelines.b.forward.size)
+            for name, effort in (("least", LEAST_EFFORT), ("most", MOST_EFFORT)):
+                begun = time.process_time()
+                found = search(pipelines, seed, effort)
+                row[f"{name}_seconds"] = round(time.process_time() - begun, 3)
+                row[f"{name}_to_bound"] = round(found.simulated.makespan / found.bound, 4)
+            yield row
 
 
 def write_schedule(path: Path, pipelines: FusedPipelines, found: FoundSchedule) -> None:
@@ -205,10 +235,15 @@ def main() -> None:
     parser.add_argument("--unequal", action="store_true", help="stages and micro-batches of unequal times")
     parser.add_argument("--small", type=int, default=0, metavar="N", help="so many small cases, all orders tried")
     parser.add_argument("--measured", action="store_true", help="train fused and one after the other on gloo processes")
+    parser.add_argument("--in-a-run", action="store_true", help="seconds of the search with a run's effort")
     given = parser.parse_args()
     if given.measured:
         result = {"rows": measured()}
         print_table(result["rows"])
+    elif given.in_a_run:
+        search(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), effort=1)  # compiles it
+        result = {"rows": list(search_in_a_run(given.seed))}
+        print(*map(json.dumps, result["rows"]), sep="\n")
     elif given.small:
         result = measure_small(given.small, given.seed)
         print(json.dumps(result))

@@ -37,15 +37,7 @@ from ..planner.measured_rates import MeasuredRates
 from ..planner.overlap_worth import OverlapWorth
 from ..planner.profile import Profile, model_key
 from ..planner.recipe import Recipe, is_plan, read_recipe
-from ..planner.show import (
-    alternatives_table,
-    draw_estimate,
-    explained,
-    memory_table,
-    overlap_table,
-    plan_cost_table,
-    schedule_table,
-)
+from ..planner.show import alternatives_table, draw_estimate, explained, overlap_table, plan_tables, schedule_table
 from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
 from .measuring_job import check_processes, measured_profile, processes_of
 
@@ -105,10 +97,9 @@ def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: in
         chosen = load_plan(plan)
         if devices is not None:
             chosen.check_world(_cluster(plan, devices, nodes).size)
-    console = Console()
-    console.print(plan_table(chosen))
+    Console().print(plan_table(chosen))
     if chosen.fused:
-        console.print(schedule_table(chosen, example(chosen), is_example=True))
+        Console().print(schedule_table(chosen, example(chosen), is_example=True))
 
 
 @commands.command()
@@ -282,11 +273,8 @@ def _show_choice(chosen: Decision, calls: Sequence[str], worth: OverlapWorth | N
         f"responses of {work.response_tokens[-1]}, as long as they may be."
     )
     console.print(f"{chosen.summary[0].upper()}{chosen.summary[1:]}.")
-    console.print(plan_cost_table(chosen.best))
-    if chosen.best.fused_cost is not None and chosen.best.fused_cost.found is not None:
-        console.print(schedule_table(chosen.best.plan, chosen.best.fused_cost.found))
-    if chosen.best.space.pricing.memory is not None:
-        console.print(memory_table(chosen.best))
+    for table in plan_tables(chosen.best):
+        console.print(table)
     if chosen.alternatives:
         console.print(alternatives_table(chosen))
     for call in calls:

@@ -19,7 +19,7 @@ from .fused_pipelines import FusedPipelines, FusedSchedule, Pipeline
 from .space import Candidate, Space
 
 
-EFFORT = 100_000  # tasks that the search of a schedule places, as in a run (`runtime/fused_orders`)
+EFFORT = 100_000  # tasks that the search of a schedule places; a run's most (`runtime/fused_orders`)
 OUTSIDE = ("data", "optimizer", "handover", "load", "functions")  # causes of a call's seconds outside of its pipeline
 
 Pair = tuple[Candidate, Candidate]

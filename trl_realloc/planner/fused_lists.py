@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span, Timeline
 from .fused_check import check
@@ -56,7 +57,7 @@ def stage_lists(plan: ExecutionPlan, found: Found) -> list[StageList]:
         own = tuple(pipelines.own_stage(model, stage)[1] + 1 for model in MODELS)
         work = sum(_seconds(pipelines, stage, task) for task in tasks)
         busy = work / simulated.makespan if simulated.makespan else 0.0
-        lists.append(StageList(_devices(plan, pipelines, stage), (own[0], own[1]), _text(tasks), busy))
+        lists.append(StageList(_devices(plan, pipelines, stage), (own[0], own[1]), text_of(tasks), busy))
     return lists
 
 
@@ -78,23 +79,31 @@ def _seconds(pipelines: FusedPipelines, stage: int, task: Task) -> float:
     return float(times[task.copy, task.micro_batch, pipelines.own_stage(task.model, stage)[1]])
 
 
+def _home(plan: ExecutionPlan) -> Assignment:
+    """Of the first of both calls. The second's has the same mesh and tp."""
+    assert plan.fused, "the plan fuses two calls"
+    return plan[plan.fused[0]]
+
+
 def _ranks(plan: ExecutionPlan, stage: int) -> range:
     """The devices of a stage in the first line."""
-    first, tp = plan.mesh(plan.fused[0]).first, plan[plan.fused[0]].strategy.tp
+    home = _home(plan)
+    first, tp = home.mesh.first, home.strategy.tp
     return range(first + stage * tp, first + (stage + 1) * tp)
 
 
 def _devices(plan: ExecutionPlan, pipelines: FusedPipelines, stage: int) -> str:
     """Of all lines."""
-    mesh, tp = plan.mesh(plan.fused[0]), plan[plan.fused[0]].strategy.tp
-    texts = []
-    for line in range(mesh.size // (pipelines.stages * tp)):
+    home = _home(plan)
+    tp, texts = home.strategy.tp, []
+    for line in range(home.mesh.size // (pipelines.stages * tp)):
         ranks = [rank + line * pipelines.stages * tp for rank in _ranks(plan, stage)]
         texts.append(f"{ranks[0]}" if tp == 1 else f"{ranks[0]}-{ranks[-1]}")
     return ", ".join(texts)
 
 
-def _text(tasks: tuple[Task, ...]) -> str:
+def text_of(tasks: tuple[Task, ...]) -> str:
+    """`StageList.tasks`."""
     shown = [
         f"{task.model if task.kind == 'forward' else task.model.lower()}{task.micro_batch + 1}"
         for task in tasks[:MOST_TASKS]

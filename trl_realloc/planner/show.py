@@ -15,6 +15,17 @@ from .overlap_worth import OverlapWorth
 from .priced_plan import PricedPlan
 
 
+def plan_tables(plan: PricedPlan) -> list[Table]:
+    """All that is printed of a plan: its costs, the schedule of calls that it fuses, and the memory of the fullest
+    device, where it is known."""
+    tables = [plan_cost_table(plan)]
+    if plan.fused_cost is not None and plan.fused_cost.found is not None:
+        tables.append(schedule_table(plan.plan, plan.fused_cost.found))
+    if plan.space.pricing.memory is not None:
+        tables.append(memory_table(plan))
+    return tables
+
+
 def plan_cost_table(plan: PricedPlan) -> Table:
     """A row for each call: its mesh, engine and strategy, the memory it takes of a device, and its seconds."""
     table = Table("call", "mesh", "engine", "strategy", "memory", "time", title=plan.name, title_justify="left")
@@ -91,8 +102,7 @@ def schedule_table(plan: ExecutionPlan, found: Found, *, is_example: bool = Fals
     Args:
         is_example: the schedule is that of `fused_lists.example`.
     """
-    one, other = plan.fused[0], plan.fused[-1]
-    title = f"{one} (A) and {other} (B) in fused pipelines"
+    title = f"{' (A) and '.join(plan.fused)} (B) in fused pipelines"
     table = Table("device", "stage of A, B", "order", "busy", title=title, title_justify="left")
     for stage in stage_lists(plan, found):
         table.add_row(stage.devices, f"{stage.holds[0]}, {stage.holds[1]}", stage.tasks, f"{stage.busy:.0%}")

@@ -331,8 +331,8 @@ def report_run(folder: str | Path) -> Path:
 
 def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
     """Seconds per update by the plan's schedule and the measured times of its calls: calls on different devices
-    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams or a staleness, or a
-    call was never measured.
+    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams or a staleness, or
+    a call was never measured.
 
     Args:
         plan: the plan's YAML.
