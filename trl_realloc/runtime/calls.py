@@ -44,6 +44,8 @@ class CallSettings:
         reward_weights: by the name of each reward model and function.
         skip_nonfinite: skip an update that is not finite; otherwise it ends the run.
         sampling_of: by call name, the sampling of calls that do not use `sampling`.
+        context_length: most tokens of a prompt and its response; 0 where no prompt leaves less room than the sampling's
+            `max_tokens`.
     """
 
     sampling: Sampling
@@ -54,6 +56,7 @@ class CallSettings:
     reward_weights: dict[str, float]
     skip_nonfinite: bool = False
     sampling_of: Mapping[str, Sampling] = field(default_factory=dict)
+    context_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,17 @@ def requests_of(
             tuple(row.tolist()),
             sample_seed(settings.seed, step.number, index, call.label, step.draw),
             begun.get(index),
+            _limit(settings, call, step, len(row)),
         )
         for index, row in zip(samples.tensor("index").tolist(), samples.ragged(call.inputs[0]).rows(), strict=True)
     ]
+
+
+def _limit(settings: CallSettings, call: Call, step: Step, prompt: int) -> int | None:
+    """Most response tokens to a prompt of so many tokens, where the context ends before the sampling's `max_tokens`. A
+    prompt without room for a token is refused by the engine."""
+    room = max(1, settings.context_length - prompt)
+    return room if settings.context_length and room < sampling_of(settings, call, step).max_tokens else None
 
 
 def sampling_of(settings: CallSettings, call: Call, step: Step) -> Sampling:

@@ -7,7 +7,9 @@ themselves run where the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -26,12 +28,16 @@ class HostCalls:
 
     Args:
         executor: of this rank; its plan's graph has one call that generates and one that trains.
+        around: makes a context around each call.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
+    def __init__(
+        self, executor: Executor, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        self.executor, self.around = executor, around
         self._update, self._round, self._evaluates = 0, 0, False
         self._spans: list[Span] = []
+        self._all_finished = False  # all ranks take part in a generation without a wish to generate more
 
     def at(self, update: int, *, evaluates: bool = False) -> None:
         """Set the update that the next calls belong to. Together with the number of generations in it before, it seeds
@@ -52,9 +58,24 @@ class HostCalls:
         Raises:
             JobFailed: the call failed on some rank.
         """
-        (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
         self._round += 1
-        return self._perform(name, Rollouts(prompts=Ragged.of(prompts, torch.long)))
+        return self._perform(self._generation, Rollouts(prompts=Ragged.of(prompts, torch.long)))
+
+    def finish_turns(self) -> None:
+        """Take part in the generations of other ranks until all ranks have called this. A rank calls it when it has no
+        more prompts, where ranks may generate different numbers of times.
+
+        Raises:
+            JobFailed: a generation failed on some rank.
+        """
+        while not self._all_finished:
+            self._perform(self._generation, Rollouts(), finished=True)
+        self._all_finished = False
+
+    @property
+    def _generation(self) -> str:
+        (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
+        return name
 
     def forward(self, name: str, samples: Rollouts) -> Rollouts:
         """The outputs of a call that scores, for this rank's samples.
@@ -87,23 +108,25 @@ class HostCalls:
         taken, self._spans = tuple(self._spans), []
         return taken
 
-    def _perform(self, name: str, own: Rollouts, rate: Rate | None = None) -> Rollouts:
+    def _perform(self, name: str, own: Rollouts, rate: Rate | None = None, *, finished: bool = False) -> Rollouts:
         call, executor = self.executor.plan.graph.call(name), self.executor
         number = self._update + (EVALUATION_STEP if self._evaluates else 0)
         executor.alarm.at(f"{name} of update {self._update + 1} (the samples of all ranks)")
-        samples, first = self._of_all_ranks(own)
+        samples, first = self._of_all_ranks(own, finished)
         if not len(samples):
             return Rollouts()
         rates = {call.role: rate} if rate is not None else {}
         executor.begin(Step(number, learning_rates=rates, draw=self._round))
-        outputs = executor.perform(name, samples)
+        with self.around():
+            outputs = executor.perform(name, samples)
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
         return outputs if call.trains else outputs.select(range(first, first + len(own)))
 
-    def _of_all_ranks(self, own: Rollouts) -> tuple[Rollouts, int]:
+    def _of_all_ranks(self, own: Rollouts, finished: bool) -> tuple[Rollouts, int]:
         """The samples of all ranks in the order of the ranks, numbered; and the number of this rank's first one."""
         content = own.to_bytes() if len(own) else b""
-        parts = from_every_rank((len(own), content), self.executor.placement.control)
-        first = sum(size for size, _ in parts[: self.executor.rank])
-        samples = Rollouts.cat([Rollouts.from_bytes(part) for size, part in parts if size] or [Rollouts()])
+        parts = from_every_rank((len(own), content, finished), self.executor.placement.control)
+        self._all_finished = all(rank_finished for _, _, rank_finished in parts)
+        first = sum(size for size, _, _ in parts[: self.executor.rank])
+        samples = Rollouts.cat([Rollouts.from_bytes(part) for size, part, _ in parts if size] or [Rollouts()])
         return samples.plus(index=torch.arange(len(samples))) if len(samples) else samples, first

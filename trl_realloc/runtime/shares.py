@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..algorithms.base import Algorithm
-from ..algorithms.rollout import Rollouts
+from ..algorithms.rollout import Ragged, Rollouts
 from ..plan.batching import balance
 from ..plan.dataflow import Call, CallKind
 from ..plan.execution_plan import ExecutionPlan
@@ -74,10 +74,22 @@ def shares_of_samples(
     dp = plan[call.name].strategy.dp
     read = samples.only(("index", *call.inputs))
     if call.kind is CallKind.GENERATE:
-        positions: Sequence[Sequence[int]] = [range(first, len(samples), dp) for first in range(dp)]
+        positions = deal(samples.ragged(call.inputs[0]), dp)
     else:
         positions = balance(as_responses(call, samples).lengths.tolist(), dp)
     return [Share(read.select(positions[replica])) for replica in (range(dp) if replicas is None else replicas)]
+
+
+def deal(prompts: Ragged, parts: int) -> list[list[int]]:
+    """The positions of the prompts of each of `parts` engines: in turn, but equal prompts that follow each other, the
+    groups of GRPO, together, because an engine computes a prompt's keys and values once."""
+    rows, dealt = prompts.rows(), [list[int]() for _ in range(parts)]
+    group = -1
+    for at, row in enumerate(rows):
+        if not at or not torch.equal(row, rows[at - 1]):
+            group += 1
+        dealt[group % parts].append(at)
+    return dealt
 
 
 def shares_of_training(

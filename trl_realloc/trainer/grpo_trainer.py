@@ -27,7 +27,7 @@ class GRPOTrainer(PlannedPolicyTrainer, TRLGRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = _named(TRLGRPOTrainer, GRPOConfig, args, kwargs)
         arguments = self._plan(arguments)
-        with _hidden(arguments["args"], beta=0.0, use_vllm=False, sync_ref_model=False):
+        with _hidden(arguments["args"], **self._hidden_settings):
             super().__init__(**arguments)
         self._take_over()
 
@@ -44,7 +44,7 @@ class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = _named(TRLRLOOTrainer, RLOOConfig, args, kwargs)
         arguments = self._plan(arguments)
-        with _hidden(arguments["args"], beta=0.0, use_vllm=False, sync_ref_model=False):
+        with _hidden(arguments["args"], **self._hidden_settings):
             super().__init__(**arguments)
         self._take_over()
 

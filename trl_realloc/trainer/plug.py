@@ -115,11 +115,11 @@ def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
         sampling,
         seed=int(args.seed),
         tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
-        takes_turns=_takes_turns(trainer),
+        takes_turns=takes_turns(trainer),
         timeout_s=float(args.ddp_timeout),
     )
     if generation.takes_turns:
-        _finish_turns(trainer, generation)
+        finish_turns(trainer, generation.finish)
     trainer.vllm_generation, trainer.use_vllm, trainer.vllm_mode = generation, True, "colocate"
     trainer._last_loaded_step = -1  # no weights are loaded, so the trainer sends them before it generates
     return generation
@@ -226,19 +226,23 @@ def _close_own(trainer: Any) -> None:
 # --- turns -----------------------------------------------------------------------------------------------------------
 
 
-def _takes_turns(trainer: Any) -> bool:
+def takes_turns(trainer: Any) -> bool:
     """Whether the trainer's ranks may generate different numbers of times: in TRL's loop over tool calls, or in a
     function of the user's."""
     has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
     return has_tools or getattr(trainer, "rollout_func", None) is not None
 
 
-def _finish_turns(trainer: Any, generation: PlannedGeneration) -> None:
-    """Let this rank generate for the others when its own turns are over."""
+def finish_turns(trainer: Any, finish: Callable[[], None]) -> None:
+    """Let this rank generate for the others when its own turns are over.
+
+    Args:
+        finish: does so.
+    """
     for name in ("_tool_call_loop", "rollout_func"):
         turns = getattr(trainer, name, None)
         if turns is not None:
-            setattr(trainer, name, _then(turns, generation.finish))
+            setattr(trainer, name, _then(turns, finish))
 
 
 def _then(turns: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Builds the `Job`, with its engine options, and the sampling of a trainer of one policy from its configuration."""
+"""Builds the `Job`, with its engine options, of a trainer of one policy from its configuration."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..engines.base import Sampling
 from ..plan.dataflow import DataflowGraph, Role
 from ..planner.workload import Workload
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels
 from .accelerate_plugin import ReallocationPlugin
-from .config_checks import ConfigError
 from .grpo_config import PolicyConfig
 from .job_builder import engine_options, make_job, recomputes
 from .plan_request import PlanRequest
@@ -73,26 +71,3 @@ def _context_length(args: PolicyConfig, lengths: Lengths, config: Any, inputs: M
         return int(limit)
     needed = (lengths.longest or int(4 * lengths.mean)) + int(args.max_completion_length)
     return needed if limit is None else min(needed, int(limit))
-
-
-def policy_sampling(args: PolicyConfig, model: Any, tokenizer: Any) -> Sampling:
-    """How tokens are drawn, by TRL's settings.
-
-    Raises:
-        ConfigError: there is no token to end a response with.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("the tokenizer has no eos token, so no response would end; set tokenizer.eos_token.")
-    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    stops = [tokenizer.eos_token_id, *(more if isinstance(more, list | tuple) else [more] if more is not None else [])]
-    return Sampling(
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        stop_token_ids=tuple(dict.fromkeys(int(token) for token in stops)),
-        top_p=args.top_p,
-        top_k=max(0, args.top_k or 0),
-        min_p=args.min_p or 0.0,
-        repetition_penalty=args.repetition_penalty,
-        regex=args.vllm_structured_outputs_regex,
-        extra=args.generation_kwargs or {},
-    )

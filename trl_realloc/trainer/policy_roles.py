@@ -1,4 +1,4 @@
-"""Makes the models of a trainer of one policy: the policy and its reference."""
+"""Makes the models of a trainer of one policy: the policy, its reference and the reward models."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..engines.models import adapters_off, shell
+from ..algorithms.rewards import Rewards
+from ..engines.models import adapters_off, has_adapters, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.roles import RoleModels, Roles
 from .grpo_config import PolicyConfig
 from .role_models import policy_and_reference
 from .trainer_inputs import TrainerInputs
+
+
+REF_ADAPTER = "ref"
 
 
 def build_policy_roles(
@@ -22,11 +26,13 @@ def build_policy_roles(
     model: Any,
     peft_config: Any,
     configs: Mapping[Role, Sequence[Any]],
+    rewards: Rewards,
 ) -> tuple[Any, Roles]:
     """The policy, and how the models of every role are loaded. Only the policy is loaded here.
 
     Args:
-        configs: the Transformers config of every role's model.
+        configs: the Transformers config of every role's models.
+        rewards: the reward models.
 
     Returns:
         The policy: the loaded model, or a model whose weights its engine reads, or the structure alone on a rank that
@@ -37,7 +43,12 @@ def build_policy_roles(
     """
     (config,) = configs[Role.ACTOR]
     inputs = TrainerInputs(None, model, None, (), None, None, peft_config=peft_config)
-    policy, adapted, reference = policy_and_reference(plan, rank, inputs, config, seed=args.seed)
+    ref_adapter = None
+    if Role.REFERENCE in configs and has_adapters(model):
+        ref_adapter = keep_adapter(model)
+    policy, adapted, reference = policy_and_reference(
+        plan, rank, inputs, config, seed=args.seed, adapters=(None, ref_adapter)
+    )
     models = {
         Role.ACTOR: RoleModels("policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted)
     }
@@ -46,6 +57,23 @@ def build_policy_roles(
             "policy",
             [] if reference is None else [reference],
             copy_of=Role.ACTOR,
-            inside=adapters_off(None, None) if reference is None else None,
+            inside=adapters_off(ref_adapter, None) if reference is None else None,
+        )
+    if rewards.models:
+        models[Role.REWARD] = RoleModels(
+            "score",
+            [source.load for source in rewards.models],
+            [source.name for source in rewards.models],
+            [None] * len(rewards.models),
         )
     return policy, Roles(models)
+
+
+def keep_adapter(model: Any) -> str:
+    """Add a copy of the adapter that is trained, as it is now, under TRL's name for it. It is the reference of a policy
+    whose adapter has been trained before."""
+    model.add_adapter(REF_ADAPTER, model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        if ".default." in name:
+            model.get_parameter(name.replace(".default.", f".{REF_ADAPTER}.")).data.copy_(parameter.data)
+    return REF_ADAPTER

@@ -14,7 +14,17 @@ import torch
 from transformers import AutoTokenizer
 
 from ..algorithms.host_loss import HostLoss
-from ..engines.models import adapts_head, check_trains, has_adapters, read_config, shell, trained_config
+from ..algorithms.rewards import RewardModelSource, Rewards, read_rewards
+from ..engines.base import Sampling
+from ..engines.models import (
+    adapts_head,
+    check_trains,
+    has_adapters,
+    load_classifier,
+    read_config,
+    shell,
+    trained_config,
+)
 from ..engines.training.deepspeed_compat import gathered
 from ..plan.algorithm_graphs import grpo_graph
 from ..plan.dataflow import DataflowGraph, Role
@@ -35,10 +45,13 @@ from .optimizer_sharding import check_sharding
 from .optimizers import LearningRates, check_optimizer
 from .plan_checks import check_plan
 from .plan_request import PlanRequest, read_plan_request
-from .policy_job import make_policy_job, policy_sampling
+from .policy_job import make_policy_job
+from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
+from .role_models import load_seeded
 from .setup import optimizer_maker
 from .trainer_inputs import path_as_text
+from .trl_sampling import sampling_of, stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class PolicySetup:
         job: what the planner used.
         train_dataset: as the user gave it.
         processing_class: the policy's tokenizer.
+        reward_models: those among the reward functions.
     """
 
     plan: ExecutionPlan
@@ -71,6 +85,7 @@ class PolicySetup:
     job: Job
     train_dataset: Any
     processing_class: Any
+    reward_models: Sequence[RewardModelSource]
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -102,9 +117,10 @@ def prepare_policy(
     """
     model, peft_config = path_as_text(inputs["model"]), inputs.get("peft_config")
     optimizer, scheduler = inputs.get("optimizers") or (None, None)
-    graph = grpo_graph(reference=args.beta != 0.0, reward_models=False)
+    rewards = _reward_sources(args, inputs)
+    graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
     request = read_plan_request(args, plugin, world, model, graph)
-    configs = _check_model(args, model, peft_config, request, graph)
+    configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
     check_optimizer(args, optimizer, scheduler, {"model": model})
     processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
         model if isinstance(model, str) else model.config._name_or_path, truncation_side="left", padding_side="left"
@@ -124,19 +140,23 @@ def prepare_policy(
         if request.plan is None
         else known_estimate(job, request.plan)
     )
+    vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
+    by_vllm = job_plan.plan["actor.generate"].engine == "vllm"
+    sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
     announce(request.processes, job_plan.plan, world.process_index)
-    policy, roles = build_policy_roles(args, job_plan.plan, world.process_index, model, peft_config, configs)
+    rank = world.process_index
+    policy, roles = build_policy_roles(args, job_plan.plan, rank, model, peft_config, configs, rewards)
     has_part = world.process_index in job_plan.plan.mesh("actor.train")
     return PolicySetup(
         plan=job_plan.plan,
         model_before_start=policy if has_part else shell(configs[Role.ACTOR][0]),
         roles=roles,
-        call_settings=_call_settings(args, model, processing_class),
+        call_settings=_call_settings(args, sampling, processing_class, rewards, job.options.context_length),
+        reward_models=rewards.models,
         algorithm=HostLoss(graph),
         rates=LearningRates.of(args, optimizer, scheduler, (Role.ACTOR,)),
         make_optimizer=optimizer_maker(args, optimizer),
-        corrects=job_plan.plan["actor.generate"].engine == "vllm"
-        and bool(getattr(args, "vllm_importance_sampling_correction", False)),
+        corrects=by_vllm and bool(getattr(args, "vllm_importance_sampling_correction", False)),
         job_plan=job_plan,
         job=job,
         train_dataset=inputs.get("train_dataset"),
@@ -144,10 +164,23 @@ def prepare_policy(
     )
 
 
-def _check_model(
-    args: PolicyConfig, model: Any, peft_config: Any, request: PlanRequest, graph: DataflowGraph
+def _reward_sources(args: PolicyConfig, inputs: Mapping[str, Any]) -> Rewards:
+    """The reward models, of weight 1: TRL weighs the scores."""
+    models = reward_models(inputs.get("reward_funcs"))
+    if not models:
+        return Rewards((), (), {})
+    return read_rewards(models, partial(load_seeded, args.seed, load_classifier, trained=False))
+
+
+def _check_models(
+    args: PolicyConfig,
+    model: Any,
+    peft_config: Any,
+    request: PlanRequest,
+    graph: DataflowGraph,
+    rewards: Sequence[Any],
 ) -> dict[Role, Sequence[Any]]:
-    """Check the policy. Returns the Transformers config of the model of every role."""
+    """Check the policy and the reward models. Returns the Transformers config of the model of every role."""
     gathered(model)
     model_checks.check_policy(model)
     model_checks.check_adapter_kinds(model, peft_config)
@@ -158,6 +191,10 @@ def _check_model(
     configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model)]}
     if Role.REFERENCE in graph.roles:
         configs[Role.REFERENCE] = [config]
+    if rewards:
+        configs[Role.REWARD] = [read_config(reward, "reward_model") for reward in rewards]
+        for reward_config, reward in zip(configs[Role.REWARD], rewards, strict=True):
+            model_checks.check_config_of(reward_config, reward, "reward_model")
     return configs
 
 
@@ -179,13 +216,16 @@ def _check_plan(
     check_gpus(processes, plan)
 
 
-def _call_settings(args: PolicyConfig, model: Any, processing_class: Any) -> CallSettings:
+def _call_settings(
+    args: PolicyConfig, sampling: Sampling, processing_class: Any, rewards: Rewards, context_length: int
+) -> CallSettings:
     return CallSettings(
-        sampling=policy_sampling(args, model, processing_class),
+        sampling=sampling,
         seed=args.seed,
         eos_token_id=processing_class.eos_token_id,
         processing_class=processing_class,
         functions=(),
-        reward_weights={},
+        reward_weights=rewards.weights,
         skip_nonfinite=args.skip_nonfinite_updates,
+        context_length=context_length,
     )

@@ -11,17 +11,20 @@ Everything here replaces a method of TRL's or Trainer's. From inputs to a plan i
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
-from transformers import Trainer
+from transformers.utils import logging
 
+from ..engines.generation.sampling_checks import needs_tokenizer
+from ..engines.generation.vllm_support import is_vllm_available
+from ..engines.models import read_config
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.executor import make_executor
@@ -31,22 +34,25 @@ from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
 from ..runtime.training_calls import GRAD_NORM, check_first_weights
 from .accelerate_plugin import ReallocationPlugin
-from .checkpoint.identity import Identity, prompts_checksum
 from .checkpoint.mixin import CheckpointMixin
+from .checkpoint.policy_mixin import PolicyCheckpointMixin
 from .checkpoint.saving import make_output_dir
-from .checkpoint.training_state import StateWrite
-from .checkpoint.write_errors import WriteErrors
 from .config_checks import ConfigError
 from .host_generation import HostGeneration
-from .optimizers import LearningRates
+from .planned_generation import PlannedGeneration
+from .plug import finish_turns, plug, takes_turns
+from .policy_modules import ModelInEngine, ReferenceInEngine
+from .policy_rewards import REWARD, planned_rewards
 from .policy_setup import PolicySetup, prepare_policy
 from .policy_window import Leaves, Rows, Window
+from .trainable import why_not_trained
+from .trainer_inputs import path_as_text
 
 
-ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
+logger = logging.get_logger(__name__)
 
 
-class PlannedPolicyTrainer(CheckpointMixin):
+class PlannedPolicyTrainer(PolicyCheckpointMixin):
     """The methods of a trainer of TRL's that a plan replaces. To be mixed in before TRL's class."""
 
     args: Any
@@ -60,12 +66,11 @@ class PlannedPolicyTrainer(CheckpointMixin):
     callback_handler: Any
     current_gradient_accumulation_steps: int
     setup: PolicySetup
+    vllm_generation: Any
     create_scheduler: Callable[..., Any]
     _load_optimizer_and_scheduler: Callable[[str], None]
 
-    entropy_coef: float
-    _last_world_entropy: float
-
+    trains_by_accelerate = False  # the plan's engines cannot train this run (`trainable`); TRL's own methods are used
     _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
     _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
     _grad_norm = 0.0
@@ -82,20 +87,37 @@ class PlannedPolicyTrainer(CheckpointMixin):
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
+        reason = why_not_trained(args, _config_or_model(arguments["model"]), arguments.get("peft_config"))
+        if reason is not None:
+            if world.is_main_process:
+                logger.warning(f"{reason} The plan is that of the generation alone.")
+            self.trains_by_accelerate = True
+            return arguments
         self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
         self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with self.alarm.covers():
             self.setup = prepare_policy(args, self.plugin, world, arguments)
         return {
             **arguments,
+            **planned_rewards(arguments, self.setup.reward_models, lambda samples: self.calls.forward(REWARD, samples)),
             "model": self.setup.model_before_start,
             "peft_config": None,
             "optimizers": (self.setup.rates.scheduled, (arguments.get("optimizers") or (None, None))[1]),
         }
 
+    @property
+    def _hidden_settings(self) -> dict[str, Any]:
+        """Settings that the constructor of TRL's class sees with other values, so that it makes no engine and no
+        reference of its own."""
+        return {"use_vllm": False} if self.trains_by_accelerate else {"use_vllm": False, "beta": 0.0}
+
     def _take_over(self) -> None:
         """Put the plan's calls in the place of TRL's. After the constructor of TRL's class."""
         args = self.args
+        if self.trains_by_accelerate:
+            if args.use_vllm or (args.use_vllm is None and is_vllm_available()):
+                plug(self, plan=None if args.plan in (None, "auto") else args.plan)
+            return
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # the engines do what the launcher asked for
         self.accelerator.backward = self._backward
         self._place()
@@ -103,8 +125,11 @@ class PlannedPolicyTrainer(CheckpointMixin):
         self.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
         if not self.setup.corrects:
             self.vllm_importance_sampling_correction = False
-        self.ref_model = _Reference() if "reference.forward" in self.plan.graph.order else None
+        self.ref_model = ReferenceInEngine() if "reference.forward" in self.plan.graph.order else None
         self._last_loaded_step = -1
+        self.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
+        if takes_turns(self):
+            finish_turns(self, self.calls.finish_turns)
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -113,14 +138,17 @@ class PlannedPolicyTrainer(CheckpointMixin):
 
     def _place(self) -> None:
         """Make the process groups and the executor of the plan. `_start` makes the engines."""
-        self.placement = Placement(
-            self.setup.plan, self.accelerator.process_index, self.setup.roles, self.setup.engine_options
-        )
+        options = self.setup.engine_options
+        self.placement = Placement(self.setup.plan, self.accelerator.process_index, self.setup.roles, options)
+        if needs_tokenizer(self.setup.call_settings.sampling):
+            folder = self.placement.stack.enter_context(TemporaryDirectory(prefix="trl_realloc_"))
+            self.setup.processing_class.save_pretrained(folder)
+            self.placement.options = replace(options, vllm={**options.vllm, "tokenizer": folder})
         self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.call_settings)
         self.alarm = self.executor.alarm
-        self.calls = HostCalls(self.executor)
+        self.calls = HostCalls(self.executor, self._mode_kept)
         self._window = Window(self.calls, self.accelerator.device)
-        self.vllm_generation = HostGeneration(self.calls, self.setup.engine_options.context_length)
+        self.vllm_generation = HostGeneration(self.calls, options.context_length)
 
     def _start(self) -> None:
         """Load the models and start the engines, unless it has been done. Puts this rank's module into `self.model`."""
@@ -133,36 +161,6 @@ class PlannedPolicyTrainer(CheckpointMixin):
         self.model_wrapped = self.callback_handler.model = self.model
         self.placement.roles = self.setup.roles.loaded()
         self.setup = self.setup.started(self.model)
-
-    # --- what checkpoints need --------------------------------------------------------------------------------------
-
-    @property
-    def rates(self) -> LearningRates:  # type: ignore[override]  # a property may take the place of an attribute
-        return self.setup.rates
-
-    @property
-    def models_before_start(self) -> Mapping[Role, nn.Module]:  # type: ignore[override]
-        return {Role.ACTOR: self.setup.model_before_start}
-
-    @cached_property
-    def checkpoint_identity(self) -> Identity:  # type: ignore[override]
-        data, source = self.setup.train_dataset, self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
-        kind: type = type(source)
-        if not isinstance(source, torch.optim.Optimizer):
-            kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.model_before_start)
-        readable = hasattr(data, "__len__") and "prompt" in (data.column_names or ())
-        size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return Identity(
-            kind.__name__, size, len(data) if readable else None, prompts_checksum(data) if readable else None
-        )
-
-    def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
-        """Write this rank's part of a checkpoint, with the state that TRL keeps in a file of its own."""
-        if getattr(self, "use_adaptive_entropy", False) and not self.accelerator.process_index:
-            state = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
-            with problems.writing(folder / ENTROPY_STATE):
-                (folder / ENTROPY_STATE).write_text(json.dumps(state), encoding="utf-8")
-        return super()._write_checkpoint(folder, problems)
 
     # --- Trainer's hooks ----------------------------------------------------------------------------------------------
 
@@ -206,7 +204,7 @@ class PlannedPolicyTrainer(CheckpointMixin):
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.create_scheduler(num_training_steps=max_steps)
-        self.model_wrapped = _OfEngine(self)
+        self.model_wrapped = ModelInEngine(self)
         if self._resumed is not None:
             self._load_checkpoint(self._resumed)
             # TRL's, for what it keeps in a file of its own; there is none of Trainer's optimizer
@@ -223,7 +221,7 @@ class PlannedPolicyTrainer(CheckpointMixin):
         return self.optimizer
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        return _OfEngine(self)
+        return ModelInEngine(self)
 
     def _clip_grad_norm(self, model: Any) -> float:
         """The norm of the step's gradient before the engine has clipped it."""
@@ -250,8 +248,7 @@ class PlannedPolicyTrainer(CheckpointMixin):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         self.calls.at(self.state.global_step, evaluates=not self.model.training)
-        with self._mode_kept():
-            return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, without log-probabilities where TRL's generation by Transformers would have none."""
@@ -265,8 +262,7 @@ class PlannedPolicyTrainer(CheckpointMixin):
         if torch.is_grad_enabled():
             self._following = tuple(self._rows_after(inputs))
         try:
-            with self._mode_kept():
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         finally:
             self._following = ()
 
@@ -296,7 +292,7 @@ class PlannedPolicyTrainer(CheckpointMixin):
         """(rows, `logits_to_keep`) log-probabilities and, if they are asked for, entropies, by the plan's calls; leaf
         tensors for a loss that is differentiated."""
         rows = Rows.of(input_ids, attention_mask, logits_to_keep)
-        if isinstance(model, _Reference):
+        if isinstance(model, ReferenceInEngine):
             return self._window.of_reference(rows), None, None
         logprobs, entropies = self._window.of_policy(rows, self._following)
         if torch.is_grad_enabled():
@@ -316,8 +312,7 @@ class PlannedPolicyTrainer(CheckpointMixin):
         loss.backward()
         self._window.add(leaves, 1 / self.accelerator.num_processes)
         if self.accelerator.sync_gradients:
-            with self._mode_kept():
-                outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
+            outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
             self._grad_norm = float(outputs.tensor(GRAD_NORM)[0]) if len(outputs) else 0.0
 
     @contextlib.contextmanager
@@ -339,34 +334,39 @@ class PlannedPolicyTrainer(CheckpointMixin):
 
     def close(self) -> None:
         """Stop the engines. They are also stopped when the process exits."""
-        self.placement.close()
+        if not self.trains_by_accelerate:
+            self.placement.close()
+        elif isinstance(getattr(self, "vllm_generation", None), PlannedGeneration):
+            self.vllm_generation.close()
 
 
-class _Reference(nn.Module):
-    """Stands for the reference where TRL asks for its log-probabilities. The model is in an engine."""
+# The methods of TRL's and Trainer's that a plan replaces. Where Accelerate trains, they are TRL's and Trainer's.
+SEAMS = (
+    *("train", "evaluate", "save_model", "_save_checkpoint", "_load_best_model", "_load_from_checkpoint"),
+    *("_prepare_for_training", "create_optimizer", "_wrap_model", "_move_model_to_device"),
+    *("_clip_grad_norm", "_get_grad_norm", "_maybe_log_save_evaluate"),
+    *("_prepare_inputs", "_generate_single_turn", "compute_loss", "_get_per_token_logps_and_entropies"),
+)
 
 
-class _OfEngine(nn.Module):
-    """What Trainer's loop has for a wrapped model: the trainer's current module, whose gradients are its engine's."""
+def _unless_accelerate(name: str) -> Callable[..., Any]:
+    """The method of this name of `PlannedPolicyTrainer`; where Accelerate trains, that of the classes after it."""
+    method = getattr(PlannedPolicyTrainer, name)
 
-    _trainer: Any
+    @functools.wraps(method)
+    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.trains_by_accelerate:
+            return getattr(super(CheckpointMixin, self), name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
 
-    def __init__(self, trainer: PlannedPolicyTrainer) -> None:
-        super().__init__()
-        self.__dict__["_trainer"] = trainer  # not a submodule
+    return chosen
 
-    def train(self, mode: bool = True) -> _OfEngine:
-        self._trainer.model.train(mode)
-        return self
 
-    def eval(self) -> _OfEngine:
-        return self.train(False)
+for seam in SEAMS:
+    setattr(PlannedPolicyTrainer, seam, _unless_accelerate(seam))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing."""
 
-    def parameters(self, recurse: bool = True) -> Any:
-        return self._trainer.model.parameters(recurse)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self._trainer.model.named_parameters(*args, **kwargs)
+def _config_or_model(model: Any) -> Any:
+    """A loaded model, or the config of one by name."""
+    model = path_as_text(model)
+    return read_config(model, "model") if isinstance(model, str) else model

@@ -52,7 +52,7 @@ def role_configs(inputs: TrainerInputs, checkpoint_config: Any) -> dict[Role, li
 
 def reward_sources(args: PPOConfig, inputs: TrainerInputs) -> Rewards:
     """The reward models and functions with their weights. Loads no model."""
-    load = partial(_load_seeded, args.seed, load_classifier, trained=False)
+    load = partial(load_seeded, args.seed, load_classifier, trained=False)
     return read_rewards(inputs.rewards, load, inputs.reward_processing_classes, args.reward_weights)
 
 
@@ -81,7 +81,7 @@ def build_roles(
     names = args.model_adapter_name, args.ref_adapter_name
     policy, adapted, reference = policy_and_reference(plan, rank, inputs, config, seed=args.seed, adapters=names)
     shares_policy = reference is None
-    value_model = partial(_load_seeded, args.seed, load_classifier, inputs.value_model, trained=True)
+    value_model = partial(load_seeded, args.seed, load_classifier, inputs.value_model, trained=True)
     models = {
         Role.ACTOR: RoleModels(
             "policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted
@@ -150,12 +150,12 @@ def _reference_loader(
     """The function that loads the reference; `None` where the policy without its adapters is the reference. To be
     called before the policy gets its adapters."""
     if inputs.ref_model is not None:
-        return partial(_load_seeded, seed, load_policy, inputs.ref_model, trained=False)
+        return partial(load_seeded, seed, load_policy, inputs.ref_model, trained=False)
     if adapted and in_place(plan["actor.train"], plan["reference.forward"]):
         return None
     if isinstance(inputs.model, str):  # read as the policy is, which it is compared with
         load = partial(load_policy, in_parts=in_parts)
-        return partial(_load_seeded, seed, load, inputs.model, trained=False)
+        return partial(load_seeded, seed, load, inputs.model, trained=False)
     if not adapted:
         return lambda: without_dropout(frozen_copy(policy))  # a copy of the policy as it is when the role is loaded
     if ref_adapter is not None:
@@ -164,7 +164,7 @@ def _reference_loader(
     return lambda: without_dropout(base)
 
 
-def _load_seeded(seed: int, load: Callable[..., Any], model: Any, *, trained: bool) -> Any:
+def load_seeded(seed: int, load: Callable[..., Any], model: Any, *, trained: bool) -> Any:
     """A model without dropout, whose new layers are drawn from the seed."""
     with seeded(seed):
         return without_dropout(load(model, trained=trained))

@@ -1,4 +1,4 @@
-"""Reads from a TRL trainer how completions are drawn."""
+"""Reads from a TRL trainer, or from its settings, how completions are drawn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..engines.base import Sampling
-from ..engines.generation.sampling_checks import vllm_problems, with_generation_kwargs
+from ..engines.generation.sampling_checks import transformers_problems, vllm_problems, with_generation_kwargs
 from .config_checks import ConfigError
 
 
@@ -16,11 +16,28 @@ def read_sampling(trainer: Any) -> Sampling:
     Raises:
         ConfigError: the engines cannot draw so.
     """
-    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    known = getattr(trainer, "eos_token_ids", None)  # of newer releases of TRL
+    stops = stop_token_ids(tokenizer, model) if known is None else tuple(dict.fromkeys(map(int, known)))
+    return sampling_of(trainer.args, stops, model.config.get_text_config().vocab_size)
+
+
+def sampling_of(args: Any, stops: tuple[int, ...], vocabulary: int, *, by_vllm: bool = True) -> Sampling:
+    """How completions are drawn by TRL's settings.
+
+    Args:
+        stops: the tokens that end a completion.
+        vocabulary: size of the policy's.
+        by_vllm: whether vLLM engines generate, and not Transformers.
+
+    Raises:
+        ConfigError: the engines cannot draw so.
+    """
     sampling = Sampling(
         int(args.max_completion_length),
         float(args.temperature),
-        stop_token_ids(trainer),
+        stops,
         top_p=float(getattr(args, "top_p", 1.0)),
         top_k=max(getattr(args, "top_k", 0) or 0, 0),  # -1 keeps all too
         min_p=getattr(args, "min_p", None) or 0.0,
@@ -33,20 +50,22 @@ def read_sampling(trainer: Any) -> Sampling:
     if "stop_token_ids" in given:  # TRL's engine ends at these and at the model's own
         given["stop_token_ids"] = (*sampling.stop_token_ids, *given["stop_token_ids"])
     sampling = with_generation_kwargs(sampling, given)
-    config = trainer.accelerator.unwrap_model(trainer.model).config
-    problems = vllm_problems(sampling, config.get_text_config().vocab_size, has_tokenizer=True)
+    problems = (
+        vllm_problems(sampling, vocabulary, has_tokenizer=True)
+        if by_vllm
+        else transformers_problems(sampling, vocabulary)
+    )
     if problems:
         raise ConfigError("\n".join(problems))
     return sampling
 
 
-def stop_token_ids(trainer: Any) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's eos token, and those of the model's generation config."""
-    known = getattr(trainer, "eos_token_ids", None)  # of newer releases of TRL
-    if known is None:
-        config = getattr(trainer.accelerator.unwrap_model(trainer.model), "generation_config", None)
-        of_model = getattr(config, "eos_token_id", None)
-        known = [of_model] if isinstance(of_model, int) else list(of_model or ())
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        known = [tokenizer.eos_token_id, *known]
+def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's eos token, and those of the model's generation config.
+
+    Args:
+        model: loaded, or a name.
+    """
+    of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    known = [tokenizer.eos_token_id, *([of_model] if isinstance(of_model, int) else list(of_model or ()))]
     return tuple(dict.fromkeys(int(token) for token in known if token is not None))

@@ -1,0 +1,159 @@
+"""`GRPOTrainer` and `RLOOTrainer` on one process: what a user passes and gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc.trainer.config_checks import ConfigError
+
+
+PROMPTS = Dataset.from_dict({"prompt": [f"w{a} w{a + 7} w{a + 1}" for a in range(2, 34)]})
+
+
+def distinct(completions: list[str], **columns: Any) -> list[float]:
+    """Some words reward more than others."""
+    return [float(len(set(text.split())) % 3) for text in completions]
+
+
+def settings(folder: Path, kind: type = GRPOConfig, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+        "use_vllm": False,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    return kind(**{**values, **changes})
+
+
+def policy(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny.config(**changes))
+
+
+def classifier(folder: Path) -> str:
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(tiny.config(num_labels=1))
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_training_changes_the_policy_that_the_user_holds(tmp_path: Path) -> None:
+    model = policy()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = GRPOTrainer(model, distinct, settings(tmp_path, beta=0.04), PROMPTS, processing_class=tiny.tokenizer())
+    trainer.train()
+    trainer.close()
+    assert trainer.state.global_step == 2
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert trainer.state.log_history[-1]["train_loss"] is not None
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+def test_rloo_trains(tmp_path: Path) -> None:
+    args = settings(tmp_path, RLOOConfig)
+    trainer = RLOOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    trainer.train()
+    trainer.close()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int) -> None:
+    paths = [classifier(tmp_path / f"reward{at}") for at in range(count)]
+    completions = [["w2 w3", "w4"] * 4] * 2
+
+    def rewards_of(kind: type, config: type) -> Any:
+        args = settings(tmp_path / kind.__module__, config)
+        tokenizers = [tiny.tokenizer() for _ in paths] + [None]
+        made = kind(
+            policy(),
+            [*paths, distinct],
+            args,
+            PROMPTS,
+            processing_class=tiny.tokenizer(),
+            reward_processing_classes=tokenizers,
+        )
+        if kind is GRPOTrainer:
+            made._start()
+        rows = [{"prompt": PROMPTS[0]["prompt"]}] * 8
+        table = made._calculate_rewards(rows, [row["prompt"] for row in rows], completions[0], [[2, 3], [4]] * 4)
+        names = made.reward_func_names
+        if kind is GRPOTrainer:
+            made.close()
+        return table, names
+
+    (expected, names), (table, own_names) = (
+        rewards_of(trl.GRPOTrainer, trl.GRPOConfig),
+        rewards_of(GRPOTrainer, GRPOConfig),
+    )
+    torch.testing.assert_close(table, expected, atol=1e-5, rtol=1e-5)
+    assert own_names == names
+
+
+def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = GRPOTrainer(
+        policy(attention_dropout=0.1), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer()
+    )
+    assert made.trains_by_accelerate
+    made.train()
+    made.close()
+    assert made.state.global_step == 2
+
+
+def test_dropout_that_is_disabled_leaves_the_training_to_the_engines(tmp_path: Path) -> None:
+    args = settings(tmp_path, disable_dropout=True)
+    made = GRPOTrainer(policy(attention_dropout=0.1), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    assert not made.trains_by_accelerate
+    made.close()
+
+
+def test_a_config_of_trl_is_refused(tmp_path: Path) -> None:
+    args = settings(tmp_path, trl.GRPOConfig)
+    with pytest.raises(ConfigError, match="import GRPOConfig from trl_realloc"):
+        GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vllm_mode": "server"}, "plan: separate"),
+        ({"vllm_tensor_parallel_size": 2}, "set tp of actor.generate"),
+        ({"sync_ref_model": True}, "sync_ref_model"),
+        ({"use_transformers_continuous_batching": True}, "vLLM batches continuously"),
+        ({"vllm_step_timeout": 1}, "vllm_step_timeout must be"),
+    ],
+)
+def test_a_setting_that_the_plan_decides_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings(tmp_path, **changes)
+
+
+def test_evaluation_before_training_runs_the_plan(tmp_path: Path) -> None:
+    args = settings(tmp_path, per_device_eval_batch_size=4, eval_strategy="no")
+    made = GRPOTrainer(policy(), distinct, args, PROMPTS, PROMPTS.select(range(4)), processing_class=tiny.tokenizer())
+    metrics = made.evaluate()
+    made.close()
+    assert metrics["eval_reward"] >= 0 and "eval_loss" in metrics

@@ -1,0 +1,64 @@
+"""Saving and resuming in a trainer of one policy whose loop is Trainer's: what it saves beyond other trainers
+(`mixin`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from ...plan.dataflow import Role
+from ..optimizers import LearningRates
+from .identity import Identity, prompts_checksum
+from .mixin import CheckpointMixin
+from .training_state import StateWrite
+from .write_errors import WriteErrors
+
+
+ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
+
+
+class PolicyCheckpointMixin(CheckpointMixin):
+    """Saves and resumes a run of GRPO or RLOO."""
+
+    setup: Any
+    entropy_coef: float
+    _last_world_entropy: float
+
+    @property
+    def rates(self) -> LearningRates:  # type: ignore[override]  # a property may take the place of an attribute
+        return self.setup.rates
+
+    @property
+    def models_before_start(self) -> Mapping[Role, nn.Module]:  # type: ignore[override]
+        return {Role.ACTOR: self.setup.model_before_start}
+
+    @cached_property
+    def checkpoint_identity(self) -> Identity:  # type: ignore[override]
+        data, source = self.setup.train_dataset, self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
+        kind: type = type(source)
+        if not isinstance(source, torch.optim.Optimizer):
+            kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.model_before_start)
+        readable = hasattr(data, "__len__") and "prompt" in (data.column_names or ())
+        size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return Identity(
+            kind.__name__, size, len(data) if readable else None, prompts_checksum(data) if readable else None
+        )
+
+    def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
+        """Write this rank's part of a checkpoint, with the state that TRL keeps in a file of its own."""
+        if getattr(self, "use_adaptive_entropy", False) and not self.accelerator.process_index:
+            state = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
+            with problems.writing(folder / ENTROPY_STATE):
+                (folder / ENTROPY_STATE).write_text(json.dumps(state), encoding="utf-8")
+        return super()._write_checkpoint(folder, problems)
+
+
+__all__ = ["PolicyCheckpointMixin"]
