@@ -53,7 +53,7 @@ def _gemma3(tokenizer: Any) -> tuple[Any, Any]:
     config = AutoConfig.for_model(
         "gemma3",
         text_config=_text(tokenizer, head_dim=4),
-        vision_config=VISION,
+        vision_config={**VISION, "vision_use_head": False},  # the head has no part in what is generated
         mm_tokens_per_image=4,
         eos_token_id=tokenizer.eos_token_id,
         **{name + "_index": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
