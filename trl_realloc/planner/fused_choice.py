@@ -109,16 +109,15 @@ def choose_fused(
         candidates: of each call (`Space.candidates`).
         plans: without fused calls and streams. Their meshes are tried, with their other calls as a start. The first one
             is what fused training is compared with; the others have its staleness.
-        deadline: of `time.perf_counter`, after which no further plan is tried.
+        deadline: of `time.perf_counter`, after which no further pair of pipelines is tried.
         exact: price reallocations by their transfer schedules.
     """
     whole = plans[0]
     if reason := why_none(space):
         return FusedChoice(whole, reason=reason)
     search = _FusedSearch(space, candidates, whole, exact)
-    for number, plan in enumerate(plans):
-        if not number or time.perf_counter() < deadline:
-            search.look_at(plan)
+    for plan in plans:
+        search.look_at(plan, deadline)
     found = search.plans()
     if not found:
         return FusedChoice(whole, reason=search.why_nothing)
@@ -157,11 +156,13 @@ class _FusedSearch:
             return "no mesh has two pipelines of both models that could be fused"
         return "the stages of both models and the activations of both do not fit in a device's memory"
 
-    def look_at(self, plan: PricedPlan) -> None:
-        """Try the pairs of pipelines on the meshes of a plan."""
+    def look_at(self, plan: PricedPlan, deadline: float) -> None:
+        """Try the pairs of pipelines on the meshes of a plan, one at least."""
         start = tuple(plan.calls[name] for name in self.problem.names)
         for mesh in self._meshes(start):
             for pair in self._pairs_on(mesh):
+                if self._states and time.perf_counter() >= deadline:
+                    return
                 state = list(start)
                 for at, candidate in zip(self.places, pair, strict=True):
                     state[at] = candidate
@@ -184,11 +185,11 @@ class _FusedSearch:
         return problem.priced_plan(state, name, exact=self.exact_moves).with_staleness(self.whole.staleness)
 
     def _meshes(self, state: State) -> Iterator[DeviceMesh]:
-        """Those on which the two calls train, both together, and the whole cluster or all devices that train."""
+        """The smallest that has both calls, the whole cluster or all devices that train, and those of each call."""
         one, other = (state[at].assignment.mesh for at in self.places)
         free = [device for device in range(self.space.cluster.size) if device not in self.taken]
         hull = DeviceMesh(min(one.first, other.first), max(one.last, other.last) + 1 - min(one.first, other.first))
-        for mesh in dict.fromkeys((one, other, hull, DeviceMesh(free[0], free[-1] + 1 - free[0]))):
+        for mesh in dict.fromkeys((hull, DeviceMesh(free[0], free[-1] + 1 - free[0]), one, other)):
             with contextlib.suppress(PlanError):
                 check_mesh(mesh, self.space.cluster)
                 if not self.taken.intersection(mesh.devices):
