@@ -115,6 +115,34 @@ def test_a_fused_run_goes_on_without_fusing_and_back(run: Callable[..., Path]) -
     close(log(third), log(first))
 
 
+# two devices train in two stages each; the third generates and scores
+ASIDE = plan(
+    3,
+    changed={name: split("0-1", pp=2) for name in ("critic.forward", "actor.train", "critic.train")},
+    actor="2",
+    reference="2",
+    reward="2",
+)
+
+
+def test_scoring_in_the_reversed_pipeline_can_stream_before_fused_training(run: Callable[..., Path]) -> None:
+    runs = {"whole": ASIDE, "fused": ASIDE | FUSED, "streamed": ASIDE | FUSED | {"streams": True}}
+    logs = {name: log(run("train.py", 3, {**STEPS, "plan": each}, name)) for name, each in runs.items()}
+    close(logs["fused"], logs["whole"])
+    close(logs["streamed"], logs["whole"])
+
+
+@pytest.mark.vllm
+def test_fused_training_beside_a_staleness_trains_every_batch(run: Callable[..., Path]) -> None:
+    engine = {"actor.generate": {"mesh": "2", "engine": "vllm", "dp": 1}}
+    ahead = {**ASIDE, "calls": ASIDE["calls"] | engine, "staleness": 1} | FUSED
+    options = {**STEPS, "plan": ahead, "generation_engine": "vllm", "max_staleness": 1}
+    rows = log(run("train.py", 3, {**options, "vllm_importance_sampling_correction": True}, "ahead"))
+    updates = [row for row in rows if "staleness/oldest" in row]
+    assert len(updates) == len([row for row in rows if "objective/scores" in row]) > 1
+    assert max(row["staleness/oldest"] for row in updates) <= 1
+
+
 def test_a_reward_that_fails_before_fused_training_leaves_the_roles_as_they_were(start: Callable[..., Any]) -> None:
     # the first rank of a pipeline calls the reward functions
     job = start("train.py", 2, {"fails_on_rank": 0, "plan": PLANS[2]["fused"]})
