@@ -13,7 +13,8 @@ from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.planner.recipe import DEFAULTS, Recipe
+from trl_realloc.planner.recipe import Recipe
+from trl_realloc.planner.recipe_settings import DEFAULTS
 
 
 CONFIG = {

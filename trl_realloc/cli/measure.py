@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,37 +24,49 @@ from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
-from ..trainer.job_builder import compute_dtype, ppo_job
+from ..trainer.grpo_config import GRPOConfig, PolicyConfig, RLOOConfig
+from ..trainer.job_builder import compute_dtype, engine_options, make_job
 from ..trainer.ppo_config import PPOConfig
 from .recipe_parser import SENTENCES, RecipeError, run
+
+
+CONFIGS: Mapping[str, type[PPOConfig | PolicyConfig]] = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}
 
 
 def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     recipe = read_recipe(path, prompt_tokens)
     settings = read_recipe_settings(recipe.path)
-    known = {field.name for field in dataclasses.fields(PPOConfig) if field.init}
+    kind = CONFIGS[recipe.algorithm]
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
     arguments = {key: value for key, value in settings.items() if key in known}
     with tempfile.TemporaryDirectory() as folder:
-        args = _settings({**arguments, "output_dir": folder, "report_to": "none"}, path)
+        args = _settings(kind, {**arguments, "output_dir": folder, "report_to": "none"}, path)
     args.device  # noqa: B018 - reading this property makes the process group
     world = PartialState()
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
-    for role in (Role.CRITIC, Role.REWARD):
+    for role in configs.keys() & {Role.CRITIC, Role.REWARD}:
         configs[role][0].num_labels = 1
-    for role in (Role.ACTOR, Role.CRITIC):  # the run also trains models given by path in float32
+    for role in configs.keys() & {Role.ACTOR, Role.CRITIC}:  # the run also trains models given by path in float32
         configs[role][0].dtype = torch.float32
     cluster, mixed = cluster_of(meet()), compute_dtype(args)
     pad = configs[Role.ACTOR][0].pad_token_id
-    job = ppo_job(
+    response = args.response_length if isinstance(args, PPOConfig) else args.max_completion_length
+    forwards = (
+        args.local_rollout_forward_batch_size if isinstance(args, PPOConfig) else args.per_device_train_batch_size
+    )
+    options = engine_options(
         args,
         ReallocationPlugin(),
-        cluster,
-        world.process_index,
-        recipe.engine,
-        JobModels(configs, specs_of(configs, mixed=mixed), mixed=mixed),
-        prompt_tokens=recipe.prompt_tokens,
-        context_length=round(recipe.prompt_tokens + args.response_length),
+        temperature=args.temperature,
+        response_length=response,
+        context_length=round(recipe.prompt_tokens + response),
+        forward_batch_size=forwards,
         pad_token_id=0 if pad is None else pad,
+    )
+    models = JobModels(configs, specs_of(configs, recipe.graph, mixed), mixed=mixed)
+    work = recipe.workload(cluster)
+    job = make_job(
+        args, ReallocationPlugin(), cluster, world.process_index, recipe.engine, models, recipe.graph, work, options
     )
     profile, _ = cached_profile(job, thorough=thorough)
     if job.rank == 0:
@@ -63,14 +76,16 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
         dist.destroy_process_group()
 
 
-def _settings(arguments: dict[str, Any], path: str) -> PPOConfig:
+def _settings(
+    kind: Callable[..., PPOConfig | PolicyConfig], arguments: dict[str, Any], path: str
+) -> PPOConfig | PolicyConfig:
     """The recipe's settings for a run on this machine.
 
     Raises:
         RecipeError: Transformers refuses them here, such as bf16 without a GPU.
     """
     try:
-        return PPOConfig(**arguments)
+        return kind(**arguments)
     except SENTENCES:
         raise
     except (ValueError, TypeError, OSError) as error:

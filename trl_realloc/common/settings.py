@@ -130,6 +130,14 @@ SETTINGS: Mapping[str, Setting] = {
     "vf_coef": _number(least=0),
     "gamma": _number(least=0, most=1),
     "lam": _number(least=0, most=1),
+    # GRPO and RLOO
+    "num_generations": _whole(2),
+    "max_completion_length": _whole(1),
+    "beta": _number(least=0),
+    "num_iterations": _whole(1),
+    "steps_per_generation": _whole(1, optional=True),
+    "generation_batch_size": _whole(1, optional=True),
+    # Plans and engines
     "max_staleness": _whole(0, 64),
     "vllm_importance_sampling_mode": _one_of("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "vllm_importance_sampling_clip_max": _number(above=0, optional=True),

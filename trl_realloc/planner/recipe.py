@@ -11,33 +11,16 @@ from typing import Any
 from ..common.errors import MOST_LISTED, PlanError, Problems, nearest, shown
 from ..common.files import exists, read_json_mapping, read_yaml_mapping, shortened
 from ..common.settings import SETTINGS, number_of_text, read_settings
-from ..plan.algorithm_graphs import ppo_graph
+from ..plan.algorithm_graphs import grpo_graph, ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import Head, ModelSpec
-from .device_memory import HEADROOM
+from .recipe_settings import DEFAULTS_OF, algorithm_of, group_workload
 from .workload import Workload
 
 
-# A recipe's settings that the planner reads, with `PPOConfig`'s defaults.
-DEFAULTS: Mapping[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_mini_batches": 1,
-    "num_ppo_epochs": 4,
-    "response_length": 53,
-    "local_rollout_forward_batch_size": 64,
-    "gradient_checkpointing": True,
-    "generation_engine": "vllm",
-    "vllm_gpu_memory_utilization": 0.3,
-    "vllm_enable_sleep_mode": None,
-    "max_staleness": 0,
-    "vllm_importance_sampling_correction": None,
-    "memory_headroom": HEADROOM,
-    "bf16": True,
-    "fp16": False,
-}
 POLICY = ("sft_model_path", "model_name_or_path")
+REWARD = ("reward_model_path", "reward_model_name_or_path")
 LIKE = 0.8  # least similarity by which a key is taken for a misspelt setting
 PROMPT_TOKENS = 64.0  # mean length of a prompt where none is given
 MOST_TOKENS = 10_000_000  # of a prompt or a response, and most samples of a batch
@@ -50,32 +33,40 @@ class Recipe:
     Args:
         path: of its file.
         folders: the folder with each role's config.json.
-        settings: the recipe's settings of `DEFAULTS`, with these defaults.
+        settings: the recipe's settings of the algorithm's `DEFAULTS`, with these defaults.
         prompt_tokens: mean length of a prompt.
+        algorithm: `ppo`, `grpo` or `rloo`.
     """
 
     path: Path
     folders: Mapping[Role, Path]
     settings: Mapping[str, Any]
     prompt_tokens: float
+    algorithm: str = "ppo"
 
     @property
     def engine(self) -> str:
-        return str(self.settings["generation_engine"] or "vllm")
+        default = "transformers" if self.settings.get("use_vllm") is False else "vllm"
+        return str(self.settings["generation_engine"] or default)
 
     @property
     def max_staleness(self) -> int:
-        return int(self.settings["max_staleness"])
+        return int(self.settings.get("max_staleness", 0))
 
     @property
     def graph(self) -> DataflowGraph:
         """The graph of the run. With a staleness, where a run must say whether it corrects its rollouts and the recipe
         does not, that of a run that does."""
-        return self.stale_graph if self.max_staleness else ppo_graph(proximal=bool(self._corrects))
+        if self.max_staleness or self.algorithm != "ppo":
+            return self.stale_graph
+        return ppo_graph(proximal=bool(self._corrects))
 
     @property
     def stale_graph(self) -> DataflowGraph:
         """The graph that the run would have with a staleness."""
+        if self.algorithm != "ppo":
+            reference = bool(self.settings["beta"])
+            return grpo_graph(reference=reference, reward_models=Role.REWARD in self.folders)
         return ppo_graph(proximal=self._corrects is None or bool(self._corrects))
 
     @property
@@ -110,7 +101,13 @@ class Recipe:
         return specs
 
     def workload(self, cluster: Cluster) -> Workload:
-        """One iteration on the cluster's devices, in which every response has `response_length` tokens."""
+        """One iteration on the cluster's devices, in which every response has its largest number of tokens.
+
+        Raises:
+            PlanError: GRPO's or RLOO's batches cannot be divided as the recipe says.
+        """
+        if self.algorithm != "ppo":
+            return group_workload(self.settings, self.prompt_tokens, cluster)
         settings = self.settings
         longest = round(self.prompt_tokens + settings["response_length"])
         share = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
@@ -145,21 +142,27 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
     if prompt_tokens is not None and not 1 <= prompt_tokens <= MOST_TOKENS:
         raise PlanError(f"--prompt-tokens is a number from 1 to {MOST_TOKENS:,}, not {prompt_tokens:g}.")
     settings = read_recipe_settings(path)
+    algorithm = algorithm_of(settings, path)
     policy = next((settings[key] for key in POLICY if key in settings), None)
-    reward = settings.get("reward_model_path")
+    reward = next((settings[key] for key in REWARD if key in settings), None)
     critic = settings.get("value_model_path", reward)
-    if policy is None or critic is None:
-        raise PlanError(f"{path} names no models; it needs sft_model_path and reward_model_path.")
-    paths = [(key, settings[key]) for key in (*POLICY, "reward_model_path", "value_model_path") if key in settings]
+    needed = "sft_model_path and reward_model_path" if algorithm == "ppo" else "model_name_or_path"
+    if policy is None or (critic is None and algorithm == "ppo"):
+        raise PlanError(f"{path} names no models; it needs {needed}.")
+    paths = [(key, settings[key]) for key in (*POLICY, *REWARD, "value_model_path") if key in settings]
     Problems(
         f"{path}: {key} is a model's name or path, not {shown(value)}."
         for key, value in paths
         if not isinstance(value, str | None)
     ).refuse()
-    actor, scores = _folder(policy, path), _folder(reward or critic, path)
-    folders = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.REWARD: scores, Role.CRITIC: _folder(critic, path)}
-    known = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
-    return Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS)
+    actor = _folder(policy, path)
+    folders = {Role.ACTOR: actor, Role.REFERENCE: actor}
+    if critic is not None and algorithm == "ppo":
+        folders |= {Role.REWARD: _folder(reward or critic, path), Role.CRITIC: _folder(critic, path)}
+    elif reward is not None:
+        folders[Role.REWARD] = _folder(reward, path)
+    known = {key: settings.get(key, default) for key, default in DEFAULTS_OF[algorithm].items()}
+    return Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS, algorithm)
 
 
 def read_recipe_settings(path: Path) -> dict[str, Any]:
@@ -180,8 +183,9 @@ def read_recipe_settings(path: Path) -> dict[str, Any]:
             problems.append(f"{path}: no setting {shown(key)}; did you mean {near!r}?")
     read, wrong = read_settings({key: number_of_text(value) for key, value in contents.items() if key in SETTINGS})
     problems += [f"{path}: {problem}" for problem in wrong]
-    for key, default in DEFAULTS.items():
-        if isinstance(default, int) and read.get(key, 1) > MOST_TOKENS:
+    numbers = {key for defaults in DEFAULTS_OF.values() for key, value in defaults.items() if isinstance(value, int)}
+    for key in sorted(numbers | {"generation_batch_size", "steps_per_generation"}):
+        if (read.get(key) or 1) > MOST_TOKENS:
             problems.append(f"{path}: {key} {read[key]:,} is more than the {MOST_TOKENS:,} that are planned for.")
     problems.refuse()
     return {**contents, **read}

@@ -1,0 +1,118 @@
+"""The settings of recipes by algorithm: their defaults, which algorithm a recipe is for, and the batches of GRPO and
+RLOO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import PlanError, shown, suggest
+from ..plan.cluster import Cluster
+from .device_memory import HEADROOM
+from .workload import Workload
+
+
+_SHARED: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": True,
+    "generation_engine": None,
+    "vllm_gpu_memory_utilization": 0.3,
+    "vllm_enable_sleep_mode": None,
+    "memory_headroom": HEADROOM,
+    "bf16": True,
+    "fp16": False,
+}
+
+# A recipe's settings that the planner reads, with the defaults of `PPOConfig`, `GRPOConfig` and `RLOOConfig`.
+DEFAULTS: Mapping[str, Any] = {
+    **_SHARED,
+    "generation_engine": "vllm",
+    "num_mini_batches": 1,
+    "num_ppo_epochs": 4,
+    "response_length": 53,
+    "local_rollout_forward_batch_size": 64,
+    "max_staleness": 0,
+    "vllm_importance_sampling_correction": None,
+}
+_GROUPS: Mapping[str, Any] = {
+    **_SHARED,
+    "max_completion_length": 512,
+    "num_iterations": 1,
+    "steps_per_generation": None,
+    "generation_batch_size": None,
+    "use_vllm": None,
+}
+DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
+    "ppo": DEFAULTS,
+    "grpo": {**_GROUPS, "num_generations": 8, "beta": 0.0},
+    "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05},
+}
+
+# settings that one algorithm alone has, by which a recipe without `algorithm` is known
+_PPO = ("sft_model_path", "reward_model_path", "value_model_path", "num_ppo_epochs", "num_mini_batches", "kl_coef")
+_RLOO = ("normalize_advantages", "reward_clip_range")
+_GRPO = ("num_generations", "max_completion_length", "num_iterations", "steps_per_generation", "generation_batch_size")
+_GRPO_ALONE = ("loss_type", "scale_rewards", "importance_sampling_level")
+
+
+def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
+    """The algorithm that a recipe is for: its `algorithm`, or the one whose settings it has. PPO where it has none of
+    any.
+
+    Raises:
+        PlanError: there is no such algorithm.
+    """
+    named = settings.get("algorithm")
+    if named is not None:
+        if named not in DEFAULTS_OF:
+            raise PlanError(f"{path}: there is no algorithm {shown(named)}; {suggest(named, DEFAULTS_OF)}")
+        return str(named)
+    if any(key in settings for key in (*_PPO, "response_length")):
+        return "ppo"
+    if any(key in settings for key in _RLOO):
+        return "rloo"
+    return "grpo" if any(key in settings for key in (*_GRPO, *_GRPO_ALONE)) else "ppo"
+
+
+def group_workload(settings: Mapping[str, Any], prompt_tokens: float, cluster: Cluster) -> Workload:
+    """One generation of GRPO or RLOO, in which every response has `max_completion_length` tokens.
+
+    TRL generates `generation_batch_size` responses at a time: `steps_per_generation` micro-batches of
+    `per_device_train_batch_size` responses on each device. An optimizer step trains on `gradient_accumulation_steps` of
+    the micro-batches.
+
+    Raises:
+        PlanError: both sizes are given, the batch is not of whole micro-batches, or not of whole groups.
+    """
+    share, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
+    steps, batch, group = (
+        settings[key] for key in ("steps_per_generation", "generation_batch_size", "num_generations")
+    )
+    if steps and batch:
+        raise PlanError("generation_batch_size and steps_per_generation are both set; keep one of them.")
+    each = share * cluster.size
+    if batch and batch % each:
+        raise PlanError(
+            f"generation_batch_size {batch} does not divide into micro-batches of {each} responses "
+            f"(per_device_train_batch_size {share} on {cluster.size} devices); change one of them."
+        )
+    steps = batch // each if batch else steps or accumulated
+    if each * steps % group:
+        raise PlanError(
+            f"the {each * steps} responses of a generation (per_device_train_batch_size {share} on {cluster.size} "
+            f"devices, {steps} steps_per_generation) are not groups of num_generations {group}; change one of them."
+        )
+    longest = round(prompt_tokens + settings["max_completion_length"])
+    return Workload.of_groups(
+        steps_per_generation=steps,
+        gradient_accumulation_steps=accumulated,
+        num_iterations=settings["num_iterations"],
+        episodes=each * steps,
+        prompt_tokens=prompt_tokens,
+        response_tokens=(settings["max_completion_length"],),
+        recompute=bool(settings["gradient_checkpointing"]),
+        forward_tokens=share * longest,
+        train_tokens=share * longest,
+    )
