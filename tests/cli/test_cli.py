@@ -284,10 +284,11 @@ def test_the_planner_knows_every_setting_that_a_recipe_may_have() -> None:
     from trl import ModelConfig, ScriptArguments
 
     from trl_realloc import PPOConfig
+    from trl_realloc.trainer.grpo_config import GRPOConfig, RLOOConfig
 
     listed = Path(trl_realloc.__file__).parent.joinpath("planner", "settings.txt").read_text().split()
     assert listed == sorted(set(listed))
-    kinds = (ScriptArguments, PPOConfig, ModelConfig)
+    kinds = (ScriptArguments, PPOConfig, GRPOConfig, RLOOConfig, ModelConfig)
     settings = {field.name for kind in kinds for field in fields(kind) if field.init}
     assert settings <= set(listed), sorted(settings - set(listed))
 

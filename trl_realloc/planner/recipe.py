@@ -46,8 +46,9 @@ class Recipe:
 
     @property
     def engine(self) -> str:
-        default = "transformers" if self.settings.get("use_vllm") is False else "vllm"
-        return str(self.settings["generation_engine"] or default)
+        if self.algorithm == "ppo":
+            return str(self.settings["generation_engine"] or "vllm")
+        return "transformers" if self.settings["use_vllm"] is False else "vllm"
 
     @property
     def max_staleness(self) -> int:

@@ -17,7 +17,6 @@ _SHARED: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "gradient_checkpointing": True,
-    "generation_engine": None,
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_enable_sleep_mode": None,
     "memory_headroom": HEADROOM,

@@ -1,0 +1,117 @@
+"""GRPO and RLOO are planned: a graph without a critic, perhaps without a reference and reward models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from llamas import llama, pricing, specs, work
+
+from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.dataflow import DataflowGraph
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import PRESETS
+from trl_realloc.planner.choose import choose
+from trl_realloc.planner.problem import estimate_plan
+from trl_realloc.planner.workload import Workload
+
+
+FORMS = [grpo_graph(reference=r, reward_models=m) for r in (True, False) for m in (True, False)]
+forms = pytest.mark.parametrize("graph", FORMS, ids=lambda graph: "+".join(graph.roles))
+SIZES = {"prompt_tokens": 128.0, "response_tokens": (128,), "recompute": True}
+
+
+def groups(steps: int, accumulated: int, iterations: int = 1, episodes: int = 128) -> Workload:
+    return Workload.of_groups(
+        steps_per_generation=steps,
+        gradient_accumulation_steps=accumulated,
+        num_iterations=iterations,
+        episodes=episodes,
+        **SIZES,
+    )
+
+
+@forms
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 2), (1, 4), (1, 8), (2, 4)])
+def test_every_form_is_planned_and_beside_it_the_presets_that_it_has(
+    graph: DataflowGraph, nodes: int, per_node: int
+) -> None:
+    decision = choose(specs(1, 1, graph), pricing(nodes, per_node, groups(1, 1)), graph=graph, time_limit_s=1.0)
+    plan = decision.best.plan
+    assert plan.graph == graph and decision.best.fits
+    assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
+    compared = {
+        name.partition(",")[0] for name in (decision.best.name, *(other.name for other in decision.alternatives))
+    }
+    assert compared & set(PRESETS) <= ({*PRESETS} if len(graph.roles) == 3 else {"flatten", "separate"})
+    assert decision.best.seconds <= 1.05 * min(o.plan.seconds for o in decision.alternatives if o.plan is not None)
+
+
+@forms
+def test_a_staleness_is_planned_for_every_form(graph: DataflowGraph) -> None:
+    prices = pricing(1, 4, groups(1, 1))
+    decision = choose(specs(1, 1, graph), prices, graph=graph, max_staleness=2, time_limit_s=2.0)
+    assert decision.staleness is not None and set(decision.staleness.by_versions) == {1, 2}
+
+
+def test_models_that_fit_nowhere_are_refused_with_the_cluster_that_would_do() -> None:
+    graph = FORMS[-1]
+    with pytest.raises(PlanError, match="of these devices would do"):
+        choose(specs(13, 13, graph), pricing(1, 1, groups(1, 1)), graph=graph, time_limit_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "accumulated", "iterations", "updates", "forwards"),
+    [
+        (8, 8, 1, 1.0, 1.0),  # one step on each generation, whose old log-probabilities are those of the step
+        (8, 2, 1, 4.0, 1.75),  # those of the last three quarters are computed again
+        (8, 8, 3, 3.0, 3.0),
+        (8, 4, 2, 4.0, 2.5),
+        (2, 4, 1, 0.5, 1.0),  # a step on two generations
+    ],
+)
+def test_optimizer_steps_and_forwards_of_a_generation(
+    steps: int, accumulated: int, iterations: int, updates: float, forwards: float
+) -> None:
+    made = groups(steps, accumulated, iterations)
+    assert (made.updates, made.policy_forwards, made.epochs) == (updates, forwards, iterations)
+
+
+def test_a_step_on_two_generations_costs_half_a_step_for_each() -> None:
+    """The samples of both are computed, and their gradients and the optimizer's step are paid once."""
+    graph, mesh = FORMS[-1], DeviceMesh(0, 8)
+    train = Assignment(mesh, ParallelStrategy(8), "zero")
+    one, half = (
+        pricing(1, 8, made).price(graph.call("actor.train"), [llama(7)], train) for made in (groups(2, 2), groups(2, 4))
+    )
+    assert half.parts["compute"] == pytest.approx(one.parts["compute"], rel=0.05)
+    assert half.parts["optimizer"] == pytest.approx(one.parts["optimizer"] / 2)
+
+
+def test_each_further_step_computes_its_log_probabilities() -> None:
+    graph = FORMS[-1]
+    here = Assignment(DeviceMesh(0, 8), ParallelStrategy(8), "zero")
+    works = (groups(8, 8), groups(8, 8, 3))
+    forward = graph.call("actor.forward")
+    once, again = (pricing(1, 8, made).work(forward, [llama(7)], here) for made in works)
+    assert again.seconds == pytest.approx(3 * once.seconds) and again.static == once.static
+    reference = grpo_graph().call("reference.forward")
+    one, other = (pricing(1, 8, made).work(reference, [llama(7)], here) for made in works)
+    assert one == other, "the reference does not change"
+
+
+def test_a_workload_with_no_optimizer_steps_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"mini_batches is above 0, not 0"):
+        replace(work(), mini_batches=0)
+    with pytest.raises(PlanError, match=r"policy_forwards is 1 or more, not 0.5"):
+        replace(work(), policy_forwards=0.5)
+
+
+def test_a_plan_of_every_form_is_estimated_on_two_nodes() -> None:
+    cluster = Cluster(2, 4)
+    for graph in FORMS:
+        plan = PRESETS["separate"](cluster, graph=graph)
+        assert estimate_plan(plan, specs(1, 1, graph), pricing(2, 4, groups(1, 1))).seconds > 0
