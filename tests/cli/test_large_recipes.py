@@ -39,10 +39,21 @@ def priced(recipe: Recipe, pricing: Pricing, plan: ExecutionPlan) -> PricedPlan:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_recipes_plan_fits_and_takes_what_its_page_says_and_no_longer_than_what_is_found_now(name: str) -> None:
-    recipe = read_recipe(RECIPES / name / "ppo.yaml", PROMPT)
-    pricing = pricing_of(recipe, CLUSTERS[name])
-    plan = ExecutionPlan.from_yaml((RECIPES / name / "plan.yaml").read_text())
+    check_figures(name, RECIPES / name / "ppo.yaml", RECIPES / name / "plan.yaml", CLUSTERS[name])
+
+
+def test_the_recipe_of_grpo_has_the_figures_of_its_page_and_names_its_plan() -> None:
+    recipe, plan = RECIPES / "llama-8b" / "grpo.yaml", RECIPES / "llama-8b" / "grpo-plan.yaml"
+    check_figures("llama-8b/grpo", recipe, plan, "h100:8")
+    assert yaml.safe_load(recipe.read_text())["plan"] == "recipes/llama-8b/grpo-plan.yaml"
+
+
+def check_figures(name: str, path: Path, plan_path: Path, cluster: str) -> None:
+    recipe = read_recipe(path, PROMPT)
+    pricing = pricing_of(recipe, cluster)
+    plan = ExecutionPlan.from_yaml(plan_path.read_text())
     plan.check_world(pricing.cluster.size)
+    assert plan.graph == recipe.graph
     shipped = priced(recipe, pricing, plan)
     assert shipped.fits
     row = next(line for line in (RECIPES / "README.md").read_text().splitlines() if line.startswith(f"| `{name}` |"))
@@ -50,7 +61,7 @@ def test_a_recipes_plan_fits_and_takes_what_its_page_says_and_no_longer_than_wha
     expected = [round(shipped.costs[call].seconds, 1) for call in plan.order]
     assert calls == expected
     assert update == round(shipped.seconds, 1) and fullest == round(shipped.estimate.memory / 1e9, 1)
-    found = choose(recipe.specs(), pricing, generation_engine="vllm", time_limit_s=5.0).best
+    found = choose(recipe.specs(), pricing, graph=recipe.graph, generation_engine="vllm", time_limit_s=5.0).best
     assert shipped.seconds <= 1.05 * found.seconds
 
 
