@@ -17,8 +17,8 @@ export TOKENIZERS_PARALLELISM := false
 	test-processes test-fast test-next check-gpu demo clean
 
 help:
-	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; PLAN=... for another plan,"
-	@echo "                STALENESS=2 to generate for later updates while one trains"
+	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
+	@echo "                PLAN=... for another plan, STALENESS=2 (PPO) to generate for later updates while one trains"
 	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"
@@ -102,7 +102,8 @@ check-gpu:
 	$(PYTHON) benchmarks/check_gpu.py
 
 demo: $(RUN_STAMP)
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py $(if $(PLAN),--plan $(PLAN)) $(if $(STALENESS),--staleness $(STALENESS))
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py $(if $(ALGORITHM),--algorithm $(ALGORITHM)) \
+		$(if $(PLAN),--plan $(PLAN)) $(if $(STALENESS),--staleness $(STALENESS))
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

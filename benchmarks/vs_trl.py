@@ -2,6 +2,8 @@
 
     python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json
 
+`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`).
+
 Every run is a process (or two) of its own. The first update of each is warm-up and not counted. The policy ends a
 response at each token with the same probability, 4 / limit, so lengths are skewed: a quarter of the limit in the mean.
 """
@@ -282,13 +284,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side, alternating, each with a seed")
-    parser.add_argument("--limits", type=int, nargs="+", default=[128, 512, 1024])
+    parser.add_argument("--algorithm", choices=["ppo", "grpo"], default="ppo")
+    parser.add_argument("--limits", type=int, nargs="+", help="longest responses; PPO 128, 512 and 1024, GRPO 512")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--worker", choices=["trl", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help="GRPO: a quick check, limit 64, one repeat")
+    parser.add_argument("--arms", nargs="+", default=["trl", "plug", "flatten", "auto"], help="GRPO: what is compared")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--no-generation", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.algorithm == "grpo":
+        compare_grpo(options)
+        return
+    options.limits = options.limits or [128, 512, 1024]
     if options.worker:
         worker(options.worker, options.processes[0], options.limit, options.seed, options.out)
         return
@@ -319,6 +329,24 @@ def main() -> None:
     }
     if options.json:
         result_file.write(options.json, result)
+
+
+def compare_grpo(options: argparse.Namespace) -> None:
+    import vs_trl_grpo
+
+    if options.worker:
+        vs_trl_grpo.worker(
+            options.worker,
+            options.processes[0],
+            options.limit,
+            options.seed,
+            options.out,
+            generates=not options.no_generation,
+        )
+        return
+    limits = options.limits or ([64] if options.small else [512])
+    repeats = 1 if options.small else options.repeats
+    vs_trl_grpo.run(options.processes, limits, options.arms, repeats, options.json)
 
 
 def row_of(processes: int, limit: int, runs: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`make demo`: from nothing to a policy trained by PPO on vLLM engines, and a report of what happened.
+"""`make demo`: from nothing to a policy trained by PPO, GRPO or RLOO on vLLM engines, and a report of what happened.
 
 Exits with 1 if the reward does not rise clearly, or if the policy does not end clearly more held-out stories rightly.
 """
@@ -24,7 +24,10 @@ from trl_realloc.trainer.report import load_metrics, print_summary, report_run
 
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = Path("runs/demo")
+ASSETS = "runs/demo/assets"
+RUNS = {"ppo": Path("runs/demo"), "grpo": Path("runs/demo-grpo"), "rloo": Path("runs/demo-rloo")}
+SCRIPTS = {"ppo": "train.py", "grpo": "train_grpo.py", "rloo": "train_rloo.py"}
+KL = {"ppo": ("objective/kl", "completion"), "grpo": ("kl", "token"), "rloo": ("kl", "token")}  # nats per what
 MORE_RIGHT = 0.2  # share of the held-out stories: less than this more is no clear success
 
 
@@ -55,9 +58,13 @@ def plain(response: str) -> str:
     return response.replace("<eos>", "").replace("<pad>", "")
 
 
-def stories_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], shown: int = 8) -> Table:
+def stories_table(
+    name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], shown: int = 8
+) -> Table:
     table = Table(
-        "story", "before PPO", "after PPO", title="held-out stories at temperature 0.01", title_justify="left"
+        *("story", f"before {name}", f"after {name}"),
+        title="held-out stories at temperature 0.01",
+        title_justify="left",
     )
     for old, new in list(zip(before, after, strict=True))[:shown]:
         table.add_row(old["query"], _marked(old), _marked(new))
@@ -71,39 +78,45 @@ def _marked(row: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithm", choices=list(RUNS), default="ppo")
     parser.add_argument("--plan", help="a preset's name or a plan's file, in place of the recipe's plan")
-    parser.add_argument("--staleness", type=int, default=0, help="max_staleness, with the plan separate")
+    parser.add_argument("--staleness", type=int, default=0, help="PPO's max_staleness, with the plan separate")
     arguments = parser.parse_args()
+    algorithm = arguments.algorithm
+    if arguments.staleness and algorithm != "ppo":
+        parser.error(f"--staleness is PPO's; {algorithm} generates for the update that follows.")
+    name, folder = algorithm.upper(), RUNS[algorithm]
     plan, changes = arguments.plan, list[str]()
     if arguments.staleness:
         plan = plan or "separate"
         changes = ["--max_staleness", str(arguments.staleness), "--vllm_importance_sampling_correction", "true"]
     start = time.monotonic()
     os.chdir(ROOT)
-    step("models and data", sys.executable, "examples/demo/prepare.py", "--out", str(RUN / "assets"))
+    step("models and data", sys.executable, "examples/demo/prepare.py", "--out", ASSETS)
     step(
-        "PPO on 2 processes",
+        f"{name} on 2 processes",
         *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/demo/accelerate.yaml"),
-        *("examples/demo/train.py", "--config", "recipes/demo/ppo.yaml"),
+        *(f"examples/demo/{SCRIPTS[algorithm]}", "--config", f"recipes/demo/{algorithm}.yaml"),
         *(("--plan", plan) if plan else ()),
         *changes,
     )
     console = Console()
     console.rule("what happened")
-    rows = load_metrics(RUN / "metrics.jsonl")
+    rows = load_metrics(folder / "metrics.jsonl")
     summary = print_summary(rows)
-    completions = json.loads((RUN / "completions.json").read_text(encoding="utf-8"))
+    completions = json.loads((folder / "completions.json").read_text(encoding="utf-8"))
     before, after = completions["before"], completions["after"]
-    console.print(stories_table(before, after))
+    console.print(stories_table(name, before, after))
+    metric, of = KL[algorithm]
     was, is_now = share_right(before), share_right(after)
     console.print(
-        f"right ends of {len(after)} held-out stories: {was:.0%} before PPO, {is_now:.0%} after; "
-        f"KL to the policy before PPO: {rows[-1]['objective/kl']:.2f} nats per completion"
+        f"right ends of {len(after)} held-out stories: {was:.0%} before {name}, {is_now:.0%} after; "
+        f"KL to the policy before {name}: {rows[-1][metric]:.2f} nats per {of}"
     )
-    report = report_run(RUN)
-    print(f"\nin {RUN}/: report.md (with reward.png and timeline.png), plan.yaml, metrics.jsonl, completions.json,")
+    report = report_run(folder)
+    print(f"\nin {folder}/: report.md (with reward.png and timeline.png), plan.yaml, metrics.jsonl, completions.json,")
     print("timeline.json, trace.json for ui.perfetto.dev, and the")
-    print(f"trained policy: AutoModelForCausalLM.from_pretrained({str(RUN)!r})")
+    print(f"trained policy: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
     print(f"read {report}; {time.monotonic() - start:.0f} s in all")
     if not summary.rose_clearly:
         print(f"the reward did not rise clearly: {summary.first:.3f} -> {summary.last:.3f}", file=sys.stderr)

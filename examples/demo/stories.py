@@ -124,7 +124,7 @@ def read_prompt(prompt: str) -> Story:
     return Story(name, thing, verb, NUMBERS.index(before), sign * NUMBERS.index(change))
 
 
-def right_end(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+def right_end(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
     """A reward function: 1 for the right end word for word, 0 for anything else."""
     return [
         float(completion == read_prompt(prompt).end) for prompt, completion in zip(prompts, completions, strict=True)

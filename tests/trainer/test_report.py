@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llamas import pricing, specs, work
 from trl import TrlParser
 
-from trl_realloc import PPOConfig
+from trl_realloc import GRPOConfig, PPOConfig, RLOOConfig
 from trl_realloc.cli.main import main
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
@@ -170,10 +170,11 @@ def test_every_recipe_can_be_loaded(path: Path, tmp_path: Path) -> None:
 
         assert load_config_from_file(str(path)).num_processes >= 1
     else:
-        known = {key: value for key, value in content.items() if key in PPOConfig.__dataclass_fields__}
-        assert set(content) - set(known) <= {"dataset_path", "dataset_name"}
+        config = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}[path.stem.partition("-")[0]]
+        known = {key: value for key, value in content.items() if key in config.__dataclass_fields__}
+        assert set(content) - set(known) <= {"dataset_path", "dataset_name", "model_name_or_path"}
         known["use_cpu"] = True  # recipes for GPUs too
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(known))
-        (args,) = TrlParser([PPOConfig]).parse_args_and_config(args=["--config", str(recipe)])
+        (args,) = TrlParser([config]).parse_args_and_config(args=["--config", str(recipe)])
         assert args.max_steps > 0 or args.total_episodes > 0

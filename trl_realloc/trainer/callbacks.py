@@ -51,10 +51,12 @@ class CompactProgress(ProgressCallback):
     `trainer.remove_callback(ProgressCallback)`, then `trainer.add_callback(CompactProgress())`.
     """
 
-    SHOWN = {
-        "score": "objective/scores",
-        "kl": "objective/kl",
-        "length": "completions/mean_length",
+    SHOWN = {  # PPO's, and GRPO's and RLOO's
+        "objective/scores": "score",
+        "reward": "reward",
+        "objective/kl": "kl",
+        "kl": "kl",
+        "completions/mean_length": "length",
         "tokens/s": "tokens/s",
     }
 
@@ -67,5 +69,5 @@ class CompactProgress(ProgressCallback):
         **kwargs: Any,
     ) -> None:
         if self.training_bar is not None and logs:
-            shown = {name: f"{logs[key]:,.4g}" for name, key in self.SHOWN.items() if key in logs}
+            shown = {name: f"{logs[key]:,.4g}" for key, name in self.SHOWN.items() if logs.get(key) is not None}
             self.training_bar.set_postfix(shown)

@@ -30,12 +30,13 @@ from .report_estimate import AGES_FILE, age_lines, estimate_lines, estimate_tabl
 
 
 SCORES = "objective/scores"
+REWARD = "reward"  # what TRL's GRPO and RLOO log for it
 REPORTED = ("time/step", "tokens/s")  # the numbers of every update that a report needs, besides the score
 CLEARLY = 3.0  # standard errors of the difference
 
 
 def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rows of a metrics file that belong to updates, sorted by step.
+    """The rows of a metrics file that belong to updates, sorted by step. GRPO's and RLOO's `reward` is their score.
 
     Args:
         needed: metrics that every update must have, besides the step and the score.
@@ -49,6 +50,8 @@ def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str,
         row = parse_json(line, where)
         if not isinstance(row, dict):
             raise PlanError(f"{where}: a line of metrics is a JSON object, not {shown(row)}.")
+        if REWARD in row:
+            row.setdefault(SCORES, row[REWARD])
         if SCORES in row:
             _check_update(row, ("step", SCORES, *needed), where)
             rows.append(row)
@@ -229,10 +232,11 @@ def write_report(
 
 def _reward_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     summary = reward_summary(rows)
+    episodes = f", {rows[-1]['episode']:,.0f} episodes" if "episode" in rows[-1] else ""
     return [
         "# Report",
         "",
-        f"{summary.updates} updates, {rows[-1].get('episode', 0):,.0f} episodes.",
+        f"{summary.updates} updates{episodes}.",
         "",
         "## Reward",
         "",

@@ -1,0 +1,113 @@
+"""What a run of GRPO or RLOO leaves behind: times in its logs, a timeline, completions, a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from datasets import Dataset
+
+from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc.plan.timeline import Timeline
+from trl_realloc.trainer.callbacks import MetricsWriter
+from trl_realloc.trainer.report import load_metrics, report_run
+
+
+def trainer(folder: Path, kind: Any = GRPOTrainer, **given: Any) -> Any:
+    config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[kind]
+    changes = given.pop("changes", {})
+    args = config(
+        output_dir=str(folder),
+        **{
+            "report_to": [],
+            "disable_tqdm": True,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "max_steps": 10,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "use_vllm": False,
+            "plan": "flatten",
+            **changes,
+        },
+    )
+    parts = {
+        "model": tiny.policy(),
+        "reward_funcs": tiny.short,
+        "train_dataset": tiny.prompts(32),
+        "eval_dataset": tiny.prompts(5),
+        "processing_class": tiny.tokenizer(),
+        "callbacks": [MetricsWriter(folder / "metrics.jsonl")],
+    }
+    return kind(args=args, **{**parts, **given})
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_a_runs_report_has_its_rewards_the_times_of_its_calls_and_its_plan(tmp_path: Path, kind: Any) -> None:
+    made = trainer(tmp_path, kind, changes={"eval_strategy": "steps", "eval_steps": 5})
+    made.train()
+    made.close()
+    rows = load_metrics(tmp_path / "metrics.jsonl", ("time/step", "tokens/s"))
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["objective/scores"] for row in rows] == [row["reward"] for row in rows]
+    calls = {"time/actor.generate", "time/actor.forward", "time/actor.train"}
+    calls |= {"time/reference.forward"} if kind is RLOOTrainer else set()
+    for row in rows:
+        assert {name for name in row if name.startswith("time/")} == {*calls, "time/step"}
+        assert sum(row[name] for name in calls) <= row["time/step"]
+    timeline = Timeline.load(tmp_path / "timeline.json")
+    assert timeline.steps == tuple(range(10)) and {f"time/{call}" for call in timeline.calls} == calls
+    generations = [span for span in timeline.spans if span.call == "actor.generate"]
+    assert len(generations) == 10, "those of the evaluation are left out"
+    text = report_run(tmp_path).read_text()
+    assert "10 updates." in text and "actor.train" in text and "calls:" in text
+
+
+def test_a_log_of_several_updates_has_their_mean_times(tmp_path: Path) -> None:
+    made = trainer(tmp_path, changes={"logging_steps": 5})
+    made.train()
+    made.close()
+    first, second = load_metrics(tmp_path / "metrics.jsonl")
+    whole = made.timeline.by_call()["actor.train"]
+    assert (first["time/actor.train"] + second["time/actor.train"]) / 2 == pytest.approx(whole)
+    tokens = made.state.num_input_tokens_seen
+    assert 5 * sum(row["tokens/s"] * row["time/step"] for row in (first, second)) == pytest.approx(tokens)
+
+
+def test_completions_are_those_of_the_policy_at_its_most_probable_with_their_scores(tmp_path: Path) -> None:
+    policy = tiny.policy()
+    policy.lm_head.weight.data *= 100  # so that its most probable tokens are clearly so
+    made = trainer(tmp_path, model=policy, changes={"max_steps": 1, "temperature": 1.0})
+    before = made.generate_completions()
+    assert before == made.generate_completions(), "near-greedy"
+    assert [row["query"] for row in before] == tiny.prompts(5)["prompt"]
+    assert [row["score"] for row in before] == pytest.approx(tiny.short([row["model response"] for row in before]))
+    made.train()
+    assert len(made.generate_completions()) == 5
+    assert {span.step for span in made.timeline.spans} == {0}
+    made.close()
+    assert json.dumps(before)
+
+
+def test_completions_of_conversations_show_their_text(tmp_path: Path) -> None:
+    talks = Dataset.from_dict({"prompt": [[{"role": "user", "content": "w2 w3"}], [{"role": "user", "content": "w9"}]]})
+
+    def words(completions: Any, **columns: Any) -> list[float]:
+        return [float(len(completion[0]["content"].split())) for completion in completions]
+
+    made = trainer(tmp_path, reward_funcs=[words], train_dataset=talks, eval_dataset=talks)
+    rows = made.generate_completions()
+    made.close()
+    assert [row["query"] for row in rows] == ["w2 w3", "w9"]
+    assert [row["score"] for row in rows] == [len(row["model response"].split()) for row in rows]
+
+
+def test_without_evaluation_prompts_there_are_no_completions(tmp_path: Path) -> None:
+    made = trainer(tmp_path, eval_dataset=None)
+    assert made.generate_completions() == []
+    made.close()

@@ -1,0 +1,136 @@
+"""`PolicyRecordMixin`: the times that a run of `PlannedPolicyTrainer` adds to TRL's logs, and the files that its report
+is made of.
+
+The report itself is written by `report`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..algorithms.rollout import Rollouts
+from ..plan.timeline import Span, Timeline
+from ..planner.priced_plan import PricedPlan
+from ..profiling.auto_plan import estimate_at_lengths
+from ..runtime.host_calls import HostCalls
+from ..runtime.results import observed
+from .metrics import LENGTHS, SPANS
+from .policy_setup import PolicySetup
+from .report import save_record
+
+
+class PolicyRecordMixin:
+    """Keeps the times of a run's calls. The attributes are those of the trainer that the class is mixed into.
+
+    To TRL's values every log of updates gets means over the updates since the last one: `time/step` and `tokens/s`; on
+    rank 0 also `time/<call>`, seconds of the slowest device, and for reallocations `realloc/seconds/<call>` and
+    `realloc/bytes/<call>`. An update is an optimizer step.
+    """
+
+    args: Any
+    state: Any
+    model: Any
+    accelerator: Any
+    calls: HostCalls
+    setup: PolicySetup
+
+    trains_by_accelerate = False  # then there are no calls, and no times of them
+    _updates: deque[tuple[Span, ...]]  # spans of the latest updates; on rank 0, empty on the others
+    _lengths: deque[int]  # tokens of this rank's latest responses
+    _times: _Times
+
+    @property
+    def timeline(self) -> Timeline:
+        """The start and the end of the calls of the latest updates. Rank 0 keeps up to `metrics.SPANS` of them, the
+        other ranks none."""
+        return Timeline(span for spans in self._updates for span in spans)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, which saves the record of the run at its end."""
+        self._updates, self._lengths, self._times = deque(), deque(maxlen=LENGTHS), _Times()
+        output = super().train(*args, **kwargs)  # type: ignore[misc]
+        if self.accelerator.is_main_process and not self.trains_by_accelerate:
+            save_record(self.setup.plan, self.timeline, self._expected(), Path(self.args.output_dir))
+        return output
+
+    def _expected(self) -> PricedPlan | None:
+        """The plan's estimate for the lengths of this run's responses. The planner estimates a generation with all its
+        optimizer steps, so there is no estimate of an update where a generation has more or less than one."""
+        args = self.args
+        if args.num_iterations * args.steps_per_generation != args.gradient_accumulation_steps:
+            return None
+        return estimate_at_lengths(self.setup.job, self.setup.job_plan, list(self._lengths))
+
+    def _take_spans(self) -> tuple[Span, ...]:
+        return () if self.trains_by_accelerate else self.calls.take_spans()
+
+    def _generate(self, prompts: Any) -> Any:
+        made = super()._generate(prompts)  # type: ignore[misc]
+        if self.model.training:
+            self._lengths.extend(map(len, made[1]))
+        return made
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._times.runs:
+            self._take_spans()  # of what was before the update
+            self._times.start(self.state.num_input_tokens_seen)
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """After an update: keep its times, then what Trainer does."""
+        if self._times.runs:
+            spans = self._take_spans()
+            self._times.stop(self.state.num_input_tokens_seen, observed(Rollouts(), spans))
+            if spans:
+                self._updates.append(spans)
+            while sum(map(len, self._updates)) > SPANS and len(self._updates) > 1:
+                self._updates.popleft()
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self.model.training:
+            logs.update(self._times.means())
+            self._times = _Times()
+        super().log(logs, start_time)  # type: ignore[misc]
+
+
+class _Times:
+    """The times of the updates since the last log. Between two updates, such as while one is saved, it stands still."""
+
+    def __init__(self) -> None:
+        self.runs = False
+        self._sums: Counter[str] = Counter()
+        self._updates = self._tokens = 0
+        self._seconds = self._start = 0.0
+
+    def start(self, tokens: int) -> None:
+        """An update begins.
+
+        Args:
+            tokens: of prompts and responses that the run has generated.
+        """
+        self.runs, self._start = True, time.perf_counter()
+        self._tokens -= tokens
+
+    def stop(self, tokens: int, values: Mapping[str, float]) -> None:
+        """The update has ended.
+
+        Args:
+            values: of the update, of which the means are logged.
+        """
+        self.runs = False
+        self._seconds += time.perf_counter() - self._start
+        self._tokens += tokens
+        self._updates += 1
+        self._sums.update(values)
+
+    def means(self) -> dict[str, float]:
+        """Of every value; empty without updates."""
+        if not self._updates:
+            return {}
+        means = {name: total / self._updates for name, total in self._sums.items()}
+        return {**means, "time/step": self._seconds / self._updates, "tokens/s": self._tokens / self._seconds}
