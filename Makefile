@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-next lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
-	test-processes test-fast test-next check-gpu demo clean
+	test-processes test-fast test-next check-gpu demo docs clean
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
@@ -22,6 +22,7 @@ help:
 	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"
+	@echo "make docs       the documentation as a site, in build/site; refuses links that lead nowhere"
 	@echo "make lint | format | typecheck | setup | setup-next | clean"
 
 setup: $(STAMP)
@@ -104,6 +105,9 @@ check-gpu:
 demo: $(RUN_STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py $(if $(ALGORITHM),--algorithm $(ALGORITHM)) \
 		$(if $(PLAN),--plan $(PLAN)) $(if $(STALENESS),--staleness $(STALENESS))
+
+docs: setup
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

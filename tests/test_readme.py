@@ -13,6 +13,8 @@ import pytest
 import tiny
 import yaml
 
+import trl_realloc
+
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,8 +24,8 @@ def blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def snippet() -> str:
-    return next(text for text in blocks(ROOT / "README.md", "python") if "PPOTrainer(" in text)
+def snippet(trainer: str) -> str:
+    return next(text for text in blocks(ROOT / "README.md", "python") if f"{trainer}(" in text)
 
 
 LAUNCHES = [
@@ -46,15 +48,52 @@ def run(command: list[str], folder: Path, limit_s: float) -> subprocess.Complete
     )
 
 
-def test_the_snippet_trains_as_it_stands(tmp_path: Path) -> None:
-    tiny.policy().save_pretrained(tmp_path / "path" / "to" / "policy")
-    tiny.tokenizer().save_pretrained(tmp_path / "path" / "to" / "policy")
-    tiny.classifier().save_pretrained(tmp_path / "path" / "to" / "critic")
-    (tmp_path / "train.py").write_text(snippet())
+def models(folder: Path) -> None:
+    tiny.policy().save_pretrained(folder / "policy")
+    tiny.tokenizer().save_pretrained(folder / "policy")
+    tiny.classifier().save_pretrained(folder / "critic")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "logged"), [("PPOTrainer", "objective/scores"), ("GRPOTrainer", "rewards/brief/mean")]
+)
+def test_the_snippet_trains_as_it_stands(tmp_path: Path, trainer: str, logged: str) -> None:
+    models(tmp_path / "path" / "to")
+    (tmp_path / "train.py").write_text(snippet(trainer))
     ended = run([sys.executable, "train.py"], tmp_path, 280)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "trl_realloc: 1 process on 1 host (" in ended.stderr
-    assert "objective/scores" in ended.stdout
+    assert logged in ended.stdout
+
+
+def test_getting_started_begins_with_readmes_run_of_grpo() -> None:
+    assert snippet("GRPOTrainer") in blocks(ROOT / "docs" / "index.md", "python")
+
+
+def test_the_swap_is_of_names_that_both_packages_have() -> None:
+    swaps = re.findall(r"^([-+])from (\S+) import (\w+), (\w+)$", blocks(ROOT / "README.md", "diff")[0], re.MULTILINE)
+    assert [(sign, home) for sign, home, *_ in swaps] == [
+        ("-", "trl.experimental.ppo"),
+        ("+", "trl_realloc"),
+        ("-", "trl"),
+        ("+", "trl_realloc"),
+    ]
+    assert swaps[0][2:] == swaps[1][2:] and swaps[2][2:] == swaps[3][2:]
+    assert {name for _, _, *names in swaps for name in names} <= set(trl_realloc.__all__)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md"])
+def test_every_link_leads_to_a_file_or_a_heading(document: str) -> None:
+    path = ROOT / document
+    text = path.read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("#"):
+            assert link[1:] in headings, link
+        elif ":" not in link:
+            assert (path.parent / link.partition("#")[0]).is_file(), link
 
 
 @pytest.mark.multiprocess
