@@ -253,7 +253,8 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, without log-probabilities where TRL's generation by Transformers would have none."""
         made = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        return (made[0], None) if isinstance(made, tuple) and not self.setup.corrects else made
+        by_vllm = self.plan["actor.generate"].engine == "vllm"
+        return (made[0], None) if isinstance(made, tuple) and not by_vllm else made
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
