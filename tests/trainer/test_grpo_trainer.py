@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,15 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.presets import separate
+from trl_realloc.plan.staleness import Staleness
+from trl_realloc.plan.streams import Streams
 from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.plan_request import PlanRequest
+from trl_realloc.trainer.policy_setup import of_host_loop
 
 
 PROMPTS = Dataset.from_dict({"prompt": [f"w{a} w{a + 7} w{a + 1}" for a in range(2, 34)]})
@@ -157,3 +165,21 @@ def test_evaluation_before_training_runs_the_plan(tmp_path: Path) -> None:
     metrics = made.evaluate()
     made.close()
     assert metrics["eval_reward"] >= 0 and "eval_loss" in metrics
+
+
+def test_a_model_by_path_is_loaded_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    policy().save_pretrained(tmp_path / "policy")
+    args = settings(tmp_path, model_init_kwargs={"dtype": "bfloat16"}, max_steps=1)
+    made = GRPOTrainer(str(tmp_path / "policy"), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    made.train()
+    made.close()
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+
+
+def test_a_plan_that_generates_ahead_is_refused_and_streams_are_left_out() -> None:
+    plan = separate(Cluster(1, 2), graph=grpo_graph())
+    request = PlanRequest(plan, plan.cluster, "vllm", (), None)
+    with pytest.raises(PlanError, match="leave staleness out"):
+        of_host_loop(replace(request, plan=replace(plan, staleness=Staleness(1))))
+    streamed = replace(request, plan=replace(plan, streams=Streams()))
+    assert of_host_loop(streamed).plan == plan

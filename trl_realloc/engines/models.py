@@ -74,10 +74,13 @@ def _check_form(model: str, argument: str) -> None:
         )
 
 
-def trained_config(config: Any, model: PreTrainedModel | str) -> Any:
-    """The config of a model that is trained, with the dtype of its parameters in this run. A model given by path is
-    loaded in float32 (`load_policy`)."""
-    return _in_dtype(config, torch.float32) if isinstance(model, str) else config
+def trained_config(config: Any, model: PreTrainedModel | str, dtype: torch.dtype = torch.float32) -> Any:
+    """The config of a model that is trained, with the dtype of its parameters in this run.
+
+    Args:
+        dtype: in which a model given by path is loaded (`load_policy`).
+    """
+    return _in_dtype(config, dtype) if isinstance(model, str) else config
 
 
 def _untied(config: Any) -> Any:
@@ -107,26 +110,28 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def load_policy(model: PreTrainedModel | str, trained: bool, *, in_parts: bool = True) -> PreTrainedModel:
-    """A causal language model. From a name or path it is in float32 if it is trained (mixed precision uses autocast),
-    and in the checkpoint's dtype otherwise.
+def load_policy(
+    model: PreTrainedModel | str, trained: bool, *, in_parts: bool = True, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A causal language model. From a name or path it is in `dtype` if it is trained (in float32 mixed precision uses
+    autocast), and in the checkpoint's dtype otherwise.
 
     Args:
         in_parts: from a name or path, on the meta device; its engine reads the parts that its rank needs. A checkpoint
             that cannot be read in parts is loaded whole.
     """
-    return _load(AutoModelForCausalLM, model, trained, in_parts)
+    return _load(AutoModelForCausalLM, model, in_parts, dtype=dtype if trained else "auto")
 
 
 def load_classifier(model: PreTrainedModel | str, trained: bool, *, in_parts: bool = True) -> PreTrainedModel:
     """A sequence classifier with one output, loaded as `load_policy` loads."""
-    return _load(AutoModelForSequenceClassification, model, trained, in_parts, num_labels=1)
+    dtype = torch.float32 if trained else "auto"
+    return _load(AutoModelForSequenceClassification, model, in_parts, num_labels=1, dtype=dtype)
 
 
-def _load(kind: Any, model: PreTrainedModel | str, trained: bool, in_parts: bool, **kwargs: Any) -> PreTrainedModel:
+def _load(kind: Any, model: PreTrainedModel | str, in_parts: bool, **kwargs: Any) -> PreTrainedModel:
     if not isinstance(model, str):
         return model
-    kwargs["dtype"] = torch.float32 if trained else "auto"
     with created_whole():
         reason = None
         if in_parts:

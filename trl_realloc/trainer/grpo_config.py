@@ -4,9 +4,12 @@ engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .config_checks import ConfigError
 from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
@@ -16,6 +19,11 @@ from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 _USE_VLLM = {"help": "Generate by vLLM engines (True) or by the training's models (False). Default: as the plan says."}
 
 _SLEEP = {"help": "Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says."}
+
+
+# What `model_init_kwargs` may have beside the dtype; the engines attend, place and decode in their own ways.
+_INIT_KWARGS = {"dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -87,6 +95,16 @@ class RLOOConfig(PlanSettings, TRLRLOOConfig):
             super().__post_init__()
 
 
+def _init_kwargs(args: Any) -> Mapping[str, Any]:
+    given = args.model_init_kwargs or {}
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def given_dtype(args: PolicyConfig) -> torch.dtype:
+    """The dtype of the parameters of a policy that is given by name: float32, or that of `model_init_kwargs`."""
+    return _DTYPES[str(_init_kwargs(args).get("dtype", "float32")).removeprefix("torch.")]
+
+
 def _engine(use_vllm: bool | None) -> str | None:
     return None if use_vllm is None else "vllm" if use_vllm else "transformers"
 
@@ -119,6 +137,14 @@ def _problems(args: Any) -> Iterator[str]:
         yield "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
     if args.vllm_model_impl != "vllm":
         yield f"vllm_model_impl {args.vllm_model_impl!r} is not supported; leave it out."
+    further = sorted(set(_init_kwargs(args)) - _INIT_KWARGS)
+    if further:
+        yield (
+            f"model_init_kwargs has {', '.join(further)}, which engines that read a model in parts do not know; load the "
+            f"model with it, and pass the loaded model."
+        )
+    elif str(_init_kwargs(args).get("dtype", "float32")).removeprefix("torch.") not in _DTYPES:
+        yield f"model_init_kwargs: dtype is one of {', '.join(_DTYPES)}, not {_init_kwargs(args)['dtype']!r}."
     if args.sync_ref_model:
         yield "sync_ref_model changes the reference while the run goes on, which no plan does; leave it out."
     if not isinstance(args.use_vllm, bool | None):

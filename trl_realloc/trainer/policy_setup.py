@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 
 from ..algorithms.host_loss import HostLoss
 from ..algorithms.rewards import RewardModelSource, Rewards, read_rewards
+from ..common.errors import PlanError
+from ..common.notices import notice
 from ..engines.base import Sampling
 from ..engines.models import (
     adapts_head,
@@ -39,7 +41,7 @@ from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
 from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
-from .grpo_config import PolicyConfig
+from .grpo_config import PolicyConfig, given_dtype
 from .job_builder import compute_dtype
 from .optimizer_sharding import check_sharding
 from .optimizers import LearningRates, check_optimizer
@@ -119,7 +121,7 @@ def prepare_policy(
     optimizer, scheduler = inputs.get("optimizers") or (None, None)
     rewards = _reward_sources(args, inputs)
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
-    request = read_plan_request(args, plugin, world, model, graph)
+    request = of_host_loop(read_plan_request(args, plugin, world, model, graph))
     configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
     check_optimizer(args, optimizer, scheduler, {"model": model})
     processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
@@ -164,6 +166,26 @@ def prepare_policy(
     )
 
 
+def of_host_loop(request: PlanRequest) -> PlanRequest:
+    """The request with a plan that TRL's loop can follow.
+
+    Raises:
+        PlanError: the plan has a staleness.
+    """
+    plan = request.plan
+    if plan is None:
+        return request
+    if plan.staleness.versions:
+        raise PlanError(
+            f"the plan's staleness is {plan.staleness.versions}, but TRL's loop asks for the next completions after it "
+            f"has trained on the last; leave staleness out of the plan."
+        )
+    if plan.streams is not None:
+        notice("the plan's streams have no effect: TRL's loop asks for one call of a whole batch after the other")
+        plan = replace(plan, streams=None)
+    return replace(request, plan=plan)
+
+
 def _reward_sources(args: PolicyConfig, inputs: Mapping[str, Any]) -> Rewards:
     """The reward models, of weight 1: TRL weighs the scores."""
     models = reward_models(inputs.get("reward_funcs"))
@@ -188,7 +210,7 @@ def _check_models(
     model_checks.check_config_of(config, model, "model")
     if not isinstance(model, str) and peft_config is None:
         check_trains(model, "model")
-    configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model)]}
+    configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model, given_dtype(args))]}
     if Role.REFERENCE in graph.roles:
         configs[Role.REFERENCE] = [config]
     if rewards:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..algorithms.rewards import Rewards, read_rewards
 from ..engines.models import (
     adapters_off,
@@ -111,12 +113,14 @@ def policy_and_reference(
     *,
     seed: int,
     adapters: tuple[str | None, str | None] = (None, None),
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Any, bool, Callable[[], Any] | None]:
     """The policy, whether it trains adapters alone, and the function that loads the reference: `None` where the policy
     without its adapters is the reference, or the run has none.
 
     Args:
         adapters: the names of the adapter that is trained and of the reference's.
+        dtype: of the parameters of a policy that is given by name.
 
     Raises:
         ConfigError: `ref_adapter_name` under a plan that gives the reference parameters of its own.
@@ -127,7 +131,7 @@ def policy_and_reference(
     in_parts = peft_config is None or adapts_unread(peft_config)
     with seeded(seed):
         is_used = has_policy or not isinstance(model, str)
-        policy = load_policy(model, trained=True, in_parts=in_parts) if is_used else shell(config)
+        policy = load_policy(model, trained=True, in_parts=in_parts, dtype=dtype) if is_used else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
     has_reference = Role.REFERENCE in plan.graph.roles
     reference = _reference_loader(plan, inputs, policy, adapted, in_parts, seed, adapters[1]) if has_reference else None
