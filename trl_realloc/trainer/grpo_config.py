@@ -140,7 +140,7 @@ def _problems(args: Any) -> Iterator[str]:
     further = sorted(set(_init_kwargs(args)) - _INIT_KWARGS)
     if further:
         yield (
-            f"model_init_kwargs has {', '.join(further)}, which engines that read a model in parts do not know; load the "
+            f"model_init_kwargs has {', '.join(further)}, which engines that read parts do not know; load the "
             f"model with it, and pass the loaded model."
         )
     elif str(_init_kwargs(args).get("dtype", "float32")).removeprefix("torch.") not in _DTYPES:
