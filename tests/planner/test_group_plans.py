@@ -51,10 +51,11 @@ def test_every_form_is_planned_and_beside_it_the_presets_that_it_has(
 
 
 @forms
-def test_a_staleness_is_planned_for_every_form(graph: DataflowGraph) -> None:
+def test_calls_that_another_librarys_loop_asks_for_neither_stream_nor_run_ahead(graph: DataflowGraph) -> None:
     prices = pricing(1, 4, groups(1, 1))
     decision = choose(specs(1, 1, graph), prices, graph=graph, max_staleness=2, time_limit_s=2.0)
-    assert decision.staleness is not None and set(decision.staleness.by_versions) == {1, 2}
+    assert decision.best.plan.barrier
+    assert decision.streams is None and decision.staleness is None
 
 
 def test_models_that_fit_nowhere_are_refused_with_the_cluster_that_would_do() -> None:

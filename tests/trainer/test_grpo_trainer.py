@@ -183,3 +183,29 @@ def test_a_plan_that_generates_ahead_is_refused_and_streams_are_left_out() -> No
         of_host_loop(replace(request, plan=replace(plan, staleness=Staleness(1))))
     streamed = replace(request, plan=replace(plan, streams=Streams()))
     assert of_host_loop(streamed).plan == plan
+
+
+def test_the_weights_of_a_policy_by_path_can_be_looked_at_before_the_training(tmp_path: Path) -> None:
+    given = policy()
+    given.save_pretrained(tmp_path / "policy")
+    args = settings(tmp_path, max_steps=1)
+    made = GRPOTrainer(str(tmp_path / "policy"), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    before = {name: parameter.clone() for name, parameter in made.model.named_parameters()}
+    assert all(torch.equal(parameter, before[name]) for name, parameter in given.named_parameters())
+    made.train()
+    made.close()
+    assert any(not torch.equal(parameter, before[name]) for name, parameter in made.model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_a_new_adapter_is_trained_alone(tmp_path: Path, kind: type) -> None:
+    peft = pytest.importorskip("peft")
+    args = settings(tmp_path, GRPOConfig if kind is GRPOTrainer else RLOOConfig, beta=0.04)
+    adapter = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian")
+    made = kind(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer(), peft_config=adapter)
+    before = {name: parameter.detach().clone() for name, parameter in made.model.named_parameters()}
+    made.train()
+    made.close()
+    assert list(made.model.peft_config) == ["default"]
+    changed = {name for name, p in made.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all("lora" in name for name in changed)

@@ -58,6 +58,12 @@ def grpo_graph(*, reference: bool = True, reward_models: bool = True) -> Dataflo
     )
 
 
+def has_host_loop(graph: DataflowGraph) -> bool:
+    """Whether another library's loop asks for the calls, as TRL's does for GRPO and RLOO: one call on the whole batch
+    after the other, and the next generation after the training."""
+    return any(ENTROPIES in call.outputs for call in graph.calls)
+
+
 def remax_graph() -> DataflowGraph:
     """ReMax (Li et al. 2023) for the planner: the greedy response's reward is the baseline. One call generates both
     responses, because decoding them in one batch takes fewer steps than in two. The executor runs it as two calls with

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.errors import PlanError
-from ..plan.algorithm_graphs import ppo_graph
+from ..plan.algorithm_graphs import has_host_loop, ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.fused import Fused, joined, parted
@@ -107,7 +107,8 @@ def choose(
             0 alone, because the other stages save memory and cost time.
         barrier: the plan's iterations do not overlap.
         deterministic: two runs of the plan give the same bits.
-        max_staleness: the largest staleness of a plan.
+        max_staleness: the largest staleness of a plan; of no effect where another library's loop asks for the calls
+            (`has_host_loop`), which then neither overlap with the next generation nor stream.
         fuses: two calls may train in fused pipelines.
         time_limit_s: of the search; where a staleness is allowed, of a second search too.
 
@@ -126,7 +127,7 @@ def choose(
         "time_limit_s": time_limit_s,
     }
     decision = _synchronous(specs, pricing, options)
-    if max_staleness < 1:
+    if max_staleness < 1 or has_host_loop(options["graph"]):
         return decision
     space = replace(decision.best.space, pricing=pricing)  # without engines that sleep because nothing fits otherwise
     choice = choose_staleness(
@@ -213,7 +214,8 @@ def _choose(
     stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
     able = (generation_engine, *engines)
     space = Space(pricing.cluster, graph, specs, pricing, able, offload=pricing.memory is not None, zero_stages=stages)
-    problem = Problem(space, space.candidates(), Overlap.NONE if barrier else Overlap.GENERATION)
+    in_turn = has_host_loop(graph)
+    problem = Problem(space, space.candidates(), Overlap.NONE if barrier or in_turn else Overlap.GENERATION)
     is_small = pricing.cluster.size <= MANY
     presets, alternatives = _price_presets(problem, stages, generation_engine, is_small=is_small)
     starts = [tuple(preset.calls.values()) for preset in presets]
@@ -228,7 +230,9 @@ def _choose(
         deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
         fused = choose_fused(space, problem.candidates, plans, deadline, exact=is_small)
     best = alone if fused is None else fused.fastest
-    streams = _streamed([best, *presets, *ranked[:2]], time_limit_s, deterministic) if is_small else None
+    streams = None
+    if is_small and not in_turn:
+        streams = _streamed([best, *presets, *ranked[:2]], time_limit_s, deterministic)
     whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
     if best is not whole:
         reason = f"without streams; {streams.sentence if streams is not None else ''}"

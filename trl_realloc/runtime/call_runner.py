@@ -128,7 +128,7 @@ class CallRunner:
         except JobFailed:
             raise
         except Exception as error:
-            self.failure = error
+            iteration.failure = error
             failure = failure_of(error, self.placement.rank, names, is_collective=True)
             outputs = [(failure,), (failure,)]
         for call, output in zip(pair, outputs, strict=True):

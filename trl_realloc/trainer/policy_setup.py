@@ -28,6 +28,7 @@ from ..engines.models import (
     trained_config,
 )
 from ..engines.training.deepspeed_compat import gathered
+from ..engines.training.weight_source import fill
 from ..plan.algorithm_graphs import grpo_graph
 from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
@@ -148,6 +149,8 @@ def prepare_policy(
     announce(request.processes, job_plan.plan, world.process_index)
     rank = world.process_index
     policy, roles = build_policy_roles(args, job_plan.plan, rank, model, peft_config, configs, rewards)
+    if world.num_processes == 1:
+        fill(policy, args.device)  # a user of TRL may look at the weights before the training
     has_part = world.process_index in job_plan.plan.mesh("actor.train")
     return PolicySetup(
         plan=job_plan.plan,

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from ..engines.generation.sampling_checks import needs_tokenizer
 from ..engines.generation.vllm_support import is_vllm_available
 from ..engines.models import read_config
+from ..engines.training.packed_attention import base_of
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.executor import make_executor
@@ -100,7 +101,8 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         return {
             **arguments,
             **planned_rewards(arguments, self.setup.reward_models, lambda samples: self.calls.forward(REWARD, samples)),
-            "model": self.setup.model_before_start,
+            # TRL's class would add an adapter to a model that has some
+            "model": base_of(self.setup.model_before_start),
             "peft_config": None,
             "optimizers": (self.setup.rates.scheduled, (arguments.get("optimizers") or (None, None))[1]),
         }
@@ -118,6 +120,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             if args.use_vllm or (args.use_vllm is None and is_vllm_available()):
                 plug(self, plan=None if args.plan in (None, "auto") else args.plan)
             return
+        self.model = self.model_wrapped = self.setup.model_before_start
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # the engines do what the launcher asked for
         self.accelerator.backward = self._backward
         self._place()
