@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import trl_realloc
 
 
-TIMES = ("time", "_runtime", "per_second")  # log keys that differ from run to run
+TIMES = ("time", "_runtime", "per_second", "tokens/s", "realloc/")  # log keys that differ from run to run
 LONGEST = 12
 LENGTHS = (1, 2, 3, 7, LONGEST)
 

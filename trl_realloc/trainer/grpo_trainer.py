@@ -13,7 +13,6 @@ from .config_checks import ConfigError
 from .grpo_config import GRPOConfig, RLOOConfig
 from .policy_completions import PolicyCompletionsMixin
 from .policy_record import PolicyRecordMixin
-from .policy_roles import REF_ADAPTER
 from .policy_trainer import PlannedPolicyTrainer
 from .trl_compat import TRLGRPOTrainer, TRLRLOOTrainer
 
@@ -47,8 +46,7 @@ class RLOOTrainer(PlannedPolicyTrainer, PolicyRecordMixin, PolicyCompletionsMixi
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = _named(TRLRLOOTrainer, RLOOConfig, args, kwargs)
         arguments = self._plan(arguments)
-        adapters = contextlib.nullcontext() if self.trains_by_accelerate else _same_adapters(arguments["model"])
-        with _hidden(arguments["args"], **self._hidden_settings), adapters:
+        with _hidden(arguments["args"], **self._hidden_settings):
             super().__init__(**arguments)
         self._take_over()
 
@@ -86,21 +84,6 @@ def _hidden(args: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(args, name, value)
-
-
-@contextlib.contextmanager
-def _same_adapters(model: Any) -> Iterator[None]:
-    """Inside, TRL's constructor may add an adapter for its reference to a model that has adapters. One that the plan's
-    reference has is kept as it is, and another is deleted."""
-    kept = set(getattr(model, "peft_config", ()))
-    if REF_ADAPTER in kept:
-        model.add_adapter = lambda *_: None  # it is a copy of the trained one already
-    try:
-        yield
-    finally:
-        vars(model).pop("add_adapter", None)
-    for name in set(getattr(model, "peft_config", ())) - kept:
-        model.delete_adapter(name)
 
 
 __all__ = ["GRPOTrainer", "RLOOTrainer"]
