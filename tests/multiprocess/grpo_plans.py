@@ -1,0 +1,40 @@
+"""A rank that trains by GRPO or RLOO on fixed responses, once for each of the given runs, by TRL's trainer or under a
+plan. Rank 0 writes the logs; each run saves its model."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import trl
+from recorded_rollouts import make, recorded, result
+
+import trl_realloc
+
+
+def train(folder: Path, by: str, resumes: str | None = None, generates: bool = False, **settings: Any) -> None:
+    """One run.
+
+    Args:
+        by: the name of a library.
+        resumes: the folder of a checkpoint.
+        generates: the plan's engines generate, in the place of fixed responses.
+    """
+    library = {"trl": trl, "trl_realloc": trl_realloc}[by]
+    made = make(library, folder, base=(lambda trainer: trainer) if generates else recorded, **settings)
+    made.train(resume_from_checkpoint=None if resumes is None else str(folder.parent / resumes))
+    made.save_model(str(folder / "model"))
+    if made.accelerator.is_main_process:
+        (folder / "log.json").write_text(json.dumps(result(made).logs))
+    made.accelerator.wait_for_everyone()
+    if library is trl_realloc:
+        made.close()
+
+
+if __name__ == "__main__":
+    gc.freeze()  # each training ends with a garbage collection
+    for name, run in json.loads(sys.argv[2]).items():
+        train(Path(sys.argv[1]) / name, **run)

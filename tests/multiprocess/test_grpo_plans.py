@@ -1,0 +1,89 @@
+"""GRPO and RLOO on two processes: under every plan what TRL's trainers log and learn under DDP, from the same rollouts
+(`tests/parity`: on one)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
+
+
+def plan(zero_stage: int = 0, **everywhere: Any) -> dict[str, Any]:
+    """Everything but the generation in one layout."""
+    scoring = {"mesh": "0-1", **everywhere, "zero_stage": zero_stage if zero_stage == 3 else 0}
+    calls = {
+        "actor.generate": {"mesh": "0-1", "engine": "transformers", "dp": 2},
+        "actor.forward": scoring,
+        "reference.forward": scoring,
+        "actor.train": {**scoring, "zero_stage": zero_stage},
+    }
+    return {"cluster": {"nodes": 1, "devices_per_node": 2}, "calls": calls}
+
+
+# two optimizer steps on a generation, a term of the entropies, a reference, and responses without any token in the loss
+GRPO: dict[str, Any] = {
+    "steps_per_generation": 4,
+    "max_steps": 4,
+    "beta": 0.04,
+    "entropy_coef": 0.1,
+    "mask_truncated_completions": True,
+    "num_generations": 8,
+}
+RLOO: dict[str, Any] = {"kind": "RLOO", "num_iterations": 2, "max_steps": 4}
+PLANS: dict[str, Any] = {
+    "flatten": "flatten",
+    "separate": "separate",
+    "tensor parallel": plan(engine="megatron", tp=2),
+    "in two stages": plan(engine="megatron", pp=2),
+    "zero 2": plan(engine="zero", dp=2, zero_stage=2),
+    "zero 3": plan(engine="zero", dp=2, zero_stage=3),
+}
+
+
+def check_equal(folder: Path, expected: Path) -> None:
+    """The same logs, key by key, and the same parameters."""
+    rows, others = (json.loads((run / "log.json").read_text()) for run in (folder, expected))
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        if folder.name == "resumed" and "train_loss" in row:  # Trainer's mean is that of the steps since then
+            other["train_loss"] = row["train_loss"]
+        assert row == pytest.approx(other, rel=1e-4, abs=1e-5, nan_ok=True), folder.name
+    tensors, wanted = (load_file(run / "model" / "model.safetensors") for run in (folder, expected))
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in tensors.items():
+        assert torch.allclose(tensor, wanted[name], rtol=1e-5, atol=2e-6), (folder.name, name)
+
+
+@pytest.mark.deepspeed
+def test_every_plan_logs_and_learns_what_trl_does_under_ddp(run: Callable[..., Path]) -> None:
+    runs: dict[str, Any] = {"trl": {"by": "trl", "ddp_backend": "gloo", **GRPO}}
+    runs |= {name: {"by": "trl_realloc", "plan": plan, **GRPO} for name, plan in PLANS.items()}
+    runs["separate"] |= {"save_strategy": "steps", "save_steps": 2}
+    runs["resumed"] = {**runs["tensor parallel"], "resumes": "separate/checkpoint-2"}
+    runs["RLOO by trl"] = {"by": "trl", "ddp_backend": "gloo", **RLOO}
+    runs["RLOO"] = {"by": "trl_realloc", "plan": "separate", **RLOO}
+    folder = run("grpo_plans.py", 2, runs, "grpo", limit_s=150)
+    for name in [*PLANS, "resumed"]:
+        check_equal(folder / name, folder / "trl")
+    check_equal(folder / "RLOO", folder / "RLOO by trl")
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+def test_vllm_on_the_other_process_draws_from_the_policy_as_it_is_after_every_update(run: Callable[..., Path]) -> None:
+    settings = {"use_vllm": True, "plan": "separate", "generates": True, "max_steps": 3, "beta": 0.04}
+    folder = run("grpo_plans.py", 2, {"vllm": {"by": "trl_realloc", **settings}}, "vllm", limit_s=150)
+    *rows, _ = json.loads((folder / "vllm" / "log.json").read_text())
+    assert len(rows) == 3 and rows[-1]["kl"] > 1e-3, "the policy has changed"
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
