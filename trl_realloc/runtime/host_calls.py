@@ -58,8 +58,7 @@ class HostCalls:
         Raises:
             JobFailed: the call failed on some rank.
         """
-        self._round += 1
-        return self._perform(self._generation, Rollouts(prompts=Ragged.of(prompts, torch.long)))
+        return self._generate(Rollouts(prompts=Ragged.of(prompts, torch.long)))
 
     def finish_turns(self) -> None:
         """Take part in the generations of other ranks until all ranks have called this. A rank calls it when it has no
@@ -69,13 +68,13 @@ class HostCalls:
             JobFailed: a generation failed on some rank.
         """
         while not self._all_finished:
-            self._perform(self._generation, Rollouts(), finished=True)
+            self._generate(Rollouts(), finished=True)
         self._all_finished = False
 
-    @property
-    def _generation(self) -> str:
+    def _generate(self, own: Rollouts, *, finished: bool = False) -> Rollouts:
         (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
-        return name
+        self._round += 1  # on every rank, whether it has prompts or not: any may draw for the others
+        return self._perform(name, own, finished=finished)
 
     def forward(self, name: str, samples: Rollouts) -> Rollouts:
         """The outputs of a call that scores, for this rank's samples.

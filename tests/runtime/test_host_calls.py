@@ -1,0 +1,83 @@
+"""Calls for the loop of another trainer, on one process (`tests/multiprocess`: on two, with uneven samples)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from host_driven import GRAPH, PROMPTS, drive, rows, start
+
+from trl_realloc import Cluster
+from trl_realloc.algorithms.rollout import Rollouts
+from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.host_calls import HostCalls
+
+
+PLAN = flatten(Cluster(1, 1), generation_engine="transformers", graph=GRAPH)
+
+
+@pytest.fixture(scope="module")
+def calls() -> HostCalls:
+    return start(PLAN, 0)
+
+
+def drawn(calls: HostCalls) -> list[list[int]]:
+    return rows(calls.generate(PROMPTS), "responses")
+
+
+def test_draws_depend_on_the_update_and_the_generation_in_it_and_on_nothing_else(calls: HostCalls) -> None:
+    calls.at(3)
+    first, second = drawn(calls), drawn(calls)
+    calls.at(4)
+    other = drawn(calls)
+    calls.at(3, evaluates=True)
+    evaluated = drawn(calls)
+    assert len({str(found) for found in (first, second, other, evaluated)}) == 4
+    again = HostCalls(calls.executor)
+    again.at(3)
+    calls.at(3)
+    calls.at(3)  # said again in the same update, it changes nothing
+    assert drawn(again) == first == drawn(calls)
+    again.at(3)
+    assert drawn(again) == second
+
+
+def test_a_call_of_nothing_gives_nothing(calls: HostCalls) -> None:
+    calls.at(5)
+    assert not len(calls.generate([])) and not len(calls.forward("actor.forward", Rollouts()))
+    calls.finish_turns()
+    calls.finish_turns()
+
+
+def test_an_update_trains_the_policy_that_the_next_calls_use(calls: HostCalls) -> None:
+    found = drive(calls, slice(None), second_turn=True)
+    flat = [[sum(rows_of, []) for rows_of in (found.logprobs, found.reference)]]
+    assert torch.allclose(*map(torch.tensor, flat[0])), "before training the policy is its reference"
+    after = drive(calls, slice(None), second_turn=False)
+    assert after.logprobs != found.logprobs and len(after.reference) == len(PROMPTS)
+
+
+def test_each_call_is_timed_once(calls: HostCalls) -> None:
+    calls.take_spans()
+    drive(calls, slice(None), second_turn=False)
+    names = [span.call for span in calls.take_spans()]
+    assert sorted(names) == ["actor.forward", "actor.generate", "actor.train", "reference.forward"]
+    assert calls.take_spans() == ()
+
+
+def test_the_context_is_around_each_call() -> None:
+    entered = []
+
+    class Around:
+        def __enter__(self) -> None:
+            entered.append(True)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(False)
+
+    made = replace(PLAN, name="the same")
+    calls = HostCalls(start(made, 0).executor, Around)
+    calls.at(0)
+    calls.generate(PROMPTS)
+    assert entered == [True, False]
