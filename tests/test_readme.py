@@ -128,3 +128,18 @@ def test_the_shell_commands_for_several_machines_are_well_formed(text: str) -> N
     assert checked.returncode == 0, checked.stderr
     for config in re.findall(r"recipes/\S+\.yaml", text):
         assert (ROOT / config).is_file()
+
+
+def test_the_report_of_getting_started_can_be_made(tmp_path: Path) -> None:
+    code = next(text for text in blocks(ROOT / "docs" / "index.md", "python") if "MetricsWriter(" in text)
+    commands = [text for text in blocks(ROOT / "docs" / "index.md", "bash") if "trl-realloc report" in text]
+    models(tmp_path / "path" / "to")
+    steps = snippet("GRPOTrainer").replace("num_train_epochs=1", "max_steps=10, logging_steps=1")
+    (tmp_path / "train.py").write_text(steps.replace("trainer.train()", f"{code}\ntrainer.train()"))
+    ended = run([sys.executable, "train.py"], tmp_path, 280)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    line = commands[0].splitlines()[0].partition("  #")[0]
+    reported = run(shlex.split(line), tmp_path, 60)
+    assert reported.returncode == 0, reported.stderr[-3000:]
+    assert "time by call" in reported.stdout
+    assert {"report.md", "timeline.png", "trace.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
