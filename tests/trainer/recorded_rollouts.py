@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 import trl_realloc
 
 
-TIMES = ("time", "_runtime", "per_second", "tokens/s", "realloc/")  # log keys that differ from run to run
+# log keys whose values differ from run to run, by their ends and by their beginnings
+TIMES, OF_CALLS = ("time", "_runtime", "per_second", "tokens/s"), ("time/", "realloc/")
 LONGEST = 12
 LENGTHS = (1, 2, 3, 7, LONGEST)
 
@@ -153,7 +154,10 @@ def trained(trainer: Any) -> dict[str, torch.Tensor]:
 
 def result(trainer: Any) -> Run:
     """Of a trainer that has run."""
-    logs = [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in trainer.state.log_history]
+    logs = [
+        {k: v for k, v in row.items() if not k.endswith(TIMES) and not k.startswith(OF_CALLS)}
+        for row in trainer.state.log_history
+    ]
     return Run(logs, trained(trainer))
 
 
