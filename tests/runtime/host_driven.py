@@ -35,9 +35,13 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
+def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
 def start(plan: ExecutionPlan, rank: int) -> HostCalls:
     """All ranks together."""
-    placement = Placement(plan, rank, roles(plan.graph), options())
+    placement = Placement(plan, rank, roles(plan.graph), options(sgd))
     placement.start()
     return HostCalls(make_executor(placement, HostLoss(plan.graph), execute(placement).settings))
 
