@@ -172,7 +172,7 @@ def test_every_recipe_can_be_loaded(path: Path, tmp_path: Path) -> None:
     else:
         config = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}[path.stem.partition("-")[0]]
         known = {key: value for key, value in content.items() if key in config.__dataclass_fields__}
-        assert set(content) - set(known) <= {"dataset_path", "dataset_name", "model_name_or_path"}
+        assert set(content) - set(known) <= {"dataset_path", "dataset_name", "model_name_or_path", "tools"}
         known["use_cpu"] = True  # recipes for GPUs too
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(known))
