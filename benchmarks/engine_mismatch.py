@@ -21,7 +21,7 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-from vs_trl import tokenizer
+from trl_runs import tokenizer
 
 from trl_realloc import PPOConfig, PPOTrainer
 

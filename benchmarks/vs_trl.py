@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -28,61 +27,15 @@ import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
+from trl_runs import HIDDEN, INTERMEDIATE, LAYERS, PAD, PROMPT, VOCABULARY, gemm_flops, memory_mb, models, tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[1]
-EPISODES, PROMPT, EPOCHS, VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32, 16, 4, 1000, 256, 704, 4
-EOS, PAD = 1, 0
+EPISODES, EPOCHS = 32, 4
 MEASURED = {128: 6, 512: 4, 1024: 2}  # updates, after one of warm-up
 
 
 # --- one run, in a process of its own ---
-
-
-def models(limit: int) -> tuple[Any, Any, Any]:
-    """Policy, critic and reward model of 3.5 million parameters. Channel 0 of the residual stream is made a constant,
-    by which the eos token's logit is set."""
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        num_labels=1,
-    )
-    torch.manual_seed(0)
-    policy = LlamaForCausalLM(config)
-    with torch.no_grad():
-        policy.model.embed_tokens.weight[:, 0] = 10.0
-        for layer in policy.model.layers:
-            layer.self_attn.o_proj.weight[0] = 0
-            layer.mlp.down_proj.weight[0] = 0
-        policy.lm_head.weight[:, 0] = 0
-        chance = 4 / limit
-        policy.lm_head.weight[EOS, 0] = math.log(chance / (1 - chance) * (VOCABULARY - 1)) / math.sqrt(HIDDEN)
-        policy.lm_head.weight[PAD, 0] = -1.0  # never: TRL takes a sampled pad token for the end
-    return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCABULARY)}}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-        padding_side="left",
-    )
 
 
 def worker(side: str, processes: int, limit: int, seed: int, out: Path) -> None:
@@ -202,23 +155,6 @@ def _our_split(logs: list[dict[str, float]]) -> dict[str, float]:
 # --- the benchmark ---
 
 
-def memory_mb(session: int) -> tuple[float, float]:
-    """Proportional set size of every process that carries this run's mark, and of those that are vLLM engines."""
-    total = engines = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if f"VS_TRL={session}\0".encode() in (entry / "environ").read_bytes():
-                    is_engine = b"vllm_host" in (entry / "cmdline").read_bytes()
-                    for line in (entry / "smaps_rollup").read_text().splitlines():
-                        if line.startswith("Pss:"):
-                            total += int(line.split()[1])
-                            engines += is_engine * int(line.split()[1])
-            except OSError:
-                continue
-    return total / 1024, engines / 1024
-
-
 def one_run(side: str, processes: int, limit: int, seed: int, mark: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
@@ -253,18 +189,6 @@ def one_run(side: str, processes: int, limit: int, seed: int, mark: int) -> dict
         if code:
             sys.exit(f"{side} on {processes} processes, limit {limit}, failed:\n{Path(log.name).read_text()[-4000:]}")
         return {**json.loads(out.read_text()), "peak_mb": peak[0], "engines_mb": peak[1]}
-
-
-def gemm_flops() -> float:
-    """This machine's float32 matrix multiplication at the models' shapes, all cores, FLOP/s."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    left, right = torch.randn(2048, HIDDEN), torch.randn(HIDDEN, INTERMEDIATE)
-    best = math.inf
-    for _ in range(30):
-        start = time.perf_counter()
-        left @ right
-        best = min(best, time.perf_counter() - start)
-    return 2 * 2048 * HIDDEN * INTERMEDIATE / best
 
 
 def floor_flops(mean_length: float) -> float:

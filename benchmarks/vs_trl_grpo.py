@@ -34,9 +34,10 @@ import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
-from vs_trl import EOS, PROMPT, ROOT, VOCABULARY, gemm_flops, memory_mb, models, tokenizer
+from trl_runs import EOS, PROMPT, VOCABULARY, gemm_flops, memory_mb, models, tokenizer
 
 
+ROOT = Path(__file__).resolve().parents[1]
 EPISODES, GROUP = 64, 8  # responses of an optimizer step, and of a prompt
 MICRO_BATCH = 16  # responses of a device, TRL's per_device_train_batch_size
 MEASURED = {64: 2, 128: 6, 512: 4, 1024: 2}  # optimizer steps, after one of warm-up
