@@ -117,8 +117,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         """Put the plan's calls in the place of TRL's. After the constructor of TRL's class."""
         args = self.args
         if self.trains_by_accelerate:
-            if args.use_vllm or (args.use_vllm is None and is_vllm_available()):
-                plug(self, plan=None if args.plan in (None, "auto") else args.plan)
+            self._plan_generation()
             return
         self.model = self.model_wrapped = self.setup.model_before_start
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # the engines do what the launcher asked for
@@ -133,6 +132,20 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         self.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         if takes_turns(self):
             finish_turns(self, self.calls.finish_turns)
+
+    def _plan_generation(self) -> None:
+        """Generate by the plan while Accelerate trains, if vLLM is there and can serve the model. Otherwise TRL's
+        generation by Transformers is used, unless vLLM was asked for."""
+        args = self.args
+        if args.use_vllm is False or not (args.use_vllm or is_vllm_available()):
+            return
+        try:
+            plug(self, plan=None if args.plan in (None, "auto") else args.plan)
+        except ConfigError as error:
+            if args.use_vllm:
+                raise
+            if self.accelerator.is_main_process:
+                logger.warning(f"the model generates by Transformers, as TRL's does: {error}")
 
     @property
     def plan(self) -> ExecutionPlan:
