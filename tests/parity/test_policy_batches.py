@@ -87,6 +87,28 @@ def test_truncated_responses_are_masked(tmp_path: Path, kind: str) -> None:
     assert made.logs[0]["completions/clipped_ratio"] > 0
 
 
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_a_step_whose_responses_are_all_masked_decays_the_weights(tmp_path: Path, entropy_coef: float) -> None:
+    class AllTruncatedInTheSecondStep:
+        state: Any
+
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            length, end = (LONGEST, 9) if self.state.global_step == 1 else (4, tiny.EOS)
+            return [[*(2 + (row * at) % 90 for at in range(1, length)), end] for row in range(len(prompt_ids))], None
+
+    compare(
+        tmp_path,
+        base=lambda trainer: type(trainer.__name__, (AllTruncatedInTheSecondStep, trainer), {}),
+        given={"reward_funcs": lambda completions, **_: [float(len(text) % 5) for text in completions]},
+        mask_truncated_completions=True,
+        entropy_coef=entropy_coef,
+        optim="adamw_torch",
+        weight_decay=0.1,
+        learning_rate=1e-3,
+        adam_epsilon=1e-3,  # far from the sign of a gradient that is rounding alone
+    )
+
+
 def test_tokens_of_an_environment_have_no_loss(tmp_path: Path) -> None:
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         prompt_ids = trainer.processing_class(prompts)["input_ids"]

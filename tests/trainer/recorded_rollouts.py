@@ -5,6 +5,7 @@ in how they compute: responses of skewed lengths, one token among them, and grou
 from __future__ import annotations
 
 import functools
+import math
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -179,6 +180,7 @@ def check_equal(run: Run, expected: Run, tolerance: float = 1e-6) -> None:
     """The same logs, key by key, and the same parameters."""
     assert len(run.logs) == len(expected.logs)
     for row, other in zip(run.logs, expected.logs, strict=True):
+        row, other = ({k: math.nan if v is None else v for k, v in logs.items()} for logs in (row, other))
         wanted = pytest.approx(other, rel=10 * tolerance, abs=10 * tolerance, nan_ok=True)
         different = {key: (row.get(key), other.get(key)) for key in row.keys() | other.keys()}
         assert row == wanted, {key: pair for key, pair in different.items() if pair[0] != pair[1]}

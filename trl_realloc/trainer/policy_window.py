@@ -25,10 +25,12 @@ class Rows:
     Args:
         samples: `prompts` and `responses` of the rows that have a response, int64 on the CPU.
         mask: (rows, width) bool on the CPU: the tokens of the responses in TRL's tensor.
+        spare: the first row with one token of its response, whether it is left out or not.
     """
 
     samples: Rollouts
     mask: Tensor
+    spare: Rollouts
 
     @staticmethod
     def of(input_ids: Tensor, attention_mask: Tensor, width: int) -> Rows:
@@ -46,7 +48,9 @@ class Rows:
         }
         ragged = {name: Ragged(part[kept], kept.sum(1)) for name, (part, kept) in columns.items()}
         has_response = ragged["responses"].lengths.nonzero()[:, 0]
-        return Rows(Rollouts(**ragged).select(has_response), mask[:, -width:])
+        one = Ragged(ids[:1, -width], torch.ones(1, dtype=torch.long))
+        spare = Rollouts(prompts=ragged["prompts"].select([0]), responses=one)
+        return Rows(Rollouts(**ragged).select(has_response), mask[:, -width:], spare)
 
     def padded(self, column: Ragged, device: torch.device) -> Tensor:
         """(rows, width): a value per response token, 0 elsewhere."""
@@ -87,6 +91,7 @@ class Window:
         # by the token ids of prompt and response: log-probabilities and entropies under the policy as it is
         self._known: dict[tuple[bytes, bytes], tuple[Tensor, Tensor]] = {}
         self._slopes: list[Rollouts] = []
+        self._spare = Rollouts()
 
     def __len__(self) -> int:
         """The number of micro-batches whose gradients have been collected."""
@@ -126,10 +131,17 @@ class Window:
             for name, leaf in tensors.items()
         }
         self._slopes.append(rows.samples.plus(**columns))
+        zero = Ragged(torch.zeros(1), torch.ones(1, dtype=torch.long))
+        self._spare = rows.spare.plus(**dict.fromkeys(tensors, zero))
 
     def take(self) -> Rollouts:
-        """The samples of the optimizer step with their slopes. What is known of the policy is forgotten."""
+        """The samples of the optimizer step with their slopes. What is known of the policy is forgotten.
+
+        If all responses are left out, there is one sample whose slopes are 0: the optimizer still makes its step, which
+        changes weights by momentum and weight decay.
+        """
         samples = Rollouts.cat(self._slopes)
+        samples = samples if len(samples) else self._spare
         self._slopes, self._known = [], {}
         return samples
 
