@@ -307,6 +307,19 @@ def test_every_request_has_one_completion_with_the_log_probabilities_of_its_mode
     assert list(engine.generate([], SAMPLING)) == []
 
 
+def test_tokens_of_a_users_own_generate_have_the_log_probabilities_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = llama(1)
+    engine = TransformersEngine(lambda: contextlib.nullcontext(model), CPU, batch_size=8)
+    own = model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: own(**{**given, "logits_processor": None}))
+    asked = requests(16)
+    got = in_order(engine, asked)
+    assert all(len(completion.token_ids) == len(completion.logprobs) == 24 for completion in got)
+    assert worst_difference(model, asked, got, SAMPLING.temperature) < 1e-4
+
+
 def test_a_seed_repeats_its_sample_whatever_its_neighbours(generator: Any) -> None:
     engine, _ = generator
     asked = requests(24)

@@ -119,6 +119,20 @@ def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int) -> None
     assert own_names == names
 
 
+def test_every_reward_model_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    paths, own = [classifier(tmp_path / f"reward{at}") for at in range(2)], tiny.tokenizer()
+
+    def made(tokenizers: Any) -> Any:
+        args, given = settings(tmp_path / "out"), {"reward_processing_classes": tokenizers}
+        return GRPOTrainer(policy(), paths, args, PROMPTS, processing_class=tiny.tokenizer(), **given)
+
+    trainer = made([own, None])
+    assert trainer.reward_processing_classes[0] is own
+    assert trainer.reward_processing_classes[1].get_vocab() == own.get_vocab()
+    with pytest.raises(ConfigError, match=r"reward_processing_classes, 1, must match that of reward_funcs, 2"):
+        made(own)
+
+
 def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,6 +79,15 @@ def test_a_log_of_several_updates_has_their_mean_times(tmp_path: Path) -> None:
     assert 5 * sum(row["tokens/s"] * row["time/step"] for row in (first, second)) == pytest.approx(tokens)
 
 
+def test_responses_before_the_training_are_in_no_record(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made._start()
+    made.model.train()
+    responses = made._generate(["w2 w3"] * 4)[1]
+    made.close()
+    assert len(responses) == 4 and made._lengths is None
+
+
 def test_completions_are_those_of_the_policy_at_its_most_probable_with_their_scores(tmp_path: Path) -> None:
     policy = tiny.policy()
     policy.lm_head.weight.data *= 100  # so that its most probable tokens are clearly so

@@ -40,7 +40,7 @@ class PolicyRecordMixin:
 
     trains_by_accelerate = False  # then there are no calls, and no times of them
     _updates: deque[tuple[Span, ...]]  # spans of the latest updates; on rank 0, empty on the others
-    _lengths: deque[int]  # tokens of this rank's latest responses
+    _lengths: deque[int] | None = None  # tokens of this rank's latest responses; None before the training
     _times: _Times
 
     @property
@@ -63,14 +63,14 @@ class PolicyRecordMixin:
         args = self.args
         if args.num_iterations * args.steps_per_generation != args.gradient_accumulation_steps:
             return None
-        return estimate_at_lengths(self.setup.job, self.setup.job_plan, list(self._lengths))
+        return estimate_at_lengths(self.setup.job, self.setup.job_plan, list(self._lengths or ()))
 
     def _take_spans(self) -> tuple[Span, ...]:
         return () if self.trains_by_accelerate else self.calls.take_spans()
 
     def _generate(self, prompts: Any) -> Any:
         made = super()._generate(prompts)  # type: ignore[misc]
-        if self.model.training:
+        if self._lengths is not None and self.model.training:
             self._lengths.extend(map(len, made[1]))
         return made
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from ..algorithms.rewards import RewardModelSource
 from ..algorithms.rollout import Ragged, Rollouts
 from ..plan.dataflow import Role
+from .config_checks import ConfigError
 
 
 REWARD = f"{Role.REWARD}.forward"
@@ -70,22 +71,32 @@ def planned_rewards(
         arguments: of the constructor, by name.
         sources: of the models, in their order.
         forward: runs `reward.forward`.
+
+    Raises:
+        ConfigError: there are not as many tokenizers as rewards.
     """
     given, tokenizers = arguments.get("reward_funcs"), arguments.get("reward_processing_classes")
     rewards = list(given) if isinstance(given, list) else [] if given is None else [given]
     if not sources:
         return {"reward_funcs": given, "reward_processing_classes": tokenizers}
-    classes = list(tokenizers) if isinstance(tokenizers, list) else [tokenizers] * len(rewards)
+    if tokenizers is None:
+        tokenizers = [None] * len(rewards)
+    classes = list(tokenizers) if isinstance(tokenizers, list) else [tokenizers]
+    if len(classes) != len(rewards):
+        raise ConfigError(
+            f"the number of reward_processing_classes, {len(classes)}, must match that of reward_funcs, "
+            f"{len(rewards)}; give a list with one for each, None for a function."
+        )
     models = iter(sources)
     template = arguments["args"].chat_template_kwargs or {}
     for at, reward in enumerate(rewards):
         if _is_model(reward):
-            source, classes_at = next(models), classes[at]
+            source = next(models)
             name = reward if isinstance(reward, str) else reward.config._name_or_path
             column = "scores" if len(sources) == 1 else f"reward/{source.name}"
-            tokenizer = classes_at or AutoTokenizer.from_pretrained(name)
-            rewards[at] = PlannedRewardModel(name.rstrip("/").split("/")[-1], column, tokenizer, template, forward)
-            classes[at] = None
+            if classes[at] is None:
+                classes[at] = AutoTokenizer.from_pretrained(name)
+            rewards[at] = PlannedRewardModel(name.rstrip("/").split("/")[-1], column, classes[at], template, forward)
     return {"reward_funcs": rewards, "reward_processing_classes": classes}
 
 

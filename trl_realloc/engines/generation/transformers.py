@@ -44,10 +44,24 @@ class _SeededDraw(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs = torch.log_softmax(self._logits(scores.float()), -1)
         token = draw(logprobs, self.uniform[:, len(self.logprobs), None])[:, None]
+        self._keep(logprobs, token)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+
+    def take(self, logits: Tensor, tokens: Tensor) -> None:
+        """Keep the log-probabilities of tokens that were not drawn here.
+
+        Args:
+            logits: (rows, tokens, vocabulary) of the model, for `tokens` (rows, tokens).
+        """
+        self.seen, self.logprobs = None, []
+        for at in range(tokens.size(1)):
+            self._keep(torch.log_softmax(self._logits(logits[:, at].float()), -1), tokens[:, at, None])
+
+    def _keep(self, logprobs: Tensor, token: Tensor) -> None:
+        """Take over a token, (rows, 1), with its log-probability of those of the vocabulary, (rows, vocabulary)."""
         self.logprobs.append(logprobs.gather(-1, token).squeeze(-1))
         if self.seen is not None:
             self.seen.scatter_(-1, token, True)
-        return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
 
     def _logits(self, logits: Tensor) -> Tensor:
         """Of the distribution to draw from: (rows, vocabulary) float32."""
@@ -145,6 +159,8 @@ class TransformersEngine:
                 # in a job launched with ZeRO-3, Transformers would call an all-reduce of all ranks of the job per token
                 synced_gpus=False,
             )
+            if len(drawn.logprobs) != out.size(1) - width:  # a `generate` of the user's own took no heed of `drawn`
+                drawn.take(_logits(model, out, mask), out[:, width:])
         finally:
             base.generation_config = model_config
         logprobs, stops = torch.stack(drawn.logprobs, 1).cpu(), torch.tensor(sampling.stop_token_ids, dtype=torch.long)
@@ -157,6 +173,19 @@ class TransformersEngine:
 
     def close(self) -> None:
         pass
+
+
+def _logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """(rows, tokens - width, vocabulary): logits of the tokens after the prompts.
+
+    Args:
+        ids: (rows, tokens) of prompts and responses.
+        mask: (rows, width) of the prompts, 0 for padding.
+    """
+    whole = torch.nn.functional.pad(mask, (0, ids.size(1) - mask.size(1)), value=1)
+    positions = (whole.cumsum(1) - 1).clamp(min=0)
+    logits: Tensor = model(input_ids=ids, attention_mask=whole, position_ids=positions, use_cache=False).logits
+    return logits[:, mask.size(1) - 1 : -1]
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
