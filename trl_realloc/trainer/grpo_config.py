@@ -16,25 +16,19 @@ from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
 
-_USE_VLLM = {"help": "Generate by vLLM engines (True) or by the training's models (False). Default: as the plan says."}
-
-_SLEEP = {"help": "Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says."}
-
-
 # What `model_init_kwargs` may have beside the dtype; the engines attend, place and decode in their own ways.
 _INIT_KWARGS = {"dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
-class GRPOConfig(PlanSettings, TRLGRPOConfig):
-    r"""
-    Configuration of [`GRPOTrainer`]: the settings of TRL's `GRPOConfig` and those of plans and engines, which
-    `PlanSettings` lists. On a machine without an accelerator `bf16` is False by default.
+class GenerationSettings(PlanSettings):
+    """
+    Settings of TRL's that have other defaults here, because the plan decides what generates.
 
     Parameters:
         use_vllm (`bool`, *optional*):
-            `True`: vLLM engines generate, and the loss is corrected for their log-probabilities
+            `True`: vLLM engines generate, and GRPO's loss is corrected for their log-probabilities
             (`vllm_importance_sampling_correction`). `False`: the models that train generate, by Transformers. Default:
             vLLM where it is installed and serves the model. The plan says on which devices; no server is started.
         vllm_enable_sleep_mode (`bool`, *optional*):
@@ -42,10 +36,14 @@ class GRPOConfig(PlanSettings, TRLGRPOConfig):
             planner lets them sleep if no plan fits otherwise.
     """
 
-    _VALID_DICT_FIELDS = [*getattr(TRLGRPOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
-
-    use_vllm: bool | None = field(default=None, metadata=_USE_VLLM)
-    vllm_enable_sleep_mode: bool | None = field(default=None, metadata=_SLEEP)
+    use_vllm: bool | None = field(
+        default=None,
+        metadata={"help": "Generate by vLLM engines, or by the training's models. Default: vLLM, if it can."},
+    )
+    vllm_enable_sleep_mode: bool | None = field(
+        default=None,
+        metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs."},
+    )
 
     if TYPE_CHECKING:  # TRL's own
         bf16: bool | None = None
@@ -53,46 +51,32 @@ class GRPOConfig(PlanSettings, TRLGRPOConfig):
     @property
     def generation_engine(self) -> str | None:
         """The engine that `use_vllm` asks for."""
-        return _engine(self.use_vllm)
+        return None if self.use_vllm is None else "vllm" if self.use_vllm else "transformers"
 
     def __post_init__(self) -> None:
         _check(self)
         with before_training_arguments(self):
-            super().__post_init__()
+            super().__post_init__()  # type: ignore[misc]  # TRL's
 
 
 @dataclass
-class RLOOConfig(PlanSettings, TRLRLOOConfig):
+class GRPOConfig(GenerationSettings, TRLGRPOConfig):
+    r"""
+    Configuration of [`GRPOTrainer`]: the settings of TRL's `GRPOConfig` and those of plans and engines, which
+    `PlanSettings` and `GenerationSettings` list. On a machine without an accelerator `bf16` is False by default.
+    """
+
+    _VALID_DICT_FIELDS = [*getattr(TRLGRPOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
+
+
+@dataclass
+class RLOOConfig(GenerationSettings, TRLRLOOConfig):
     r"""
     Configuration of [`RLOOTrainer`]: the settings of TRL's `RLOOConfig` and those of plans and engines, which
-    `PlanSettings` lists. On a machine without an accelerator `bf16` is False by default.
-
-    Parameters:
-        use_vllm (`bool`, *optional*):
-            `True`: vLLM engines generate. `False`: the models that train generate, by Transformers. Default: vLLM where
-            it is installed and serves the model. The plan says on which devices; no server is started.
-        vllm_enable_sleep_mode (`bool`, *optional*):
-            Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says; the
-            planner lets them sleep if no plan fits otherwise.
+    `PlanSettings` and `GenerationSettings` list. On a machine without an accelerator `bf16` is False by default.
     """
 
     _VALID_DICT_FIELDS = [*getattr(TRLRLOOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
-
-    use_vllm: bool | None = field(default=None, metadata=_USE_VLLM)
-    vllm_enable_sleep_mode: bool | None = field(default=None, metadata=_SLEEP)
-
-    if TYPE_CHECKING:  # TRL's own
-        bf16: bool | None = None
-
-    @property
-    def generation_engine(self) -> str | None:
-        """The engine that `use_vllm` asks for."""
-        return _engine(self.use_vllm)
-
-    def __post_init__(self) -> None:
-        _check(self)
-        with before_training_arguments(self):
-            super().__post_init__()
 
 
 def _init_kwargs(args: Any) -> Mapping[str, Any]:
@@ -103,10 +87,6 @@ def _init_kwargs(args: Any) -> Mapping[str, Any]:
 def given_dtype(args: PolicyConfig) -> torch.dtype:
     """The dtype of the parameters of a policy that is given by name: float32, or that of `model_init_kwargs`."""
     return _DTYPES[str(_init_kwargs(args).get("dtype", "float32")).removeprefix("torch.")]
-
-
-def _engine(use_vllm: bool | None) -> str | None:
-    return None if use_vllm is None else "vllm" if use_vllm else "transformers"
 
 
 PolicyConfig = GRPOConfig | RLOOConfig

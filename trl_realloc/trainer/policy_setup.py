@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 
 from ..algorithms.host_loss import HostLoss
@@ -37,22 +36,19 @@ from ..profiling.job import Job
 from ..profiling.job_models import JobModels, specs_of
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
-from ..runtime.launch.hosts import Process, check_gpus
 from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
 from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
 from .grpo_config import PolicyConfig, given_dtype
 from .job_builder import compute_dtype
-from .optimizer_sharding import check_sharding
 from .optimizers import LearningRates, check_optimizer
-from .plan_checks import check_plan
 from .plan_request import PlanRequest, read_plan_request
 from .policy_job import make_policy_job
 from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
-from .setup import optimizer_maker
+from .setup import check_plan_of_run, optimizer_maker
 from .trainer_inputs import path_as_text
 from .trl_sampling import sampling_of, stop_token_ids
 
@@ -129,7 +125,7 @@ def prepare_policy(
         model if isinstance(model, str) else model.config._name_or_path, truncation_side="left", padding_side="left"
     )
     adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
-    check = partial(_check_plan, args, configs, adapted, optimizer, request.processes)
+    check = partial(check_plan_of_run, args, configs, adapted, optimizer, request.processes)
     if request.plan is not None:
         check(request.plan)
     dtype = compute_dtype(args)
@@ -221,24 +217,6 @@ def _check_models(
         for reward_config, reward in zip(configs[Role.REWARD], rewards, strict=True):
             model_checks.check_config_of(reward_config, reward, "reward_model")
     return configs
-
-
-def _check_plan(
-    args: PolicyConfig,
-    configs: Mapping[Role, Sequence[Any]],
-    adapted: Sequence[Role],
-    optimizer: torch.optim.Optimizer | None,
-    processes: Sequence[Process],
-    plan: ExecutionPlan,
-) -> None:
-    """Refuse a plan that the model, the optimizer or the visible GPUs do not allow.
-
-    Raises:
-        PlanError, ValueError: names what is not allowed.
-    """
-    check_plan(args, plan, configs, adapted)
-    check_sharding(args, optimizer, plan)
-    check_gpus(processes, plan)
 
 
 def _call_settings(

@@ -30,6 +30,7 @@ from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
 from . import input_checks, model_checks
 from .accelerate_plugin import ReallocationPlugin
+from .grpo_config import PolicyConfig
 from .input_checks import SpecialTokens
 from .job_builder import compute_dtype, ppo_job, sampling_temperature
 from .optimizer_sharding import check_sharding
@@ -102,7 +103,7 @@ def prepare(
     inputs, tokens, rewards, configs = _check_inputs(args, request, inputs)
     adapted = [Role.ACTOR] if inputs.peft_config is not None or has_adapters(inputs.model) else []
     # kept for the whole run, without the loaded models that `inputs` holds
-    check = partial(_check_plan, args, configs, adapted, inputs.optimizer, request.processes)
+    check = partial(check_plan_of_run, args, configs, adapted, inputs.optimizer, request.processes)
     if request.plan is not None:
         check(request.plan)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
@@ -153,8 +154,8 @@ def frozen_in_part(*models: Any) -> bool:
     return any(not parameter.requires_grad for model in given for parameter in model.parameters())
 
 
-def _check_plan(
-    args: PPOConfig,
+def check_plan_of_run(
+    args: PPOConfig | PolicyConfig,
     configs: Mapping[Role, Sequence[Any]],
     adapted: Sequence[Role],
     optimizer: torch.optim.Optimizer | None,
