@@ -49,6 +49,34 @@ def test_generations_and_optimizer_steps_meet_as_in_trl(
     )
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 3, "num_generations": 2},
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "entropy_coef": 0.1},
+    ],
+    ids=str,
+)
+def test_the_last_optimizer_step_of_an_epoch_may_have_fewer_batches(tmp_path: Path, settings: dict[str, Any]) -> None:
+    compare(tmp_path, given={"train_dataset": tiny.prompts(7)}, max_steps=-1, num_train_epochs=2, **settings)
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    made = compare(
+        tmp_path,
+        given={"train_dataset": tiny.prompts(6), "eval_dataset": tiny.prompts(4)},
+        max_steps=-1,
+        num_train_epochs=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_entropy",
+        greater_is_better=True,
+    )
+    first, last = (row["eval_entropy"] for row in made.logs if "eval_entropy" in row)
+    assert first > last, "the best model is not the last one"
+
+
 def sometimes(completions: list[str], **columns: Any) -> list[float | None]:
     """No reward for a third of the responses, and for all to some prompts."""
     return [None if len(text) % 3 == 0 else len(text) / 10 for text in completions]
