@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import tiny
 import torch
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.common.errors import PlanError
@@ -19,9 +20,11 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Streams
+from trl_realloc.trainer import policy_trainer
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.plan_request import PlanRequest
 from trl_realloc.trainer.policy_setup import of_host_loop
+from trl_realloc.trainer.trainable import why_not_trained
 
 
 PROMPTS = Dataset.from_dict({"prompt": [f"w{a} w{a + 7} w{a + 1}" for a in range(2, 34)]})
@@ -134,15 +137,23 @@ def test_every_reward_model_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(policy_trainer.logger, "warning", said.append)
     made = GRPOTrainer(
         policy(attention_dropout=0.1), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer()
     )
     assert made.trains_by_accelerate
+    assert "Accelerate trains, because the model has dropout 0.1" in said[0]
     made.train()
     made.close()
     assert made.state.global_step == 2
+
+
+def test_a_quantization_config_leaves_the_training_to_accelerate() -> None:
+    reason = why_not_trained(SimpleNamespace(), tiny.config(), None, {}, quantization_config=object())
+    assert "quantized" in str(reason)
 
 
 def test_dropout_that_is_disabled_leaves_the_training_to_the_engines(tmp_path: Path) -> None:
@@ -223,3 +234,44 @@ def test_a_new_adapter_is_trained_alone(tmp_path: Path, kind: type) -> None:
     assert list(made.model.peft_config) == ["default"]
     changed = {name for name, p in made.model.named_parameters() if not torch.equal(p, before[name])}
     assert changed and all("lora" in name for name in changed)
+
+
+@pytest.mark.newest
+def test_the_reference_stays_what_the_policy_was(tmp_path: Path) -> None:
+    args = settings(tmp_path, beta=0.04, max_steps=3, num_iterations=2, optim="sgd", learning_rate=1.0)
+    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    made.train()
+    made.close()
+    kl = [row["kl"] for row in made.state.log_history if "kl" in row]
+    assert kl[0] == pytest.approx(0.0, abs=1e-7)
+    assert min(kl[1:]) > 1e-7
+
+
+def test_an_abandoned_optimizer_step_leaves_nothing_to_the_next_training(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    stop = Stop()
+    made = GRPOTrainer(
+        policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer(), callbacks=[stop]
+    )
+    made.train()
+    assert made.state.global_step == 0 and len(made._window) == 1
+    made.remove_callback(stop)
+    made.train()
+    made.close()
+    assert made.state.global_step == 2 and len(made._window) == 0
+
+
+def test_prompts_of_an_evaluation_and_of_tools_have_room(tmp_path: Path) -> None:
+    long = Dataset.from_dict({"prompt": [" ".join(["w5"] * 40)] * 4})
+    made = GRPOTrainer(policy(), distinct, settings(tmp_path), PROMPTS, long, processing_class=tiny.tokenizer())
+    made.close()
+    assert made.setup.job.options.context_length == 40 + 8
+
+
+def test_vespo_needs_weights_of_tokens(tmp_path: Path) -> None:
+    args = settings(tmp_path, loss_type="vespo", use_vllm=None)
+    with pytest.raises(ConfigError, match="token_truncate"):
+        GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())

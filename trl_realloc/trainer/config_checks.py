@@ -25,6 +25,11 @@ class ConfigError(ValueError):
     """A setting that is not allowed. The message names the setting, its value and what to do."""
 
 
+def by_transformers(args: Any) -> str:
+    """How a user of this configuration asks for generation by Transformers."""
+    return "set use_vllm=False" if hasattr(args, "use_vllm") else "set generation_engine='transformers'"
+
+
 def check_settings(args: Any) -> None:
     """Check a configuration, and set numbers to what they are read as: NumPy's as Python's, 1e4 episodes as 10000.
 

@@ -17,7 +17,7 @@ from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
 
 # What `model_init_kwargs` may have beside the dtype; the engines attend, place and decode in their own ways.
-_INIT_KWARGS = {"dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"}
+_INIT_KWARGS = {"dtype", "torch_dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -84,9 +84,18 @@ def _init_kwargs(args: Any) -> Mapping[str, Any]:
     return json.loads(given) if isinstance(given, str) else given
 
 
-def given_dtype(args: PolicyConfig) -> torch.dtype:
-    """The dtype of the parameters of a policy that is given by name: float32, or that of `model_init_kwargs`."""
-    return _DTYPES[str(_init_kwargs(args).get("dtype", "float32")).removeprefix("torch.")]
+def _dtype_name(given: Mapping[str, Any]) -> str:
+    return str(given.get("dtype", given.get("torch_dtype", "float32"))).removeprefix("torch.")
+
+
+def given_dtype(args: PolicyConfig, config: Any) -> torch.dtype:
+    """The dtype of the parameters of a policy that is given by name: float32, or that of `model_init_kwargs`.
+
+    Args:
+        config: the checkpoint's, whose dtype is meant by `auto`.
+    """
+    name = _dtype_name(_init_kwargs(args))
+    return (config.dtype or torch.float32) if name == "auto" else _DTYPES[name]
 
 
 PolicyConfig = GRPOConfig | RLOOConfig
@@ -117,18 +126,26 @@ def _problems(args: Any) -> Iterator[str]:
         yield "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
     if args.vllm_model_impl != "vllm":
         yield f"vllm_model_impl {args.vllm_model_impl!r} is not supported; leave it out."
-    further = sorted(set(_init_kwargs(args)) - _INIT_KWARGS)
-    if further:
-        yield (
-            f"model_init_kwargs has {', '.join(further)}, which engines that read parts do not know; load the "
-            f"model with it, and pass the loaded model."
-        )
-    elif str(_init_kwargs(args).get("dtype", "float32")).removeprefix("torch.") not in _DTYPES:
-        yield f"model_init_kwargs: dtype is one of {', '.join(_DTYPES)}, not {_init_kwargs(args)['dtype']!r}."
     if args.sync_ref_model:
         yield "sync_ref_model changes the reference while the run goes on, which no plan does; leave it out."
     if not isinstance(args.use_vllm, bool | None):
         yield f"use_vllm must be true, false or None, not {args.use_vllm!r}."
+
+
+def check_init_kwargs(args: PolicyConfig) -> None:
+    """Check the settings with which a policy is loaded that is given by name.
+
+    Raises:
+        ConfigError: one that the engines that read the model do not know.
+    """
+    given = _init_kwargs(args)
+    if further := sorted(set(given) - _INIT_KWARGS):
+        raise ConfigError(
+            f"model_init_kwargs has {', '.join(further)}, which engines that read in parts do not know; load the "
+            f"model yourself, and pass the loaded model."
+        )
+    if _dtype_name(given) not in (*_DTYPES, "auto"):
+        raise ConfigError(f"model_init_kwargs: dtype is one of {', '.join(_DTYPES)} and auto, not {given['dtype']!r}.")
 
 
 __all__ = ["GRPOConfig", "PolicyConfig", "RLOOConfig"]

@@ -17,7 +17,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from ..profiling.job_models import element_bytes, spec_of
 from ..realloc.memory import check_memory
-from .config_checks import ConfigError
+from .config_checks import ConfigError, by_transformers
 from .job_builder import launched_deepspeed_config
 
 
@@ -46,7 +46,7 @@ def check_plan(
     if plan["actor.generate"].engine == "vllm" and args.temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
-            f"it, or set generation_engine='transformers'."
+            f"it, or {by_transformers(args)}."
         )
     if args.full_determinism and plan.streams is not None and not plan.streams.deterministic:
         raise ConfigError(

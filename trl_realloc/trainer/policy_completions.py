@@ -7,6 +7,7 @@ How they are printed is in `completions`.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,8 @@ class PolicyCompletionsMixin:
     state: Any
     accelerator: Any
     eval_dataset: Any
+    _pending_extra_logs: Any
+    _pending_metrics: Any
     processing_class: Any
     calls: HostCalls
     executor: Executor
@@ -91,6 +94,8 @@ class PolicyCompletionsMixin:
 
     def _completions_of(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The completions of this rank's rows of the dataset."""
+        if getattr(self, "environment_factories", None) is not None:
+            raise ConfigError("generate_completions has no environments; leave it out, or evaluate the trainer.")
         prompts = [row["prompt"] for row in rows]
         near_greedy = replace(self.setup.call_settings.sampling, temperature=NEAR_GREEDY)
         with self._drawing_by(near_greedy):
@@ -102,7 +107,10 @@ class PolicyCompletionsMixin:
         if not isinstance(prompts[0], str):  # conversations
             queries = ["\n".join(str(message["content"]) for message in prompt) for prompt in prompts]
             completions = [[{"role": "assistant", "content": text}] for text in texts]
+        logged = copy.deepcopy((self._pending_extra_logs, self._pending_metrics))
         everything = self._calculate_rewards(rows, prompts, completions, ids)  # of all ranks
+        # what reward functions log belongs to the tables of the training
+        self._pending_extra_logs, self._pending_metrics = logged
         scores = (everything.cpu() * self.reward_weights.cpu()).nansum(1)
         first = self.accelerator.process_index * len(rows)
         return [

@@ -31,7 +31,7 @@ def make_policy_job(
     Args:
         inputs: the arguments of the trainer's constructor, by name.
     """
-    lengths = measure_lengths(inputs.get("train_dataset"), models.processing_class, args.chat_template_kwargs or {})
+    lengths = _lengths(inputs, models.processing_class, args.chat_template_kwargs or {})
     (config,) = models.configs[Role.ACTOR]
     context = _context_length(args, lengths, config, inputs)
     usual = min(context, (lengths.longest or int(2 * lengths.mean)) + args.max_completion_length)
@@ -60,13 +60,25 @@ def make_policy_job(
     return make_job(args, plugin, request.cluster, rank, request.engine, models, graph, workload, options)
 
 
+def _lengths(inputs: Mapping[str, Any], tokenizer: Any, template: Mapping[str, Any]) -> Lengths:
+    """The lengths of the training prompts, and the longest of all data sets."""
+    lengths = measure_lengths(inputs.get("train_dataset"), tokenizer, template)
+    evaluation = inputs.get("eval_dataset")
+    others = [*evaluation.values()] if isinstance(evaluation, Mapping) else [evaluation]
+    longest = [measure_lengths(rows, tokenizer, template).longest for rows in others if rows is not None]
+    if lengths.longest is None or None in longest:
+        return Lengths(lengths.mean, None)
+    return Lengths(lengths.mean, max([lengths.longest, *(length for length in longest if length is not None)]))
+
+
 def _context_length(args: PolicyConfig, lengths: Lengths, config: Any, inputs: Mapping[str, Any]) -> int:
     """Most tokens of a prompt with its response: `vllm_max_model_length`, or what the data set needs, or, where prompts
     are made while the run goes on, what the model has positions for."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if args.vllm_max_model_length is not None:
         return int(args.vllm_max_model_length)
-    makes_prompts = inputs.get("rollout_func") is not None or inputs.get("environment_factory") is not None
+    makers = ("rollout_func", "environment_factory", "tools")  # of prompts, or of parts of them
+    makes_prompts = any(inputs.get(name) for name in makers)
     if limit is not None and (makes_prompts or lengths.longest is None):
         return int(limit)
     needed = (lengths.longest or int(4 * lengths.mean)) + int(args.max_completion_length)

@@ -10,6 +10,7 @@ from typing import Any
 
 
 SAMPLE = 512  # prompts that are tokenized: the longest by characters, and as many spread over the data set
+READ = 20_000  # most prompts that are looked at
 MARGIN = 1.25  # a prompt that was not tokenized may have so many more tokens than the longest that was
 ASSUMED = 512  # tokens of a prompt where the data set cannot be read in advance
 
@@ -36,11 +37,12 @@ def measure_lengths(dataset: Any, processing_class: Any, template: Mapping[str, 
     """
     if dataset is None or not hasattr(dataset, "__len__") or "prompt" not in (dataset.column_names or ()):
         return Lengths(ASSUMED, None)
-    prompts = dataset["prompt"]
+    read = dataset if len(dataset) <= READ else dataset.select(range(0, len(dataset), -(-len(dataset) // READ)))
+    prompts = list(read["prompt"])
     by_size = sorted(range(len(prompts)), key=lambda at: len(str(prompts[at])))
     spread = by_size[:: max(1, len(by_size) // SAMPLE)][:SAMPLE]
     counts = {at: _tokens(prompts[at], processing_class, template) for at in {*spread, *by_size[-SAMPLE:]}}
-    everything = len(counts) == len(by_size)
+    everything = len(counts) == len(dataset)
     longest = max(counts.values(), default=1)
     mean = sum(counts[at] for at in spread) / max(1, len(spread))
     return Lengths(max(1.0, mean), longest if everything else int(longest * MARGIN))

@@ -28,7 +28,8 @@ class ModelInEngine(nn.Module):
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing."""
+        """Forget what has been collected for an optimizer step. Trainer calls this before the first and after each."""
+        self._trainer.forget_step()
 
     def parameters(self, recurse: bool = True) -> Any:
         return self._trainer.model.parameters(recurse)

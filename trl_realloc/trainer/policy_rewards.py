@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoTokenizer
 
 from ..algorithms.rewards import RewardModelSource
@@ -101,4 +102,4 @@ def planned_rewards(
 
 
 def _is_model(reward: Any) -> bool:
-    return isinstance(reward, str) or hasattr(reward, "config")
+    return isinstance(reward, str | nn.Module)

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..algorithms.rewards import Rewards
 from ..engines.models import adapters_off, has_adapters, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.roles import RoleModels, Roles
-from .grpo_config import PolicyConfig, given_dtype
+from .grpo_config import PolicyConfig
 from .role_models import policy_and_reference
 from .trainer_inputs import TrainerInputs
 
@@ -47,7 +49,7 @@ def build_policy_roles(
     if Role.REFERENCE in configs and has_adapters(model):
         ref_adapter = keep_adapter(model)
     policy, adapted, reference = policy_and_reference(
-        plan, rank, inputs, config, seed=args.seed, adapters=(None, ref_adapter), dtype=given_dtype(args)
+        plan, rank, inputs, config, seed=args.seed, adapters=(None, ref_adapter), dtype=config.dtype or torch.float32
     )
     models = {
         Role.ACTOR: RoleModels("policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted)

@@ -5,7 +5,7 @@ TRL checks its own arguments when its constructor runs, after this. Engines are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from ..engines.models import (
 from ..engines.training.deepspeed_compat import gathered
 from ..engines.training.weight_source import fill
 from ..plan.algorithm_graphs import grpo_graph
+from ..plan.assignment import in_place
 from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
@@ -40,7 +41,7 @@ from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
 from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
-from .grpo_config import PolicyConfig, given_dtype
+from .grpo_config import PolicyConfig, check_init_kwargs, given_dtype
 from .job_builder import compute_dtype
 from .optimizers import LearningRates, check_optimizer
 from .plan_request import PlanRequest, read_plan_request
@@ -50,7 +51,7 @@ from .policy_roles import build_policy_roles
 from .role_models import load_seeded
 from .setup import check_plan_of_run, optimizer_maker
 from .trainer_inputs import path_as_text
-from .trl_sampling import sampling_of, stop_token_ids
+from .trl_sampling import generation_config, sampling_of, stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def prepare_policy(
     model, peft_config = path_as_text(inputs["model"]), inputs.get("peft_config")
     optimizer, scheduler = inputs.get("optimizers") or (None, None)
     rewards = _reward_sources(args, inputs)
+    if isinstance(model, str):
+        check_init_kwargs(args)
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
     request = of_host_loop(read_plan_request(args, plugin, world, model, graph))
     configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
@@ -126,6 +129,8 @@ def prepare_policy(
     )
     adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
     check = partial(check_plan_of_run, args, configs, adapted, optimizer, request.processes)
+    if has_adapters(model) and Role.REFERENCE in graph.roles:
+        check = partial(_check_with_adapters, check)
     if request.plan is not None:
         check(request.plan)
     dtype = compute_dtype(args)
@@ -150,7 +155,7 @@ def prepare_policy(
     has_part = world.process_index in job_plan.plan.mesh("actor.train")
     return PolicySetup(
         plan=job_plan.plan,
-        model_before_start=policy if has_part else shell(configs[Role.ACTOR][0]),
+        model_before_start=policy if has_part else _shell(configs[Role.ACTOR][0], model),
         roles=roles,
         call_settings=_call_settings(args, sampling, processing_class, rewards, job.options.context_length),
         reward_models=rewards.models,
@@ -209,7 +214,7 @@ def _check_models(
     model_checks.check_config_of(config, model, "model")
     if not isinstance(model, str) and peft_config is None:
         check_trains(model, "model")
-    configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model, given_dtype(args))]}
+    configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model, given_dtype(args, config))]}
     if Role.REFERENCE in graph.roles:
         configs[Role.REFERENCE] = [config]
     if rewards:
@@ -217,6 +222,29 @@ def _check_models(
         for reward_config, reward in zip(configs[Role.REWARD], rewards, strict=True):
             model_checks.check_config_of(reward_config, reward, "reward_model")
     return configs
+
+
+def _check_with_adapters(check: Callable[[ExecutionPlan], None], plan: ExecutionPlan) -> None:
+    """Check a plan for a policy that came with an adapter, of which a copy is the reference.
+
+    Raises:
+        PlanError: the reference has parameters of its own in this plan.
+    """
+    if not in_place(plan["actor.train"], plan["reference.forward"]):
+        raise PlanError(
+            "the reference of a policy with an adapter is a copy of the adapter beside it, so reference.forward runs "
+            "on the mesh and in the layout of actor.train, as in plan: flatten."
+        )
+    check(plan)
+
+
+def _shell(config: Any, model: Any) -> Any:
+    """The policy's structure on a rank without a part of it, with the generation config that TRL reads on every
+    rank."""
+    structure = shell(config)
+    if (given := generation_config(model)) is not None:
+        structure.generation_config = given
+    return structure
 
 
 def _call_settings(

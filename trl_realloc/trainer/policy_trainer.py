@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from ..engines.generation.sampling_checks import needs_tokenizer
 from ..engines.generation.vllm_support import is_vllm_available
-from ..engines.models import read_config
+from ..engines.models import ModelError, read_config
 from ..engines.training.packed_attention import base_of
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
@@ -75,6 +75,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
     _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
     _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
     _grad_norm = 0.0
+    _metrics: Any  # TRL's
 
     # --- making it --------------------------------------------------------------------------------------------------
 
@@ -88,7 +89,12 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
-        reason = why_not_trained(args, _config_or_model(arguments["model"]), arguments.get("peft_config"))
+        reason = why_not_trained(
+            args,
+            _config_or_model(arguments["model"]),
+            arguments.get("peft_config"),
+            quantization_config=arguments.get("quantization_config"),
+        )
         if reason is not None:
             if world.is_main_process:
                 logger.warning(f"{reason} The plan is that of the generation alone.")
@@ -120,6 +126,8 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             self._plan_generation()
             return
         self.model = self.model_wrapped = self.setup.model_before_start
+        # newer releases of TRL replace the method by a closure over this model, which its copies would run
+        vars(base_of(self.model)).pop("forward", None)
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # the engines do what the launcher asked for
         self.accelerator.backward = self._backward
         self._place()
@@ -127,6 +135,11 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         self.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
         if not self.setup.corrects:
             self.vllm_importance_sampling_correction = False
+        elif args.loss_type == "vespo" and args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask"):
+            raise ConfigError(
+                f"loss_type 'vespo' needs the vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not "
+                f"{args.vllm_importance_sampling_mode!r}."
+            )
         self.ref_model = ReferenceInEngine() if "reference.forward" in self.plan.graph.order else None
         self._last_loaded_step = -1
         self.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
@@ -141,7 +154,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             return
         try:
             plug(self, plan=None if args.plan in (None, "auto") else args.plan)
-        except ConfigError as error:
+        except (ConfigError, ModelError) as error:
             if args.use_vllm:
                 raise
             if self.accelerator.is_main_process:
@@ -260,6 +273,12 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)  # type: ignore[misc]
             return metrics
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as Trainer does."""
+        with self._failing_together():
+            self._start()
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
     # --- TRL's seams --------------------------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -282,6 +301,8 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         finally:
             self._following = ()
+            if not torch.is_grad_enabled() and not self.model.training:
+                self._window.forget_logprobs()  # of an evaluation, which asks for each sample once
 
     def _rows_after(self, inputs: Any) -> Iterator[Rows]:
         """The micro-batches of the same optimizer step that have been generated already."""
@@ -313,6 +334,8 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             return self._window.of_reference(rows), None, None
         logprobs, entropies = self._window.of_policy(rows, self._following)
         if torch.is_grad_enabled():
+            if self._leaves is not None:
+                raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
             has_term = getattr(self, "_entropy_bonus_enabled", False)
             self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies.requires_grad_(has_term))
         return logprobs, entropies if compute_entropy else None, None
@@ -329,8 +352,16 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         loss.backward()
         self._window.add(leaves, 1 / self.accelerator.num_processes)
         if self.accelerator.sync_gradients:
-            outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
+            with self._saving_good_state():
+                outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
+            if self.args.skip_nonfinite_updates:
+                self._metrics["train"]["skipped_updates/policy"].append(float(not len(outputs)))
             self._grad_norm = float(outputs.tensor(GRAD_NORM)[0]) if len(outputs) else 0.0
+
+    def forget_step(self) -> None:
+        """Forget the slopes and log-probabilities of an optimizer step."""
+        self._leaves = None
+        self._window.forget()
 
     @contextlib.contextmanager
     def _mode_kept(self) -> Iterator[None]:
@@ -359,7 +390,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
 
 # The methods of TRL's and Trainer's that a plan replaces. Where Accelerate trains, they are TRL's and Trainer's.
 SEAMS = (
-    *("train", "evaluate", "save_model", "_save_checkpoint", "_load_best_model", "_load_from_checkpoint"),
+    *("train", "evaluate", "predict", "save_model", "_save_checkpoint", "_load_best_model", "_load_from_checkpoint"),
     *("_prepare_for_training", "create_optimizer", "_wrap_model", "_move_model_to_device"),
     *("_clip_grad_norm", "_get_grad_norm", "_maybe_log_save_evaluate"),
     *("_prepare_inputs", "_generate_single_turn", "compute_loss", "_get_per_token_logps_and_entropies"),

@@ -142,8 +142,17 @@ class Window:
         """
         samples = Rollouts.cat(self._slopes)
         samples = samples if len(samples) else self._spare
-        self._slopes, self._known = [], {}
+        self.forget()
         return samples
+
+    def forget(self) -> None:
+        """Forget slopes and log-probabilities: the policy has changed, or a step was abandoned."""
+        self._slopes = []
+        self.forget_logprobs()
+
+    def forget_logprobs(self) -> None:
+        """Forget the policy's log-probabilities and entropies."""
+        self._known = {}
 
     def _compute(self, parts: Sequence[Rows]) -> None:
         """Compute what is not known of micro-batches. All ranks together, also where all of a rank's is known."""

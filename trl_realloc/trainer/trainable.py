@@ -16,8 +16,16 @@ from ..engines.models import ModelError
 from .model_checks import check_adapter_kind
 
 
+_QUANTIZED = "the model is quantized, and the engines do not train packed weights, not even under an adapter"
+
+
 def why_not_trained(
-    args: Any, model: Any, peft_config: Any = None, environment: Mapping[str, str] = os.environ
+    args: Any,
+    model: Any,
+    peft_config: Any = None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    quantization_config: Any = None,
 ) -> str | None:
     """The first reason, as a sentence; `None` if the engines train what TRL would train.
 
@@ -26,8 +34,11 @@ def why_not_trained(
         model: the policy, with adapters or without; or its Transformers config, before it is loaded.
         peft_config: of the adapter that is added to it.
         environment: the launcher's variables.
+        quantization_config: with which the model is to be loaded.
     """
     reason = next(_reasons(args, model, peft_config, environment), None)
+    if quantization_config is not None:
+        reason = reason or _QUANTIZED
     return None if reason is None else f"Accelerate trains, because {reason}."
 
 
@@ -68,7 +79,7 @@ def _config_reasons(args: Any, config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield f"{kind} is an encoder-decoder, and the engines train decoders"
     if getattr(config, "quantization_config", None):
-        yield "the model is quantized, and the engines do not train packed weights, not even under an adapter"
+        yield _QUANTIZED
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     coefficient = getattr(args, "router_aux_loss_coef", 0.0)
     if coefficient is None:  # TRL takes the model's own
@@ -84,7 +95,7 @@ def _class_reasons(model: Any) -> Iterator[str]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(base).__name__
     if getattr(base, "is_quantized", False):
-        yield "the model is quantized, and the engines do not train packed weights, not even under an adapter"
+        yield _QUANTIZED
     if hasattr(base, "_orig_mod"):
         yield "the model is compiled (torch.compile), and packed samples change the shape of every forward"
         return

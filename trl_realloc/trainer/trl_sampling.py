@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from transformers import GenerationConfig
+
 from ..engines.base import Sampling
 from ..engines.generation.sampling_checks import transformers_problems, vllm_problems, with_generation_kwargs
 from .config_checks import ConfigError
@@ -60,12 +62,22 @@ def sampling_of(args: Any, stops: tuple[int, ...], vocabulary: int, *, by_vllm: 
     return sampling
 
 
+def generation_config(model: Any) -> Any:
+    """The generation config of a model that is loaded or given by name; `None` if it has none."""
+    if not isinstance(model, str):
+        return getattr(model, "generation_config", None)
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:  # a checkpoint without the file
+        return None
+
+
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's eos token, and those of the model's generation config.
 
     Args:
         model: loaded, or a name.
     """
-    of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    of_model = getattr(generation_config(model), "eos_token_id", None)
     known = [tokenizer.eos_token_id, *([of_model] if isinstance(of_model, int) else list(of_model or ()))]
     return tuple(dict.fromkeys(int(token) for token in known if token is not None))

@@ -97,12 +97,12 @@ def transformers_problems(sampling: Sampling, vocabulary: int | None) -> list[st
     if sampling.regex is not None:
         problems.append(
             "generation with Transformers has no structured outputs, so responses cannot be made to match "
-            f"{shown(sampling.regex)}; use vLLM (generation_engine: vllm), or leave the regular expression out."
+            f"{shown(sampling.regex)}; use vLLM, or leave the regular expression out."
         )
     if sampling.extra:
         problems.append(
             f"generation with Transformers has no {', '.join(map(str, sampling.extra))} ({SETTING}); "
-            "use vLLM (generation_engine: vllm), or leave it out."
+            "use vLLM, or leave it out."
         )
     return problems
 

@@ -32,23 +32,26 @@ _SHARDS = (
 )
 
 
-def check_launch(args: Any, environment: Mapping[str, str] = os.environ) -> None:
+def check_launch(args: Any, environment: Mapping[str, str] = os.environ, *, allows_fsdp: bool = False) -> None:
     """Refuse requests of Accelerate's launcher and of `TrainingArguments` that no engine fulfils. Called before a
     process group is made.
+
+    Args:
+        allows_fsdp: the run can be trained by Accelerate.
 
     Raises:
         LaunchError: with a sentence for each such request.
     """
-    problems = list(_problems(args, environment))
+    problems = list(_problems(args, environment, allows_fsdp))
     if problems:
         raise LaunchError("\n".join(problems))
 
 
-def _problems(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
+def _problems(args: Any, environment: Mapping[str, str], allows_fsdp: bool) -> Iterator[str]:
     def is_on(name: str) -> bool:
         return environment.get(name, "").lower() in ("1", "true", "yes", "on")
 
-    if is_on("ACCELERATE_USE_FSDP") or getattr(args, "fsdp", None):
+    if not allows_fsdp and (is_on("ACCELERATE_USE_FSDP") or getattr(args, "fsdp", None)):
         yield f"FSDP is asked for, and {_SHARDS}."
     if is_on("ACCELERATE_USE_MEGATRON_LM"):
         yield f"Accelerate's Megatron-LM plugin is asked for, and {_SHARDS}."

@@ -281,6 +281,7 @@ class CheckpointMixin:
 
     def _load_best_model(self) -> None:
         """Load the trained models of the best checkpoint, if `load_best_model_at_end` is set."""
+        self._finish_save()  # the best one may still be being written
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             current_run = self._current_run()
             folder, rank = Path(self.state.best_model_checkpoint), self.accelerator.process_index

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ...plan.dataflow import Role
 from ..optimizers import LearningRates
 from .identity import Identity, prompts_checksum
 from .mixin import CheckpointMixin
+from .resuming import Checkpoint
 from .training_state import StateWrite
 from .write_errors import WriteErrors
 
@@ -30,6 +31,7 @@ class PolicyCheckpointMixin(CheckpointMixin):
 
     setup: Any
     entropy_coef: float
+    forget_step: Callable[[], None]
     _last_world_entropy: float
 
     @property
@@ -51,6 +53,10 @@ class PolicyCheckpointMixin(CheckpointMixin):
         return Identity(
             kind.__name__, size, len(data) if readable else None, prompts_checksum(data) if readable else None
         )
+
+    def _load_training_state(self, checkpoint: Checkpoint) -> None:
+        super()._load_training_state(checkpoint)
+        self.forget_step()  # of other weights
 
     def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
         """Write this rank's part of a checkpoint, with the state that TRL keeps in a file of its own."""
