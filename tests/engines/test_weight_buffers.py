@@ -144,3 +144,17 @@ def test_on_a_gpu_vllms_own_engine_opens_the_slot_by_its_handle() -> None:
     expected = dict(bucket())
     assert torch.equal(found["a"], expected["a"].bfloat16()) and torch.equal(found["b"], expected["b"])
     assert torch.equal(found["c"], expected["c"])
+
+
+def expected_of_mixtures() -> set[str]:
+    from trl_realloc.engines.generation.vllm_compat import not_loaded
+
+    parameters = {"0.mlp.experts.routed_experts.w2_weight", "1.mlp.experts.routed_experts.w2_weight", "norm.weight"}
+    return not_loaded(parameters, {"0.mlp.experts.w2_weight", "0.mlp.experts.w13_weight"})
+
+
+@pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
+def test_the_experts_of_a_mixture_are_loaded_under_the_names_that_vllm_tells() -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+        found = worker.submit(expected_of_mixtures).result(timeout=180)
+    assert found == {"1.mlp.experts.routed_experts.w2_weight", "norm.weight"}

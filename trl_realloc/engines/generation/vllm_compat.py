@@ -37,6 +37,12 @@ def register_transfer(name: str, engine: Any) -> None:
         WeightTransferEngineFactory.register_engine(name, engine)
 
 
+def not_loaded(parameters: set[str], loaded: set[str]) -> set[str]:
+    """The names of parameters that are not among those that `load_weights` says it has loaded. It leaves the inner
+    module of a mixture's experts out of their names."""
+    return {name for name in parameters - loaded if name.replace(".experts.routed_experts.", ".experts.") not in loaded}
+
+
 def incomplete_layers(model: nn.Module) -> Iterator[str]:
     """During a reload, the names of fused layers of which only some parts were loaded. vLLM counts such a layer as
     loaded with its first part (q of q, k, v)."""

@@ -24,6 +24,7 @@ from .vllm_compat import (
     finalize_layerwise_reload,
     incomplete_layers,
     initialize_layerwise_reload,
+    not_loaded,
     packed_ipc_consumer,
     register_transfer,
     replace_draw,
@@ -128,7 +129,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
 
     def finish_weight_update(self) -> None:
         try:
-            missing = self._expected - self._loaded
+            missing = not_loaded(self._expected, self._loaded)
             missing |= {f"part of {name}" for name in incomplete_layers(self.model)}
             finalize_layerwise_reload(self.model, self.model_config)
             for layer in _tied_layers(
