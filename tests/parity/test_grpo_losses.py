@@ -9,6 +9,9 @@ import pytest
 from recorded_rollouts import compare
 
 
+pytestmark = pytest.mark.newest  # the losses of the newest TRL too
+
+
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 # three optimizer steps on one generation: after the first, ratios are not 1 and some are clipped
 MOVED: dict[str, Any] = {"steps_per_generation": 6, "max_steps": 3, "epsilon": 0.01}
