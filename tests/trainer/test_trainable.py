@@ -10,7 +10,7 @@ import tiny
 import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import BartConfig, GPT2Config, LlavaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import BartConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen3Config, Qwen3MoeConfig
 from trl import GRPOConfig, RLOOConfig
 
 from trl_realloc.trainer.trainable import why_not_trained
@@ -94,3 +94,11 @@ def test_an_fsdp_launch_is_accelerates() -> None:
     args = SimpleNamespace()
     assert "FSDP" in str(why_not_trained(args, tiny.config(), None, {"ACCELERATE_USE_FSDP": "true"}))
     assert "FSDP" in str(why_not_trained(SimpleNamespace(fsdp=["full_shard"]), tiny.config(), None, {}))
+
+
+def test_a_model_with_code_of_its_own_is_trained_by_accelerate() -> None:
+    class OwnConfig(LlamaConfig):
+        """As transformers makes it of a repository's code."""
+
+    config = OwnConfig(auto_map={"AutoConfig": "configuration.OwnConfig"})
+    assert "code of its own" in str(why_not_trained(SimpleNamespace(), config, None, {}))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from ..engines.generation.sampling_checks import needs_tokenizer
@@ -91,7 +92,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         world = PartialState()
         reason = why_not_trained(
             args,
-            _config_or_model(arguments["model"]),
+            _config_or_model(args, arguments["model"]),
             arguments.get("peft_config"),
             quantization_config=arguments.get("quantization_config"),
         )
@@ -158,7 +159,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             if args.use_vllm:
                 raise
             if self.accelerator.is_main_process:
-                logger.warning(f"the model generates by Transformers, as TRL's does: {error}")
+                logger.warning(f"the model generates by Transformers, as TRL's does: {str(error).partition('; ')[0]}.")
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -414,7 +415,9 @@ for seam in SEAMS:
     setattr(PlannedPolicyTrainer, seam, _unless_accelerate(seam))
 
 
-def _config_or_model(model: Any) -> Any:
-    """A loaded model, or the config of one by name."""
+def _config_or_model(args: Any, model: Any) -> Any:
+    """A loaded model, or the config of one by name, also of one with code of its own if the user trusts it."""
     model = path_as_text(model)
+    if isinstance(model, str) and args.trust_remote_code:
+        return AutoConfig.from_pretrained(model, trust_remote_code=True)
     return read_config(model, "model") if isinstance(model, str) else model

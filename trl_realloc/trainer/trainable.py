@@ -74,6 +74,8 @@ def _setting_reasons(args: Any) -> Iterator[str]:
 
 def _config_reasons(args: Any, config: Any) -> Iterator[str]:
     kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "auto_map", None) and not type(config).__module__.startswith("transformers."):
+        yield f"{kind} has code of its own (trust_remote_code), which the engines do not load"
     if any(getattr(config, f"{sense}_config", None) is not None for sense in ("vision", "audio")):
         yield f"{kind} reads images or sounds, and the engines train on text alone"
     if getattr(config, "is_encoder_decoder", False):
