@@ -306,9 +306,12 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
                 self._window.forget_logprobs()  # of an evaluation, which asks for each sample once
 
     def _rows_after(self, inputs: Any) -> Iterator[Rows]:
-        """The micro-batches of the same optimizer step that have been generated already."""
+        """The micro-batches of the same optimizer step that have been generated already; none where a forward for an
+        earlier one had them."""
         buffer = self._buffered_inputs or ()
         at = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
+        if at and len(self._window):
+            return
         left = self.current_gradient_accumulation_steps - len(self._window) - 1
         for part in buffer[at + 1 : at + 1 + left]:
             ids, masks = (
