@@ -23,6 +23,17 @@ def test_the_import_contracts_are_kept() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+def test_a_process_that_trains_by_ppo_does_without_vllm() -> None:
+    code = (
+        "import sys\n"
+        "from trl_realloc import PPOConfig, PPOTrainer\n"
+        "import trl_realloc.engines.generation.vllm\n"
+        "assert 'vllm' not in sys.modules\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_plans_are_made_and_shown_in_a_process_without_torch() -> None:
     folders = ("common", "plan", "planner")
     files = [path for folder in folders for path in sorted((PACKAGE / folder).glob("*.py"))]

@@ -75,7 +75,7 @@ def test_trls_generation_kwargs_replace_settings_as_they_do_in_trl() -> None:
 def test_generation_with_transformers_refuses_what_only_vllm_has() -> None:
     assert transformers_problems(Sampling(8, 3.0, (1,), 0.5, 3, 0.1, 1.2), 100) == []
     (regex,) = transformers_problems(replace(NEUTRAL, regex="a+"), 100)
-    assert "has no structured outputs" in regex and "generation_engine: vllm" in regex
+    assert "has no structured outputs" in regex and "use vLLM" in regex
     (extra,) = transformers_problems(replace(NEUTRAL, extra={"frequency_penalty": 0.5}), 100)
     assert "has no frequency_penalty" in extra
 

@@ -206,10 +206,6 @@ def test_what_cannot_be_served_is_refused_before_anything_is_generated(
     assert len(samples(loaded, requests(2))) == 2
 
 
-def test_vllm_stays_out_of_this_process(loaded: VLLMEngine) -> None:
-    assert "vllm" not in sys.modules
-
-
 def test_a_stopped_engine_is_reported_within_its_step_timeout(start: Start, model: LlamaForCausalLM) -> None:
     shared_before = shared_memory()
     engine = start(step_timeout_s=3, name="engine 5")

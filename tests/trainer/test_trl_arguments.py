@@ -12,7 +12,7 @@ import trl
 from trl_realloc import GRPOConfig, RLOOConfig
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_trainer import _hidden, _named
-from trl_realloc.trainer.trl_compat import TRLGRPOTrainer, TRLRLOOTrainer
+from trl_realloc.trainer.trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 
 
 def test_arguments_by_position_and_by_name_are_those_of_the_installed_trl(tmp_path: Path) -> None:

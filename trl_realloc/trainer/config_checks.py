@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 
 def by_transformers(args: Any) -> str:
     """How a user of this configuration asks for generation by Transformers."""
-    return "set use_vllm=False" if hasattr(args, "use_vllm") else "set generation_engine='transformers'"
+    return f"set {'use_vllm: false' if hasattr(args, 'use_vllm') else 'generation_engine: transformers'}"
 
 
 def check_settings(args: Any) -> None:

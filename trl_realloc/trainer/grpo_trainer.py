@@ -14,7 +14,7 @@ from .grpo_config import GRPOConfig, RLOOConfig
 from .policy_completions import PolicyCompletionsMixin
 from .policy_record import PolicyRecordMixin
 from .policy_trainer import PlannedPolicyTrainer
-from .trl_compat import TRLGRPOTrainer, TRLRLOOTrainer
+from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 
 
 class GRPOTrainer(PlannedPolicyTrainer, PolicyRecordMixin, PolicyCompletionsMixin, TRLGRPOTrainer):

@@ -1,7 +1,7 @@
 """The base classes of our trainers and configurations in the installed release of TRL. No other file depends on the
 release.
 
-GRPO and RLOO are TRL's own in every release.
+The trainers of GRPO and RLOO, which are TRL's own in every release, are in `trl_policy_trainers`.
 
 TRL 1.12 is the last release with `trl.experimental.ppo`. There our classes are subclasses of TRL's, so `isinstance`
 works. On newer releases they are subclasses of TRL's `_BaseTrainer` and `_BaseConfig`.
@@ -23,8 +23,6 @@ if not torch.accelerator.is_available():
 HAS_TRL_PPO = importlib.util.find_spec("trl.experimental.ppo") is not None
 
 if TYPE_CHECKING:
-    from transformers import Trainer as TRLGRPOTrainer
-    from transformers import Trainer as TRLRLOOTrainer
     from transformers import Trainer as TrainerBase
     from transformers import TrainingArguments as ConfigBase
     from transformers import TrainingArguments as TRLGRPOConfig
@@ -38,9 +36,7 @@ else:
 
 if not TYPE_CHECKING:
     from trl import GRPOConfig as TRLGRPOConfig
-    from trl import GRPOTrainer as TRLGRPOTrainer
     from trl import RLOOConfig as TRLRLOOConfig
-    from trl import RLOOTrainer as TRLRLOOTrainer
 
 
 class PPOTrainerBase(TrainerBase):
@@ -59,7 +55,5 @@ __all__ = [
     "ConfigBase",
     "PPOTrainerBase",
     "TRLGRPOConfig",
-    "TRLGRPOTrainer",
     "TRLRLOOConfig",
-    "TRLRLOOTrainer",
 ]
