@@ -1,4 +1,5 @@
-"""PPO for people who use TRL, where every model function call has the devices and the parallelism that suit it.
+"""PPO, GRPO and RLOO for people who use TRL, where every model function call has the devices and the parallelism that
+suit it.
 
 The names below are imported on first use: a plan can be read and written where torch is not installed.
 """

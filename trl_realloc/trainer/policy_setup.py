@@ -41,6 +41,7 @@ from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
 from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
+from .config_checks import ConfigError
 from .grpo_config import PolicyConfig, check_init_kwargs, given_dtype
 from .job_builder import compute_dtype
 from .optimizers import LearningRates, check_optimizer
@@ -117,6 +118,7 @@ def prepare_policy(
     """
     model, peft_config = path_as_text(inputs["model"]), inputs.get("peft_config")
     optimizer, scheduler = inputs.get("optimizers") or (None, None)
+    rank = world.process_index
     rewards = _reward_sources(args, inputs)
     if isinstance(model, str):
         check_init_kwargs(args)
@@ -137,7 +139,7 @@ def prepare_policy(
     in_head = adapts_head(model, configs[Role.ACTOR][0], peft_config)
     specs = specs_of(configs, graph, dtype, adapts_head=in_head)
     models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head)
-    job = make_policy_job(args, plugin, request, world.process_index, models, inputs, graph)
+    job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
     job = replace(job, check=check)
     job_plan = (
         plan_job(job, measure_first=plugin.measure == "first")
@@ -146,13 +148,15 @@ def prepare_policy(
     )
     vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
     by_vllm = job_plan.plan["actor.generate"].engine == "vllm"
+    corrects = by_vllm and bool(getattr(args, "vllm_importance_sampling_correction", False))
+    if corrects:
+        _check_correction(args)
     sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
-    announce(request.processes, job_plan.plan, world.process_index)
-    rank = world.process_index
+    announce(request.processes, job_plan.plan, rank)
     policy, roles = build_policy_roles(args, job_plan.plan, rank, model, peft_config, configs, rewards)
     if world.num_processes == 1:
         fill(policy, args.device)  # a user of TRL may look at the weights before the training
-    has_part = world.process_index in job_plan.plan.mesh("actor.train")
+    has_part = rank in job_plan.plan.mesh("actor.train")
     return PolicySetup(
         plan=job_plan.plan,
         model_before_start=policy if has_part else _shell(configs[Role.ACTOR][0], model),
@@ -162,12 +166,25 @@ def prepare_policy(
         algorithm=HostLoss(graph),
         rates=LearningRates.of(args, optimizer, scheduler, (Role.ACTOR,)),
         make_optimizer=optimizer_maker(args, optimizer),
-        corrects=by_vllm and bool(getattr(args, "vllm_importance_sampling_correction", False)),
+        corrects=corrects,
         job_plan=job_plan,
         job=job,
         train_dataset=inputs.get("train_dataset"),
         processing_class=processing_class,
     )
+
+
+def _check_correction(args: Any) -> None:
+    """TRL's check of the correction, which its constructor leaves out because it does not see `use_vllm`.
+
+    Raises:
+        ConfigError: the loss needs another mode.
+    """
+    mode = args.vllm_importance_sampling_mode
+    if args.loss_type == "vespo" and mode not in ("token_truncate", "token_mask"):
+        raise ConfigError(
+            f"loss_type 'vespo' needs the vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not {mode!r}."
+        )
 
 
 def of_host_loop(request: PlanRequest) -> PlanRequest:

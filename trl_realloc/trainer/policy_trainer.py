@@ -11,7 +11,6 @@ Everything here replaces a method of TRL's or Trainer's. From inputs to a plan i
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +19,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig
 from transformers.utils import logging
 
 from ..engines.generation.sampling_checks import needs_tokenizer
-from ..engines.generation.vllm_support import is_vllm_available
-from ..engines.models import ModelError, read_config
 from ..engines.training.packed_attention import base_of
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
@@ -35,20 +31,19 @@ from ..runtime.failures.watchdog_client import watch
 from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
 from ..runtime.training_calls import GRAD_NORM, check_first_weights
+from .accelerate_fallback import config_or_model, leave_to_accelerate, plan_generation
 from .accelerate_plugin import ReallocationPlugin
-from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.policy_mixin import PolicyCheckpointMixin
 from .checkpoint.saving import make_output_dir
 from .config_checks import ConfigError
 from .host_generation import HostGeneration
 from .planned_generation import PlannedGeneration
-from .plug import finish_turns, plug, takes_turns
+from .plug import finish_turns, takes_turns
 from .policy_modules import ModelInEngine, ReferenceInEngine
 from .policy_rewards import REWARD, planned_rewards
 from .policy_setup import PolicySetup, prepare_policy
 from .policy_window import Leaves, Rows, Window
 from .trainable import why_not_trained
-from .trainer_inputs import path_as_text
 
 
 logger = logging.get_logger(__name__)
@@ -92,7 +87,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         world = PartialState()
         reason = why_not_trained(
             args,
-            _config_or_model(args, arguments["model"]),
+            config_or_model(args, arguments["model"]),
             arguments.get("peft_config"),
             quantization_config=arguments.get("quantization_config"),
         )
@@ -124,7 +119,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         """Put the plan's calls in the place of TRL's. After the constructor of TRL's class."""
         args = self.args
         if self.trains_by_accelerate:
-            self._plan_generation()
+            plan_generation(self)
             return
         self.model = self.model_wrapped = self.setup.model_before_start
         # newer releases of TRL replace the method by a closure over this model, which its copies would run
@@ -136,30 +131,11 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
         self.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
         if not self.setup.corrects:
             self.vllm_importance_sampling_correction = False
-        elif args.loss_type == "vespo" and args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask"):
-            raise ConfigError(
-                f"loss_type 'vespo' needs the vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not "
-                f"{args.vllm_importance_sampling_mode!r}."
-            )
         self.ref_model = ReferenceInEngine() if "reference.forward" in self.plan.graph.order else None
         self._last_loaded_step = -1
         self.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         if takes_turns(self):
             finish_turns(self, self.calls.finish_turns)
-
-    def _plan_generation(self) -> None:
-        """Generate by the plan while Accelerate trains, if vLLM is there and can serve the model. Otherwise TRL's
-        generation by Transformers is used, unless vLLM was asked for."""
-        args = self.args
-        if args.use_vllm is False or not (args.use_vllm or is_vllm_available()):
-            return
-        try:
-            plug(self, plan=None if args.plan in (None, "auto") else args.plan)
-        except (ConfigError, ModelError) as error:
-            if args.use_vllm:
-                raise
-            if self.accelerator.is_main_process:
-                logger.warning(f"the model generates by Transformers, as TRL's does: {str(error).partition('; ')[0]}.")
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -401,26 +377,4 @@ SEAMS = (
 )
 
 
-def _unless_accelerate(name: str) -> Callable[..., Any]:
-    """The method of this name of `PlannedPolicyTrainer`; where Accelerate trains, that of the classes after it."""
-    method = getattr(PlannedPolicyTrainer, name)
-
-    @functools.wraps(method)
-    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.trains_by_accelerate:
-            return getattr(super(CheckpointMixin, self), name)(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return chosen
-
-
-for seam in SEAMS:
-    setattr(PlannedPolicyTrainer, seam, _unless_accelerate(seam))
-
-
-def _config_or_model(args: Any, model: Any) -> Any:
-    """A loaded model, or the config of one by name, also of one with code of its own if the user trusts it."""
-    model = path_as_text(model)
-    if isinstance(model, str) and args.trust_remote_code:
-        return AutoConfig.from_pretrained(model, trust_remote_code=True)
-    return read_config(model, "model") if isinstance(model, str) else model
+leave_to_accelerate(PlannedPolicyTrainer, SEAMS)

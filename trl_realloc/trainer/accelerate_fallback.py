@@ -1,0 +1,67 @@
+"""A trainer of GRPO or RLOO whose training the plan's engines cannot do: Accelerate trains as in TRL, and only the
+generation is planned.
+
+Which runs these are is in `trainable`, the generation in `planned_generation`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from ..engines.generation.vllm_support import is_vllm_available
+from ..engines.models import ModelError, read_config
+from .checkpoint.mixin import CheckpointMixin
+from .config_checks import ConfigError
+from .plug import plug
+from .trainer_inputs import path_as_text
+
+
+logger = logging.get_logger(__name__)
+
+
+def leave_to_accelerate(trainer: type[CheckpointMixin], names: Iterable[str]) -> None:
+    """Let these methods of a class be those of TRL's and Trainer's where `trains_by_accelerate`.
+
+    Args:
+        trainer: to be mixed in before TRL's class.
+    """
+    for name in names:
+        setattr(trainer, name, _unless_accelerate(name, getattr(trainer, name)))
+
+
+def _unless_accelerate(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.trains_by_accelerate:
+            return getattr(super(CheckpointMixin, self), name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return chosen
+
+
+def plan_generation(trainer: Any) -> None:
+    """Generate by the plan while Accelerate trains, if vLLM is there and can serve the model. Otherwise TRL's
+    generation by Transformers is used, unless vLLM was asked for."""
+    args = trainer.args
+    if args.use_vllm is False or not (args.use_vllm or is_vllm_available()):
+        return
+    try:
+        plug(trainer, plan=None if args.plan in (None, "auto") else args.plan)
+    except (ConfigError, ModelError) as error:
+        if args.use_vllm:
+            raise
+        if trainer.accelerator.is_main_process:
+            logger.warning(f"the model generates by Transformers, as TRL's does: {str(error).partition('; ')[0]}.")
+
+
+def config_or_model(args: Any, model: Any) -> Any:
+    """A loaded model, or the config of one by name, also of one with code of its own if the user trusts it."""
+    model = path_as_text(model)
+    if isinstance(model, str) and args.trust_remote_code:
+        return AutoConfig.from_pretrained(model, trust_remote_code=True)
+    return read_config(model, "model") if isinstance(model, str) else model
