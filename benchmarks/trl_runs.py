@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,27 @@ def memory_mb(session: int) -> tuple[float, float]:
             except OSError:
                 continue
     return total / 1024, engines / 1024
+
+
+def watched(process: subprocess.Popen[Any], mark: int) -> tuple[int, tuple[float, float]]:
+    """Wait for a run. Returns its exit code, and the most memory that it had (`memory_mb`).
+
+    Args:
+        mark: of the processes of the run, as for `memory_mb`.
+    """
+    peak, stop = (0.0, 0.0), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not stop.wait(3.0):  # walking the pages of a process holds it up
+            peak = max(peak, memory_mb(mark))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    code = process.wait()
+    stop.set()
+    thread.join()
+    return code, peak
 
 
 def gemm_flops() -> float:

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
-from trl_runs import HIDDEN, INTERMEDIATE, LAYERS, PAD, PROMPT, VOCABULARY, gemm_flops, memory_mb, models, tokenizer
+from trl_runs import HIDDEN, INTERMEDIATE, LAYERS, PAD, PROMPT, VOCABULARY, gemm_flops, models, tokenizer, watched
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,18 +173,7 @@ def one_run(side: str, processes: int, limit: int, seed: int, mark: int) -> dict
         }
         log = (Path(folder) / "log").open("w+")
         process = subprocess.Popen([*command, "--out", str(out)], env=environment, stdout=log, stderr=log)
-        peak, stop = (0.0, 0.0), threading.Event()
-
-        def watch() -> None:
-            nonlocal peak
-            while not stop.wait(3.0):  # walking the pages of a process holds it up
-                peak = max(peak, memory_mb(mark))
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        code = process.wait()
-        stop.set()
-        thread.join()
+        code, peak = watched(process, mark)
         if code:
             sys.exit(f"{side} on {processes} processes, limit {limit}, failed:\n{Path(log.name).read_text()[-4000:]}")
         return {**json.loads(out.read_text()), "peak_mb": peak[0], "engines_mb": peak[1]}
