@@ -14,6 +14,7 @@ from rescoring import (
     TAKING,
     TEMPERATURE,
     Models,
+    again_if_too_late,
     assert_exact,
     error_of,
     kept_keys,
@@ -54,6 +55,7 @@ def engine(shared: VLLMEngine, models: Models) -> VLLMEngine:
 
 
 @pytest.mark.parametrize("updates", TAKING)
+@again_if_too_late
 def test_every_token_is_of_its_version_and_those_before_an_update_are_as_if_it_had_not_come(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
@@ -80,6 +82,7 @@ def test_every_token_is_of_its_version_and_those_before_an_update_are_as_if_it_h
 
 
 @pytest.mark.parametrize("updates", TAKING)
+@again_if_too_late
 def test_updates_come_with_and_without_requests_and_several_one_after_the_other(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
@@ -105,6 +108,7 @@ def test_updates_come_with_and_without_requests_and_several_one_after_the_other(
 
 
 @pytest.mark.parametrize("updates", TAKING)
+@again_if_too_late
 def test_a_new_request_finds_no_keys_of_earlier_parameters(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
@@ -124,6 +128,7 @@ def test_a_new_request_finds_no_keys_of_earlier_parameters(
 
 
 @pytest.mark.parametrize("updates", TAKING)
+@again_if_too_late
 def test_samples_are_withdrawn_and_come_back_after_an_update(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
@@ -198,6 +203,7 @@ def test_samples_that_finish_before_the_first_bucket_comes_are_not_lost(engine: 
 
 
 @pytest.mark.parametrize("updates", TAKING)
+@again_if_too_late
 def test_no_token_is_drawn_while_the_engine_has_a_part_of_the_parameters(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
@@ -246,6 +252,7 @@ def nothing(model: LlamaForCausalLM) -> Iterator[list[tuple[str, torch.Tensor]]]
     ],
 )
 @pytest.mark.parametrize("updates", TAKING)
+@again_if_too_late
 def test_a_failed_update_closes_the_generation_with_its_reason(
     engine: VLLMEngine,
     models: Models,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from generating import buckets, llama, requests
-from rescoring import TAKING, TEMPERATURE, Models, assert_exact, the_rest, wait_for
+from rescoring import TAKING, TEMPERATURE, Models, again_if_too_late, assert_exact, the_rest, wait_for
 
 from trl_realloc.engines.base import Sampling, Updates
 from trl_realloc.engines.generation.engine_process import engine_environment
@@ -56,6 +56,7 @@ def two_batches(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.newest  # what is used of vLLM to wait for steps is private
+@again_if_too_late
 def test_steps_under_way_are_waited_for_and_their_tokens_are_of_the_version_before(
     two_batches: tuple[VLLMEngine, Path], models: Models
 ) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from generating import LENGTH, SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens, worst_difference
-from rescoring import TAKING, Models, assert_exact, the_rest, wait_for
+from rescoring import TAKING, Models, again_if_too_late, assert_exact, the_rest, wait_for
 from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.base import EngineDied, EngineError, GenerationRequest, Sampling, Updates
@@ -279,6 +279,7 @@ def test_two_tensor_parallel_processes_hold_the_same_model(pair: VLLMEngine, mod
 
 
 @pytest.mark.parametrize("updates", TAKING)
+@again_if_too_late
 def test_two_tensor_parallel_processes_take_new_parameters_while_they_generate(
     pair: VLLMEngine, models: Models, updates: Updates
 ) -> None:
