@@ -111,16 +111,26 @@ def test_a_checkpoint_of_ppo_is_not_one_of_a_run_without_critic(tmp_path: Path) 
     ppo = tiny.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     ppo.train()
     trainer = PolicyTrainer(tmp_path)
-    with pytest.raises(CheckpointError, match="it has a critic, which this run does not train"):
+    with pytest.raises(CheckpointError) as refusal:
         trainer._find_checkpoint(True)
+    folder = tmp_path / "checkpoint-1"
+    assert str(refusal.value) == (
+        f"cannot resume from {folder}: it is of a run that trains policy and critic, as PPOTrainer does; this run "
+        "trains the policy alone, as GRPOTrainer and RLOOTrainer do. Resume it with the trainer that wrote it; or "
+        f"begin a run with its policy, model='{folder}', in another output_dir."
+    )
 
 
-def test_a_checkpoint_of_a_run_without_critic_is_not_one_of_ppo(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_checkpoint_of_a_run_without_critic_is_not_one_of_ppo(tmp_path: Path, by_name: bool) -> None:
     trainer = PolicyTrainer(tmp_path)
     trainer.step()
     trainer._save_checkpoint(None, None)
-    with pytest.raises(CheckpointError, match=r"episode|it has no critic"):
-        tiny.trainer(tmp_path, save_strategy="steps", save_steps=1)._find_checkpoint(True)
+    folder = tmp_path / "checkpoint-1"
+    with pytest.raises(
+        CheckpointError, match=f"cannot resume from {folder}: it is of a run that trains the policy alone"
+    ):
+        tiny.trainer(tmp_path, save_strategy="steps")._find_checkpoint(str(folder) if by_name else True)
 
 
 def test_other_prompts_are_refused_and_unknown_ones_are_not(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compares a run with a checkpoint that it is to resume from: models, adapters, optimizer, data and batch size.
+"""Compares a run with a checkpoint that it is to resume from: algorithm, models, adapters, optimizer, data, batch size.
 
 Pure functions. Checkpoints are read in `resuming`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,6 +65,18 @@ def _sampled_rows(dataset: Any) -> list[int]:
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the trained parameters by name. The shapes are those of whole parameters under ZeRO-3 too."""
     return {name: full_shape(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def algorithm_difference(saved: Collection[str], current: Collection[str]) -> str | None:
+    """How the trained roles of a checkpoint differ from this run's, or `None`. PPO alone has a critic."""
+    if set(saved) == set(current):
+        return None
+    known = {
+        ("critic", "policy"): "policy and critic, as PPOTrainer does",
+        ("policy",): "the policy alone, as GRPOTrainer and RLOOTrainer do",
+    }
+    of_saved, of_current = (known.get(tuple(sorted(roles)), " and ".join(roles)) for roles in (saved, current))
+    return f"it is of a run that trains {of_saved}; this run trains {of_current}"
 
 
 def optimizer_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ...runtime.process_groups import from_every_rank
 from . import METADATA, CheckpointError
 from .host_files import HostFiles, by_host, copy_files, place_of, read_files
-from .identity import Identity, Shapes, data_differences, model_difference, optimizer_differences
+from .identity import Identity, Shapes, algorithm_difference, data_differences, model_difference, optimizer_differences
 from .manifest import MANIFEST, Manifest, checkpoints_in, damage, read_manifest
 from .state_plans import saved_roles, saved_shapes
 from .state_storage import Reader
@@ -117,7 +117,7 @@ def find_checkpoint(
                 logger.warning(f"resuming from {folder}; passed over {'; '.join(rejected)}.")
             if inspection.unfit:
                 differences = "; ".join(inspection.unfit)
-                raise CheckpointError(f"cannot resume from {folder}: {differences}.{_way_out(inspection)}")
+                raise CheckpointError(f"cannot resume from {folder}: {differences}. {inspection.remedy}")
             return Checkpoint(folder, inspection.manifest, inspection.readers, inspection.holders)
         rejected.append(f"{folder} ({'; '.join(inspection.damage)})")
     if searches:
@@ -170,15 +170,6 @@ def _others(folder: Path) -> str:
     return f" {whole} is whole: resume from it." if whole is not None else ""
 
 
-def _way_out(inspection: _Inspection) -> str:
-    if inspection.only_data:
-        return (
-            " Give it what it was run with; or set ignore_data_skip to keep its models and optimizers and begin with "
-            "the data anew."
-        )
-    return " Give the trainer what the checkpoint was run with, or another output_dir and its policy as the model."
-
-
 @dataclass
 class _Inspection:
     """The result of checking one checkpoint.
@@ -186,7 +177,7 @@ class _Inspection:
     Args:
         damage: the problems of its files.
         unfit: its differences from this run.
-        only_data: all differences are in the data.
+        remedy: what to do about the differences, a sentence.
         readers, holders: as in `Checkpoint`.
     """
 
@@ -195,7 +186,7 @@ class _Inspection:
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
-    only_data: bool = False
+    remedy: str = ""
 
 
 def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> _Inspection:
@@ -225,8 +216,8 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> 
     }
     if rank == 0:
         _examine(folder, inspection, current_run, shapes)
-    result = from_every_rank((inspection.damage, inspection.unfit, inspection.only_data), control)[0]
-    inspection.damage, inspection.unfit, inspection.only_data = result
+    result = from_every_rank((inspection.damage, inspection.unfit, inspection.remedy), control)[0]
+    inspection.damage, inspection.unfit, inspection.remedy = result
     return inspection
 
 
@@ -277,16 +268,22 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
             inspection.damage.append(f"{name} cannot be read ({reason})")
             return None
 
-    read(STATE, lambda path: _read_state(path, current_run.counters))
+    metadata = read(METADATA, lambda path: Reader(folder).read_metadata())
+    roles = [] if metadata is None else saved_roles(metadata)
+    other_algorithm = algorithm_difference(roles, current_run.roles) if roles else None
+    # the state of a trainer of another algorithm lacks this one's counters
+    read(STATE, lambda path: _read_state(path, () if other_algorithm else current_run.counters))
     read(SCHEDULER, lambda path: dict(torch.load(path, weights_only=True)))
     for path in sorted(folder.glob("rng_state*.pth")):
         read(path.name, _read_rng)
-    metadata = read(METADATA, lambda path: Reader(folder).read_metadata())
-    others = [] if metadata is None else [role for role in saved_roles(metadata) if role not in current_run.roles]
-    # of another algorithm, so it may lack roles too
-    roles = [] if metadata is None or others else current_run.roles
-    inspection.unfit += [f"it has a {role}, which this run does not train" for role in others]
-    saved: Mapping[str, Shapes] = read(METADATA, lambda path: saved_shapes(metadata, roles)) or {}
+    if other_algorithm:
+        inspection.unfit = [other_algorithm]
+        inspection.remedy = (
+            f"Resume it with the trainer that wrote it; or begin a run with its policy, model={str(folder)!r}, in "
+            "another output_dir."
+        )
+        return
+    saved: Mapping[str, Shapes] = read(METADATA, lambda path: saved_shapes(metadata, current_run.roles)) or {}
     for role in saved.keys() & shapes.keys():
         if problem := model_difference(role, saved[role], shapes[role]):
             inspection.unfit.append(problem)
@@ -295,7 +292,15 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
     about = inspection.manifest.about
     inspection.unfit += optimizer_differences(about, current_run.identity)
     data = [] if current_run.ignores_data else data_differences(about, current_run.identity)
-    inspection.only_data = bool(data) and not inspection.unfit
+    if data and not inspection.unfit:
+        inspection.remedy = (
+            "Give it what it was run with; or set ignore_data_skip to keep its models and optimizers and begin with "
+            "the data anew."
+        )
+    else:
+        inspection.remedy = (
+            "Give the trainer what the checkpoint was run with, or another output_dir and its policy as the model."
+        )
     inspection.unfit += data
 
 
