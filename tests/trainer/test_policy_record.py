@@ -47,6 +47,13 @@ def trainer(folder: Path, kind: Any = GRPOTrainer, **given: Any) -> Any:
     return kind(args=args, **{**parts, **given})
 
 
+def test_before_the_training_the_timeline_is_empty_and_logs_have_no_times(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    assert made.timeline.spans == ()
+    made.log({"loss": 1.0})
+    assert "time/step" not in made.state.log_history[-1]
+
+
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_a_runs_report_has_its_rewards_the_times_of_its_calls_and_its_plan(tmp_path: Path, kind: Any) -> None:
     made = trainer(tmp_path, kind, changes={"eval_strategy": "steps", "eval_steps": 5})

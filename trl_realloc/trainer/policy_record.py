@@ -43,10 +43,14 @@ class PolicyRecordMixin:
     _lengths: deque[int] | None = None  # tokens of this rank's latest responses; None before the training
     _times: _Times
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._updates, self._times = deque(), _Times()
+        super().__init__(*args, **kwargs)
+
     @property
     def timeline(self) -> Timeline:
-        """The start and the end of the calls of the latest updates. Rank 0 keeps up to `metrics.SPANS` of them, the
-        other ranks none."""
+        """The start and the end of the calls of the latest updates; empty before the first. Rank 0 keeps up to
+        `metrics.SPANS` of them, the other ranks none."""
         return Timeline(span for spans in self._updates for span in spans)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
