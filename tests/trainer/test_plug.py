@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_realloc import plug
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.trainer.accelerate_fallback import plan_generation
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.generation_plan import GENERATE
 from trl_realloc.trainer.planned_generation import NoImagesError, PlannedGeneration
@@ -157,3 +158,13 @@ def test_models_and_launches_that_cannot_be_served_are_refused_before_an_engine_
     made.args.use_vllm, made.args.vllm_mode = True, "server"
     with pytest.raises(ConfigError, match="vllm_mode is server"):
         plug(made)
+
+
+@needs_vllm
+def test_a_refusal_of_images_says_what_to_leave_out(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made._is_vlm, made.args.use_vllm, made.args.plan = True, True, "auto"
+    with pytest.raises(ConfigError, match="of text alone; leave plug out, and train it with TRL's own generation"):
+        plug(made)
+    with pytest.raises(ConfigError, match="of text alone; leave use_vllm out, and train it with TRL's own generation"):
+        plan_generation(made)

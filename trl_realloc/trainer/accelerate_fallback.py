@@ -53,8 +53,8 @@ def plan_generation(trainer: Any) -> None:
     try:
         plug(trainer, plan=None if args.plan in (None, "auto") else args.plan)
     except (ConfigError, ModelError) as error:
-        if args.use_vllm:
-            raise
+        if args.use_vllm:  # which has called `plug`, not the user
+            raise type(error)(str(error).replace("leave plug out", "leave use_vllm out")) from None
         if trainer.accelerator.is_main_process:
             logger.warning(f"the model generates by Transformers, as TRL's does: {str(error).partition('; ')[0]}.")
 

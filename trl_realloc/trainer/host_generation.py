@@ -50,7 +50,10 @@ class HostGeneration:
             JobFailed: the generation failed on some rank.
         """
         if images is not None and any(images):
-            raise ModelError("the prompts have images, and the plan's engines generate from text alone.")
+            raise ModelError(
+                "the prompts have images, and this policy is trained and generates by the plan's engines, which take "
+                "text alone; leave the columns image and images out of the dataset, or give a policy that reads images."
+            )
         with profiler or contextlib.nullcontext():
             outputs = self.calls.generate(prompts)
         if not len(outputs):
