@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
@@ -22,6 +25,8 @@ from trl_realloc.engines.training.sliced_head import (
     works_in_slices,
 )
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
+from trl_realloc.plan.assignment import LOGITS_SLICE
+from trl_realloc.planner.cost import slice_bytes
 
 
 @pytest.fixture
@@ -216,3 +221,47 @@ def test_no_more_logits_than_a_slices_are_made(monkeypatch: pytest.MonkeyPatch) 
     samples = rollouts()
     learned(head, samples)
     assert max(rows) == 2 and sum(rows) == 2 * samples.ragged("responses").lengths.sum(), "once in each direction"
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside and still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return made
+
+    def _freed(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
+        self.now -= size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_slice_takes_the_memory_that_the_planner_counts(dtype: torch.dtype, entropy: bool) -> None:
+    """Counted on the device meta, with slices of the size of a GPU's."""
+    ids = 1 << 15
+    rows = 3 * LOGITS_SLICE // ids
+    hidden, weight = (torch.empty(n, 8, dtype=dtype, device="meta", requires_grad=True) for n in (rows, ids))
+    targets = torch.empty(rows, dtype=torch.int64, device="meta")
+    with Memory() as memory:
+        columns = SlicedLogprobs.apply(hidden, weight, None, targets, 1.0, dtype, 0, None, None)
+        forward, memory.most = memory.most / LOGITS_SLICE, memory.now
+        sum(column.sum() for column in columns[: 1 + entropy]).backward()
+    counted = [slice_bytes(dtype.itemsize, backward=backward) for backward in (False, True)]
+    assert forward == pytest.approx(counted[0], abs=0.1)
+    if dtype == torch.float32 and not entropy:
+        assert memory.most / LOGITS_SLICE < counted[1]
+    else:
+        assert memory.most / LOGITS_SLICE == pytest.approx(counted[1], abs=0.1)

@@ -313,8 +313,9 @@ class Pricing:
         elements = answered * spec.outputs / strategy.tp
         logits = 8 * elements
         if elements > MOST_LOGITS and not spec.whole_logits:
-            # a slice's in 16 bits and three float32 copies; the sum of the head's gradients
-            logits = (14 if backward else 28) * LOGITS_SLICE + backward * 6 * spec.head_elements / strategy.tp
+            # with the sum of the head's gradients
+            of_slice = slice_bytes(spec.activation_bytes, backward=backward) * LOGITS_SLICE
+            logits = of_slice + 6 * spec.head_elements / strategy.tp if backward else 2 * of_slice
         return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
 
     def shared(self, cost: CallCost, devices: int) -> CallCost:
@@ -333,6 +334,17 @@ class Pricing:
 def _add(parts: dict[str, float], more: Mapping[str, float], times: float = 1.0) -> None:
     for name, seconds in more.items():
         parts[name] = parts.get(name, 0.0) + times * seconds
+
+
+def slice_bytes(activation_bytes: float, *, backward: bool) -> int:
+    """The most bytes of memory for each logit of a slice, where logits are computed in slices. The forward has four
+    float32 tensors at a time. The backward has three, with one in 16 bits if the products are in 16 bits; in float32 it
+    has four if the loss depends on the entropies.
+
+    Args:
+        activation_bytes: of the dtype that the products are computed in.
+    """
+    return 14 if backward and activation_bytes <= 2 else 16
 
 
 def _layers(spec: ModelSpec) -> int:
