@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
 from trl_realloc.engines.generation import vllm_support
 from trl_realloc.engines.generation.vllm_support import (
@@ -10,6 +11,7 @@ from trl_realloc.engines.generation.vllm_support import (
     engine_argument_names,
     engine_argument_problems,
     is_vllm_available,
+    why_not_served,
 )
 
 
@@ -67,3 +69,11 @@ def test_values_that_cannot_reach_the_engines_process_are_refused() -> None:
 def test_names_are_not_checked_where_vllms_source_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_support, "engine_argument_names", tuple)
     assert engine_argument_problems({"a_new_one": 1}, on_cpu=True) == []
+
+
+def test_experts_without_a_gate_are_not_served_on_a_cpu() -> None:
+    config = AutoConfig.for_model("nemotron_h", num_hidden_layers=None, layers_block_type=["mamba", "attention", "moe"])
+    assert "experts" in str(why_not_served(config, on_cpu=True))
+    assert why_not_served(config, on_cpu=False) is None
+    dense = AutoConfig.for_model("nemotron_h", num_hidden_layers=None, layers_block_type=["mamba", "attention"])
+    assert why_not_served(dense, on_cpu=True) is None

@@ -234,7 +234,7 @@ GIVEN: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "text in a config": (lambda at: {"model": str(at / "text")}, "model: cannot read a model from"),
     "a model of its own code": (
         lambda at: {"model": str(at / "remote")},
-        r"model: .* needs remote code \(trust_remote_code",
+        r"model: .* has custom code in its repository \(trust_remote_code",
     ),
     "a quantized model": (lambda at: {"model": str(at / "quantised")}, "model is quantized: no engine"),
     "an encoder-decoder": (lambda at: {"model": str(at / "t5")}, "model is an encoder-decoder"),

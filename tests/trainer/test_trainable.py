@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import nn
 from transformers import BartConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen3Config, Qwen3MoeConfig
 from trl import GRPOConfig, RLOOConfig
 
+from trl_realloc.engines.models import ModelError
+from trl_realloc.trainer.accelerate_fallback import config_or_model
 from trl_realloc.trainer.trainable import why_not_trained
 
 
@@ -102,3 +106,17 @@ def test_a_model_with_code_of_its_own_is_trained_by_accelerate() -> None:
 
     config = OwnConfig(auto_map={"AutoConfig": "configuration.OwnConfig"})
     assert "code of its own" in str(why_not_trained(SimpleNamespace(), config, None, {}))
+
+
+def test_code_of_a_repository_runs_only_where_the_user_says_so(tmp_path: Path) -> None:
+    tiny.config().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    with pytest.raises(ModelError, match="has custom code in its repository.* Accelerate then trains the model"):
+        config_or_model(arguments(trust_remote_code=False), str(tmp_path))
+    found = config_or_model(arguments(trust_remote_code=True), str(tmp_path))
+    assert "code of its own" in str(why_not_trained(SimpleNamespace(), found, None, {}))

@@ -30,6 +30,10 @@ class ModelError(ValueError):
     """A model that cannot be used for its role. The message names the argument and the remedy."""
 
 
+class CustomCodeError(ModelError):
+    """The code of a model is in its repository."""
+
+
 def read_config(model: PreTrainedModel | str, argument: str) -> Any:
     """A model's Transformers config, without loading weights. Its `dtype` is that of the parameters if the model is
     loaded, and the checkpoint's otherwise. Its `tie_word_embeddings` is what the parameters show.
@@ -48,9 +52,9 @@ def read_config(model: PreTrainedModel | str, argument: str) -> Any:
         return config
     except Exception as error:  # a damaged config may make its class raise anything
         if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{argument}: {model!r} needs remote code (trust_remote_code), which the engines cannot load; use "
-                f"a model whose family Transformers itself has."
+            raise CustomCodeError(
+                f"{argument}: {model!r} has custom code in its repository (trust_remote_code), which the engines "
+                f"cannot load; use a model whose family Transformers itself has."
             ) from None
         looks_local = os.sep in model and (model.startswith((".", os.sep, "~")) or model.count(os.sep) > 1)
         what = (

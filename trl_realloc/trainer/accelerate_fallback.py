@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from ..engines.generation.vllm_support import is_vllm_available
-from ..engines.models import ModelError, read_config
+from ..engines.models import CustomCodeError, ModelError, read_config
 from .checkpoint.mixin import CheckpointMixin
 from .config_checks import ConfigError
 from .plug import plug
@@ -60,8 +60,20 @@ def plan_generation(trainer: Any) -> None:
 
 
 def config_or_model(args: Any, model: Any) -> Any:
-    """A loaded model, or the config of one by name, also of one with code of its own if the user trusts it."""
+    """A loaded model, or the config of one by name, also of one with code of its own if the user trusts it.
+
+    Raises:
+        ModelError: there is no such model, or it has code of its own and the user has not said that it may run.
+    """
     model = path_as_text(model)
-    if isinstance(model, str) and args.trust_remote_code:
+    if not isinstance(model, str):
+        return model
+    if args.trust_remote_code:
         return AutoConfig.from_pretrained(model, trust_remote_code=True)
-    return read_config(model, "model") if isinstance(model, str) else model
+    try:
+        return read_config(model, "model")
+    except CustomCodeError:
+        raise CustomCodeError(
+            f"model: {model!r} has custom code in its repository, which does not run unless trust_remote_code is set; "
+            f"set it if you trust that code. Accelerate then trains the model, as in TRL."
+        ) from None

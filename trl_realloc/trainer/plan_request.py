@@ -74,7 +74,7 @@ def read_plan_request(
         problem = f"vLLM engines run on CUDA GPUs and on the CPU, and the job's device is {args.device}"
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() and problem is None else "transformers")
     if is_vllm_available() and problem and plugin.generation_engine is None and world.is_main_process:
-        logger.warning(f"generation_engine is transformers, which is slower than vLLM: {problem}.")
+        logger.warning(f"Transformers generates, which is slower than vLLM: {problem}.")
     processes = meet() if is_accelerator(args.device) else without_gpus(meet())
     cluster = cluster_of(processes)
     max_staleness = getattr(args, "max_staleness", 0)

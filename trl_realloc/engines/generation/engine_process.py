@@ -217,7 +217,8 @@ class EngineProcess:
             with contextlib.suppress(Exception):
                 self._process.wait(2)
             what = how_it_ended(self._process)
-        remedy = "" if self.is_ready else "If vLLM cannot serve this model, set generation_engine: transformers. "
+        by_transformers = "generation_engine: transformers (of GRPO and RLOO, use_vllm: false)"
+        remedy = "" if self.is_ready else f"If vLLM cannot serve this model, set {by_transformers}. "
         self._dead = (
             f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. {remedy}"
             f"The end of {self._log_name}:\n{tail(self._log)}"

@@ -30,6 +30,8 @@ def is_vllm_available() -> bool:
 def why_not_served(config: Any, on_cpu: bool) -> str | None:
     """The reason why vLLM cannot generate with a model of this Transformers config; `None` if none is known."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if on_cpu and getattr(text, "model_type", None) == "nemotron_h" and "moe" in getattr(text, "layers_block_type", ()):
+        return "on a CPU vLLM has experts with a gate alone, and nemotron_h's have none"
     heads = getattr(text, "num_attention_heads", None)
     if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
         return None
