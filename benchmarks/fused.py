@@ -16,7 +16,8 @@ try random cases: of 2 to 16 stages, with `--unequal` with other times on every 
 small ones, compared with an exhaustive search; or measure the search with the effort that a run gives it. One core.
 Before the first case the search is compiled, if this was not done in an earlier run; its time is not part of a case's.
 
-The last trains two pipelines on 2 and 4 gloo processes, fused and one after the other (`fused_measured`).
+The last trains two pipelines on 2 and 4 gloo processes, fused and one after the other (`fused_measured`). Each of these
+is a section of its own in the file: `rows` of the cases, `random`, `random_unequal`, `small`, `in_a_run`, `measured`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "planner")]
 
+import result_file  # noqa: E402
 from fused_cases import exists, random_small  # noqa: E402
 from fused_measured import measured  # noqa: E402
 
@@ -173,21 +175,32 @@ def write_schedule(path: Path, pipelines: FusedPipelines, found: FoundSchedule) 
 
 
 def measure_small(count: int, seed: int) -> dict[str, Any]:
-    """Random small cases whose makespan, or at the best makespan memory, is not the least that there is."""
+    """Random small cases whose makespan, or at the best makespan memory, is not the least that there is: `slower` and
+    `more_memory` with `SMALL_EFFORT`; of these, those that are so with the search's own effort too."""
     rng = np.random.default_rng(seed)
-    slower, larger, on_bound, begun = [], [], 0, time.perf_counter()
+    missed: dict[str, list[int]] = {kind: [] for kind in ("slower", "more_memory")}
+    missed_again: dict[str, list[int]] = {kind: [] for kind in missed}
+    on_bound, begun = 0, time.perf_counter()
     for number in range(count):
         pipelines = random_small(rng)
         found = search(pipelines, effort=SMALL_EFFORT)
-        makespan, peak = found.simulated.makespan, found.simulated.memory_peak
-        limit = pipelines.memory_limit or (np.inf,) * pipelines.stages
         on_bound += found.on_bound
-        if not found.on_bound and exists(pipelines, makespan - 1, limit):  # times and memory are whole numbers
-            slower.append(number)
-        elif exists(pipelines, makespan, tuple(min(most, peak - 1) for most in limit)):
-            larger.append(number)
+        if kind := _missed(pipelines, found):
+            missed[kind].append(number)
+            if kind := _missed(pipelines, search(pipelines)):
+                missed_again[kind].append(number)
+    again = {f"{kind}_at_full_effort": numbers for kind, numbers in missed_again.items()}
     seconds = round(time.perf_counter() - begun, 1)
-    return {"cases": count, "on_bound": on_bound, "slower": slower, "more_memory": larger, "seconds": seconds}
+    return {"cases": count, "effort": SMALL_EFFORT, "on_bound": on_bound, **missed, **again, "seconds": seconds}
+
+
+def _missed(pipelines: FusedPipelines, found: FoundSchedule) -> str:
+    """What of a schedule is more than the least; empty if nothing is. Times and memory are whole numbers."""
+    makespan, peak = found.simulated.makespan, found.simulated.memory_peak
+    limit = pipelines.memory_limit or (np.inf,) * pipelines.stages
+    if not found.on_bound and exists(pipelines, makespan - 1, limit):
+        return "slower"
+    return "more_memory" if exists(pipelines, makespan, tuple(min(most, peak - 1) for most in limit)) else ""
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -237,21 +250,23 @@ def main() -> None:
     parser.add_argument("--measured", action="store_true", help="train fused and one after the other on gloo processes")
     parser.add_argument("--in-a-run", action="store_true", help="seconds of the search with a run's effort")
     given = parser.parse_args()
+    result: dict[str, Any] = {}
     if given.measured:
-        result = {"rows": measured()}
-        print_table(result["rows"])
+        result["measured"] = measured()
+        print_table(result["measured"])
     elif given.in_a_run:
         search(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), effort=1)  # compiles it
-        result = {"rows": list(search_in_a_run(given.seed))}
-        print(*map(json.dumps, result["rows"]), sep="\n")
+        result["in_a_run"] = list(search_in_a_run(given.seed))
+        print(*map(json.dumps, result["in_a_run"]), sep="\n")
     elif given.small:
-        result = measure_small(given.small, given.seed)
-        print(json.dumps(result))
+        result["small"] = measure_small(given.small, given.seed)
+        print(json.dumps(result["small"]))
     else:
-        result = {"rows": list(rows_of(given))}
-        print_rows(result["rows"])
+        section = "rows" if not given.random else "random_unequal" if given.unequal else "random"
+        result[section] = list(rows_of(given))
+        print_rows(result[section])
     if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result_file.merge(given.json, result)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Training on old rollouts: what is learned, how fast updates are, and whether the bound holds.
 
     python benchmarks/staleness.py --learning --json benchmarks/results/staleness.json
-    python benchmarks/staleness.py --throughput --stragglers --resume --json benchmarks/results/staleness.json
+    python benchmarks/staleness.py --throughput --ages --stragglers --resume --json benchmarks/results/staleness.json
     python benchmarks/staleness.py --throughput --processes 4 --json benchmarks/results/staleness.json
 
 `--learning` trains the demo's task on samples that are exactly k updates old, in one process (`staleness_learning`);
@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
 import result_file
+import staleness_ages
 import staleness_counts
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +31,7 @@ def main() -> None:
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--confirm", action="store_true", help="two trainings with vLLM, k = 0 and 2")
     parser.add_argument("--throughput", action="store_true")
+    parser.add_argument("--ages", action="store_true", help="mean age of tokens, beside what the planner expects")
     parser.add_argument("--stragglers", action="store_true", help="long samples, and with 4 processes a slow engine")
     parser.add_argument("--resume", action="store_true", help="a training that is killed after a checkpoint")
     parser.add_argument("--simulated", action="store_true", help="the planner's simulation of 16 nodes of 8 H100s")
@@ -49,17 +48,13 @@ def main() -> None:
         console.print(table(name, rows))
     if options.json:
         known = json.loads(options.json.read_text()) if options.json.is_file() else {}
-        for name, rows in sections.items():
-            kept = [
-                row for row in known.get(name, []) if row.get("processes") not in {r.get("processes") for r in rows}
-            ]
-            known[name] = [*kept, *rows]
-        known |= {
-            "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-            "torch": torch.__version__,
-            "commit": result_file.commit(),
-        }
-        result_file.write(options.json, known)
+        result_file.merge(options.json, {name: _merged(known.get(name, []), rows) for name, rows in sections.items()})
+
+
+def _merged(known: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New rows in place of the known ones with as many processes."""
+    measured = {row.get("processes") for row in rows}
+    return [*(row for row in known if row.get("processes") not in measured), *rows]
 
 
 def _sections(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -75,6 +70,8 @@ def _sections(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         made["confirm"] = staleness_counts.confirm(options.runs, options.updates)
     if options.throughput:
         made["throughput"] = staleness_counts.throughput(options.runs, options.processes, options.rounds)
+    if options.ages:
+        made["ages"] = staleness_ages.ages(options.runs, options.processes)
     if options.stragglers:
         made["stragglers"] = staleness_counts.stragglers(options.runs, options.processes)
     if options.resume:

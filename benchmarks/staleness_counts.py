@@ -46,10 +46,10 @@ def throughput(runs: Path, processes: int, rounds: int) -> list[dict[str, Any]]:
             "k": k,
             "updates_per_s": 1 / statistics.median(seconds[k]),
             "gain": statistics.median(base / own for base, own in zip(seconds[0], seconds[k], strict=True)),
-            "mean_age": _mean_age(updates[k]),
-            "oldest": max(_oldest(update) for update in updates[k]),
-            "generate_s": _busy(updates[k], "actor.generate"),
-            "train_s": _busy(updates[k], "actor.train") + _busy(updates[k], "critic.train"),
+            "mean_age": mean_age(updates[k]),
+            "oldest": max(oldest(update) for update in updates[k]),
+            "generate_s": busy(updates[k], "actor.generate"),
+            "train_s": busy(updates[k], "actor.train") + busy(updates[k], "critic.train"),
             "rounds": rounds,
             "seconds": seconds[k],
         }
@@ -57,7 +57,7 @@ def throughput(runs: Path, processes: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def _busy(updates: Sequence[Mapping[str, Any]], call: str) -> float:
+def busy(updates: Sequence[Mapping[str, Any]], call: str) -> float:
     """Seconds of a call in an update, of the slowest device; the median over updates."""
     slowest = []
     for update in updates:
@@ -69,12 +69,12 @@ def _busy(updates: Sequence[Mapping[str, Any]], call: str) -> float:
     return statistics.median(slowest)
 
 
-def _mean_age(updates: Sequence[Mapping[str, Any]]) -> float:
+def mean_age(updates: Sequence[Mapping[str, Any]]) -> float:
     """Of tokens."""
     return sum(u["mean_age"] * u["tokens"] for u in updates) / sum(u["tokens"] for u in updates)
 
 
-def _oldest(update: Mapping[str, Any]) -> int:
+def oldest(update: Mapping[str, Any]) -> int:
     return max(map(int, update["ages"]))
 
 
@@ -111,8 +111,8 @@ def _bound(phase: Mapping[str, Any], result: Mapping[str, Any], synchronous: Seq
         "slow_engine": phase.get("slow_rank") is not None,
         "samples": len(trained),
         "longest_over_median": max(trained) / statistics.median(trained),
-        "oldest": max(map(_oldest, result["updates"])),
-        "mean_age": _mean_age(result["updates"]),
+        "oldest": max(map(oldest, result["updates"])),
+        "mean_age": mean_age(result["updates"]),
         "tokens_too_old": too_old,
         "discarded": len(drawn) - len(trained),
         "drawn_twice": len(shown) - len(set(shown)),
@@ -232,8 +232,8 @@ def _learned(result: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "updates": len(updates),
         "updates_per_s": (len(updates) - 1) / seconds,
-        "mean_age": _mean_age(updates),
-        "oldest": max(map(_oldest, updates)),
+        "mean_age": mean_age(updates),
+        "oldest": max(map(oldest, updates)),
         **staleness_learning.summary([update["metrics"] for update in updates]),
         "held_out_score": result["evaluation"]["eval_objective/scores"],
         "scores": [update["metrics"]["objective/scores"] for update in updates],

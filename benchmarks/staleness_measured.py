@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from skewed import Skewed, tokenizer
+from staleness_expected import Expectation
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ LIMIT_S = 900.0  # of a job
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def _trainer(folder: Path, processes: int, **changes: Any) -> Any:
+def _trainer(folder: Path, processes: int, skewed: Skewed = SKEWED, **changes: Any) -> Any:
     from datasets import Dataset
 
     from trl_realloc import PPOConfig, PPOTrainer
@@ -56,7 +57,7 @@ def _trainer(folder: Path, processes: int, **changes: Any) -> Any:
         disable_tqdm=True,
         per_device_train_batch_size=PER_ENGINE // 2,
         num_ppo_epochs=1,
-        response_length=SKEWED.limit,
+        response_length=skewed.limit,
         stop_token="eos",
         temperature=1.0,
         learning_rate=RATE,
@@ -67,15 +68,15 @@ def _trainer(folder: Path, processes: int, **changes: Any) -> Any:
         vllm_importance_sampling_correction=True,
         **settings,
     )
-    policy, critic, reward = SKEWED.models()
+    policy, critic, reward = skewed.models()
     return PPOTrainer(
         args=arguments,
         processing_class=tokenizer(),
         model=policy,
-        ref_model=SKEWED.models()[0],
+        ref_model=skewed.models()[0],
         reward_model=reward,
         value_model=critic,
-        train_dataset=Dataset.from_dict({"input_ids": SKEWED.prompts(32 * episodes, 0)}),
+        train_dataset=Dataset.from_dict({"input_ids": skewed.prompts(32 * episodes, 0)}),
     )
 
 
@@ -156,24 +157,33 @@ class Phases:
 
     Between two phases everything is given up that is under way. The number of updates begins anew, so that phases have
     the same prompts and seeds.
+
+    Args:
+        limit: most tokens of a response.
+        measures: measure the machine first, and compare each phase with what the planner expects.
     """
 
-    def __init__(self, folder: Path, processes: int) -> None:
-        self.trainer = _trainer(folder, processes)
+    def __init__(self, folder: Path, processes: int, *, limit: int = SKEWED.limit, measures: bool = False) -> None:
+        self.skewed = replace(SKEWED, limit=limit)
+        self.trainer = _trainer(folder, processes, self.skewed)
+        self.expectation = Expectation(self.trainer.setup.job) if measures else None
         self.trainer._start()
         self.executor, self.placement = self.trainer.executor, self.trainer.placement
         self.plan, self.ahead, self.counter = self.trainer.plan, self.trainer.executor.ahead, Counter()
         self.episodes = PER_ENGINE * processes // 2
 
-    def run(self, versions: int, updates: int, *, ends: bool, slow_rank: int | None = None) -> dict[str, Any]:
+    def run(
+        self, versions: int, updates: int, *, ends: bool, slow_rank: int | None = None, fill: int = 0
+    ) -> dict[str, Any]:
         """Run a phase.
 
         Args:
             ends: whether the run ends with the phase's last update; otherwise later batches are begun, and given up.
             slow_rank: whose engine is slow.
+            fill: updates whose lengths are not those of the expectation.
 
         Returns:
-            `drawn` on ranks that generate, `updates` on rank 0.
+            `drawn` on ranks that generate, `updates` on rank 0, and there `expected` if the job measures.
         """
         from trl_realloc.plan.dataflow import Role
 
@@ -187,7 +197,12 @@ class Phases:
                 if not self.trainer.accelerator.process_index:
                     noted.append(_update(iteration, step))
         self.executor.cancel_early()
-        return {"updates": noted, "drawn": self.counter.take()}
+        result = {"updates": noted, "drawn": self.counter.take()}
+        if self.expectation is not None and noted:
+            if not versions:
+                self.expectation.learn(self.executor.plan, noted)
+            result["expected"] = self.expectation.of(self.executor.plan, noted[fill:])
+        return result
 
     def _use(self, versions: int) -> None:
         from trl_realloc.plan.staleness import Staleness
@@ -205,7 +220,7 @@ class Phases:
         from trl_realloc.algorithms.prompt_batches import PromptBatch
         from trl_realloc.algorithms.rollout import Ragged, Rollouts
 
-        rows = SKEWED.prompts(self.episodes, 1 + step)
+        rows = self.skewed.prompts(self.episodes, 1 + step)
         prompts = Rollouts(index=torch.arange(len(rows)), prompts=Ragged.of(rows, torch.long))
         return PromptBatch(prompts, [{}] * len(rows))
 
@@ -234,7 +249,7 @@ class Phases:
 
 
 def _phases(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    ranks = Phases(folder / "run", options["processes"])
+    ranks = Phases(folder / "run", options["processes"], **options.get("of_phases", {}))
     results = [ranks.run(**phase) for phase in options["phases"]]
     ranks.trainer._end_together()
     ranks.trainer.close()
@@ -310,8 +325,8 @@ def run(folder: Path, options: dict[str, Any], ended: Callable[[], bool] | None 
     """Run a job in a folder, in which its ranks write.
 
     Args:
-        options: `processes`, and `phases` (arguments of `Phases.run`) or `config` (of a training), with `resume` and
-            `assets` if wanted.
+        options: `processes`, and `phases` (arguments of `Phases.run`), with those of `Phases` in `of_phases`, or
+            `config` (of a training), with `resume` and `assets` if wanted.
         ended: the job is killed (SIGKILL) as soon as this is true.
 
     Returns:

@@ -192,6 +192,28 @@ def test_the_trainer_waits_for_a_straggler_rather_than_break_the_bound() -> None
         assert plan.seconds > plan.costs["actor.generate"].seconds / (versions + 1)
 
 
+def test_a_long_sample_that_few_batches_have_delays_few_updates() -> None:
+    """One sample in 100 is long, and a batch has 64: as in a run, some batches have none."""
+    prices = costs(work(episodes=64, response_tokens=(*[32] * 99, 1024), epochs=1))
+    models = {**MODELS, "actor.generate": specs(7, 1)["actor.generate"]}
+    plan = estimate_plan(replace(halves(prices.cluster), staleness=Staleness(1)), models, prices, exact=False)
+    seconds = [span.seconds for span in plan.ahead().spans if span.call == "actor.generate"]
+    assert max(seconds) > 5 * min(seconds)
+    assert plan.seconds < 0.45 * plan.costs["actor.generate"].seconds, "of two batches in turn, one is short"
+
+
+def test_an_engine_decodes_on_while_its_rank_scores_where_devices_share_processors() -> None:
+    """With processors for all, scoring costs an engine nothing. Where devices have their own, it costs its seconds."""
+    lengths = tuple(range(16, 512, 8))
+    own, shared = (costs(work(episodes=64, response_tokens=lengths, epochs=1), count) for count in (None, 1000.0))
+    models = {**MODELS, "actor.generate": specs(7, 1)["actor.generate"]}
+    plan = replace(halves(own.cluster), staleness=Staleness(4))
+    alone, beside = (estimate_plan(plan, models, prices, exact=False) for prices in (own, shared))
+    assert alone.costs == beside.costs
+    scoring = sum(alone.costs[call].seconds for call in ("reference.forward", "reward.forward", "critic.forward"))
+    assert alone.seconds - beside.seconds == pytest.approx(scoring, rel=0.1)
+
+
 def test_reading_samples_again_after_an_update_costs_what_their_prefill_costs() -> None:
     prices = costs(work(episodes=64, prompt_tokens=4096, response_tokens=tuple(range(16, 256, 8)), epochs=1))
     models = {**MODELS, "actor.generate": specs(7, 1)["actor.generate"]}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from llamas import work
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.workload import BATCHES, Workload
 
 
 @given(
@@ -54,6 +54,36 @@ def test_engines_get_all_lengths_alike_and_the_slowest_is_priced(
     expected = sorted(ordered[(2 * at + 1) * len(lengths) // (2 * episodes)] for at in range(episodes))
     assert sorted(length for engine in drawn for length in engine) == expected
     assert sum(steps for steps, _, _ in workload.decoding(engines, episodes)) == expected[-1]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    episodes=st.integers(1, 300),
+    engines=st.integers(1, 16),
+)
+def test_batches_share_the_lengths_and_each_has_those_of_its_slowest_engine(
+    lengths: list[int], episodes: int, engines: int
+) -> None:
+    engines = min(engines, episodes)
+    workload = work(response_tokens=tuple(lengths), episodes=episodes)
+    batches = workload.longest_engine_by_batch(engines)
+    assert len(batches) == BATCHES
+    assert {len(batch) for batch in batches} <= {episodes // engines, -(-episodes // engines)}
+    assert len({len(batch) for batch in batches}) == 1
+    total = BATCHES * episodes
+    dealt = sorted(lengths)[(2 * total - 1) * len(lengths) // (2 * total)]
+    assert max(length for batch in batches for length in batch) == dealt, "the longest sample is in its batch's engine"
+    if engines == 1:
+        drawn = sorted(length for batch in batches for length in batch)
+        assert drawn == [sorted(lengths)[(2 * at + 1) * len(lengths) // (2 * total)] for at in range(total)]
+
+
+def test_a_length_that_half_of_the_batches_have_is_not_in_every_batch() -> None:
+    """One sample in 100 is long, and a batch has 48."""
+    workload = work(episodes=48, response_tokens=(*[20] * 99, 1000))
+    longest = [max(batch) for batch in workload.longest_engine_by_batch(1)]
+    assert set(longest) == {20, 1000}
+    assert longest.count(1000) <= round(BATCHES * 48 / 100)
 
 
 def test_a_long_tail_is_kept() -> None:

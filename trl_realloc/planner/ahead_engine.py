@@ -57,7 +57,7 @@ def engine_prices(
 
 
 class _Repeated(Sequence[int]):
-    """The numbers of one batch for the samples of all batches."""
+    """The numbers of the samples of one batch, or of several, for those of all batches."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers
@@ -78,7 +78,8 @@ class _Repeated(Sequence[int]):
 
 class EngineAhead:
     """Engines of a call that share their devices with the same other calls, and so do the same at the same time. One of
-    them is simulated: that with the longest sample.
+    them is simulated: of each batch, that with the longest sample. Batches differ as random ones do, because one with a
+    long sample delays the training of later ones, whose tokens grow older meanwhile.
 
     Args:
         units: the parts of the cluster that they are on.
@@ -106,10 +107,10 @@ class EngineAhead:
         generated: Callable[[int], None],
     ) -> None:
         work = prices.pricing.workload
-        lengths = work.longest_engine(prices.plan[call].strategy.dp, MOST_SAMPLES)
+        batches = work.longest_engine_by_batch(prices.plan[call].strategy.dp, MOST_SAMPLES)
         self.units, self.engines, self._generated = frozenset(units), engines, generated
-        self._size = len(lengths)
-        prompts = [round(work.prompt_tokens)] * self._size
+        self._size = len(batches[0])
+        prompts, lengths = [round(work.prompt_tokens)], [length for batch in batches for length in batch]
         self._work = EngineWork(call, devices, _Repeated(prompts), _Repeated(lengths))
         self._engine = SimulatedEngine(
             self._work, (), prices, activities, finished=self._finished, withdrawn=lambda samples: None

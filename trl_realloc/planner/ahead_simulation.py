@@ -2,11 +2,14 @@
 of the engines' parameters, in virtual time.
 
 The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`. While an engine's
-devices score or take parameters, it stands still: a GPU that two processes use does the work of both in the same time.
+devices take parameters, it stands still. While they score, it stands still on a device of its own: a GPU that two
+processes use does the work of both in the same time. On devices that share processors, as CPU ranks do, it is one more
+process that decodes on, and slows training too.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +27,7 @@ from .call_cost import CallCost
 from .cost import Pricing
 from .stream import replicas_of
 from .stream_engine import Event
+from .workload import BATCHES
 
 
 SHOWN = 4  # iterations of a timeline
@@ -63,7 +67,8 @@ def simulate_ahead(
         moves: seconds of each reallocation, by the call that receives the parameters.
     """
     versions = plan.staleness.versions
-    warm_up, measured = 4 * versions + 8, 2 * versions + 8
+    # each of the batches with different samples as often as the others
+    warm_up, measured = 4 * versions + 8, BATCHES * math.ceil((2 * versions + 8) / BATCHES)
     simulation = _Simulation(plan, specs, pricing, costs, moves, warm_up + measured)
     simulation.run()
     return simulation.result(warm_up)
@@ -125,7 +130,8 @@ class _Simulation:
         iterations: int,
     ) -> None:
         self.plan, self.costs, self.moves, self.iterations = plan, costs, moves, iterations
-        self.has_models = {name for name in plan.order if specs.get(name)}
+        is_shared = pricing.rates.sharing is not None
+        self.stopping = {name for name in plan.order if specs.get(name) and not is_shared}
         self.activities = Activities[Event](pricing.rates.sharing)
         graph = plan.graph
         self.ahead = calls_ahead(graph)
@@ -252,7 +258,7 @@ class _Simulation:
         graph, run = self.plan.graph, joined(names)
         producers = (graph.producer(column) for each in names for column in graph.call(each).inputs)
         needs, end = frozenset(filter(None, producers)), partial(self._report_all, names)
-        seconds, stops = self.costs[run].seconds, name in self.has_models
+        seconds, stops = self.costs[run].seconds, name in self.stopping
         return [*works, self._work(iteration, run, units, seconds, stops=stops, needs=needs, end=end)]
 
     def _update(self, iteration: int) -> _Work:

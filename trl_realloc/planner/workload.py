@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from random import Random
 from statistics import fmean
 from typing import Any
 
@@ -20,6 +21,8 @@ from ..common.errors import PlanError, Problems
 # generation takes, so a batch of this size keeps about its longest one.
 QUANTILES = 256
 MOST_SAMPLES = 4096  # of an engine; more only repeat the pattern
+BATCHES = 16  # with different samples; how long their longest are averages out over so many
+MOST_DEALT = 65_536  # samples of these batches together; larger batches differ less
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,11 @@ class Workload:
         so many."""
         return _longest_engine(self.response_tokens, self.episodes, engines, most)
 
+    def longest_engine_by_batch(self, engines: int, most: int = MOST_SAMPLES) -> tuple[tuple[int, ...], ...]:
+        """The same of `BATCHES` batches, or fewer large ones, that differ as random batches do. All lengths are equally
+        frequent in all of them together."""
+        return _longest_engine_by_batch(self.response_tokens, self.episodes, engines, most)
+
 
 def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine: int) -> tuple[int, ...]:
     """The response lengths of an engine's samples. The batch's lengths in ascending order are divided into groups of
@@ -169,6 +177,19 @@ def _longest_engine(lengths: tuple[int, ...], episodes: int, engines: int, most:
     whole, rest = divmod(drawn, engines)
     longest = rest - 1 if rest else (engines - whole) % engines
     return _engine_lengths(lengths, drawn, engines, longest)
+
+
+@lru_cache(64)
+def _longest_engine_by_batch(
+    lengths: tuple[int, ...], episodes: int, engines: int, most: int
+) -> tuple[tuple[int, ...], ...]:
+    drawn = episodes if math.ceil(episodes / engines) <= most else most * engines
+    batches = max(1, min(BATCHES, MOST_DEALT // drawn))
+    total = batches * drawn
+    dealt = [lengths[(2 * at + 1) * len(lengths) // (2 * total)] for at in range(total)]
+    Random(0).shuffle(dealt)
+    each = (tuple(sorted(dealt[at * drawn : (at + 1) * drawn])) for at in range(batches))
+    return tuple(_longest_engine(batch, drawn, engines, most) for batch in each)
 
 
 @lru_cache(1024)
