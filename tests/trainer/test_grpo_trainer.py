@@ -174,7 +174,6 @@ def test_a_config_of_trl_is_refused(tmp_path: Path) -> None:
     [
         ({"vllm_mode": "server"}, "plan: separate"),
         ({"vllm_tensor_parallel_size": 2}, "set tp of actor.generate"),
-        ({"sync_ref_model": True}, "sync_ref_model"),
         ({"use_transformers_continuous_batching": True}, "vLLM batches continuously"),
         ({"vllm_step_timeout": 1}, "vllm_step_timeout must be"),
     ],

@@ -136,7 +136,8 @@ def test_a_trainer_that_does_not_generate_with_trls_engines_is_refused(tmp_path:
         ({}, {"engine_kwargs": {"seed": 3}}, "cannot set seed"),
         ({}, {"max_model_len": 12}, "leaves no room for a prompt"),
         ({"temperature": 0.001}, {}, "temperature"),
-        ({"generation_kwargs": {"num_beams": 2}}, {}, "SamplingParams has no argument 'num_beams'"),
+        ({"generation_kwargs": {"num_beam": 2}}, {}, "SamplingParams has no argument 'num_beam'"),
+        ({"generation_kwargs": {"do_sample": True, "num_beams": 2}}, {}, "num_beams 2 is beam search"),
     ],
 )
 def test_settings_that_the_engines_cannot_follow_are_refused_before_one_starts(

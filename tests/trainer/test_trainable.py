@@ -45,6 +45,7 @@ def test_dense_text_models_are_trained_by_the_engines(kind: Any, peft_config: An
         ({}, EXPERTS, None, "mixture of experts with router_aux_loss_coef 0.001"),
         ({"use_liger_kernel": True}, tiny.config(), None, "Liger"),
         ({"cast_lm_head_to_fp32": True}, tiny.config(), None, "cast_lm_head_to_fp32"),
+        ({"sync_ref_model": True}, tiny.config(), None, "sync_ref_model"),
         ({}, tiny.config(attention_dropout=0.25), None, "dropout 0.25"),
         ({}, GPT2Config(), None, "dropout 0.1"),
         ({}, tiny.config(), DROPPING, "lora_dropout is 0.1"),

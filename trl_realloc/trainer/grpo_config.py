@@ -126,8 +126,6 @@ def _problems(args: Any) -> Iterator[str]:
         yield "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
     if args.vllm_model_impl != "vllm":
         yield f"vllm_model_impl {args.vllm_model_impl!r} is not supported; leave it out."
-    if args.sync_ref_model:
-        yield "sync_ref_model changes the reference while the run goes on, which no plan does; leave it out."
     if not isinstance(args.use_vllm, bool | None):
         yield f"use_vllm must be true, false or None, not {args.use_vllm!r}."
 

@@ -68,6 +68,8 @@ def _launch_reasons(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
 def _setting_reasons(args: Any) -> Iterator[str]:
     if getattr(args, "use_liger_kernel", False):
         yield "use_liger_kernel computes the loss inside Liger's kernel, and the engines need it outside of the model"
+    if getattr(args, "sync_ref_model", False):
+        yield "sync_ref_model changes the reference while the run goes on, and the plan's reference stays as it is"
     if getattr(args, "cast_lm_head_to_fp32", False):
         yield "cast_lm_head_to_fp32 gives the language head another dtype than the engines compute in"
 

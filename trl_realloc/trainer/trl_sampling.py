@@ -47,6 +47,13 @@ def sampling_of(args: Any, stops: tuple[int, ...], vocabulary: int, *, by_vllm: 
         regex=getattr(args, "vllm_structured_outputs_regex", None),
     )
     given = dict(getattr(args, "generation_kwargs", None) or {})
+    if given.get("do_sample") is True:  # of Transformers' `generate`; the engines always draw
+        del given["do_sample"]
+    if (beams := given.pop("num_beams", 1)) != 1:
+        raise ConfigError(
+            f"generation_kwargs: num_beams {beams} is beam search, whose responses are not drawn from the policy; "
+            f"leave it out."
+        )
     if given.pop("ignore_eos", False):
         sampling = replace(sampling, stop_token_ids=())
     if "stop_token_ids" in given:  # TRL's engine ends at these and at the model's own
