@@ -13,11 +13,11 @@ import counted_reads
 import pytest
 import tiny
 import torch
+from families import FAMILIES, causal
 from hypothesis import given
 from hypothesis import strategies as some
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_packed_forward import FAMILIES, causal
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,

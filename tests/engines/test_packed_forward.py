@@ -4,83 +4,23 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from families import CLASSIFIERS, FAMILIES, SHAPE, VOCABULARY, causal, classifier
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BloomConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    OPTConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.training.packed_attention import packs
 from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, ValueHead
-from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 
 
-VOCABULARY, TEMPERATURE = 96, 0.7
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.1,
-}
-SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GROUPED: dict[str, Any] = {**SHAPE, **SPECIAL, "intermediate_size": 48, "num_key_value_heads": 2}
-
-# whether samples are packed, by family; where not, the model would mix them (Mamba) or has an attention of its own
-FAMILIES: dict[str, tuple[PretrainedConfig, bool]] = {
-    "llama": (LlamaConfig(**GROUPED), True),
-    "qwen2": (Qwen2Config(**GROUPED), True),
-    "qwen3": (Qwen3Config(**GROUPED, head_dim=8), True),
-    "mistral, window 5": (MistralConfig(**GROUPED, sliding_window=5), True),
-    "gemma": (GemmaConfig(**GROUPED, head_dim=8), True),
-    "gemma2": (Gemma2Config(**GROUPED, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0), False),
-    "gemma3, window 4": (Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=4, layer_types=None), True),
-    # its window is in the mask alone, and shows only in samples that are longer
-    "qwen2-moe, window 7": (
-        Qwen2MoeConfig(
-            **GROUPED,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            num_experts=4,
-            num_experts_per_tok=4,
-            use_sliding_window=True,
-            sliding_window=7,
-            max_window_layers=0,
-        ),
-        False,
-    ),
-    "gpt-neox": (GPTNeoXConfig(**SHAPE, **SPECIAL, intermediate_size=48), True),
-    "gpt2": (GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **SPECIAL), True),
-    "opt": (OPTConfig(**SHAPE, **SPECIAL, ffn_dim=48, word_embed_proj_dim=32), True),
-    "bloom": (BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, **SPECIAL), False),
-    "mamba": (MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, **SPECIAL), False),
-}
-CLASSIFIERS = [name for name in FAMILIES if name != "mamba"]
+TEMPERATURE = 0.7
 
 
 @pytest.fixture
@@ -97,18 +37,6 @@ def samples() -> Rollouts:
     return Rollouts(
         index=torch.arange(6), prompts=Ragged.of(prompts, torch.long), responses=Ragged.of(responses, torch.long)
     )
-
-
-def causal(family: str) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family][0])).eval()
-
-
-def classifier(family: str) -> Any:
-    torch.manual_seed(0)
-    config = copy.deepcopy(FAMILIES[family][0])
-    config.num_labels = 1
-    return AutoModelForSequenceClassification.from_config(config).eval()
 
 
 def one_by_one(samples: Rollouts) -> Iterator[tuple[int, Tensor]]:
@@ -151,9 +79,6 @@ def assert_same_gradients(ours: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 def assert_close(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
-# --- families -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,42 +125,6 @@ def test_the_other_samples_of_a_micro_batch_do_not_matter(family: str, samples: 
                 assert_close(head(samples.select(part))[name].values, together.select(part).values)
 
 
-@pytest.mark.parametrize("family", [name for name, (_, packed) in FAMILIES.items() if packed])
-def test_a_model_that_packs_still_generates_as_before(family: str) -> None:
-    model = causal(family)
-    plain = copy.deepcopy(model)
-    assert packs(model)
-    prompts = torch.tensor([[0, 0, 0, 5, 6, 7], [9, 8, 7, 6, 5, 4], [0, 0, 0, 0, 0, 11]])  # left-padded
-    options = {"attention_mask": (prompts != 0).long(), "max_new_tokens": 9, "do_sample": False, "output_scores": True}
-    ours, expected = (m.generate(prompts, **options, return_dict_in_generate=True) for m in (model, plain))
-    assert ours.sequences.tolist() == expected.sequences.tolist()
-    assert_close(torch.stack(ours.scores), torch.stack(expected.scores))
-
-
-def test_a_model_that_packs_saves_as_before(tmp_path: Path) -> None:
-    plain, model = causal("llama"), causal("llama")
-    assert packs(model)
-    plain.save_pretrained(tmp_path / "plain")
-    model.save_pretrained(tmp_path / "packs")
-    assert (tmp_path / "plain/config.json").read_text() == (tmp_path / "packs/config.json").read_text()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "packs").config._attn_implementation == "sdpa"
-
-
-def test_a_model_that_cannot_pack_keeps_its_attention() -> None:
-    model = causal("gemma2")
-    before = model.config._attn_implementation
-    assert not packs(model) and model.config._attn_implementation == before
-    eager = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"][0]), attn_implementation="eager")
-    assert not packs(eager) and eager.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_trying_whether_a_model_packs_leaves_its_mode(training: bool) -> None:
-    model = causal("llama").train(training)
-    packs(model)
-    assert all(module.training == training for module in model.modules())
-
-
 def test_a_reward_model_may_be_an_encoder(samples: Rollouts) -> None:
     torch.manual_seed(0)
     config = BertConfig(**SHAPE, pad_token_id=0, intermediate_size=48, num_labels=1)
@@ -279,119 +168,6 @@ def test_in_bfloat16_results_are_float32_and_near(samples: Rollouts) -> None:
     torch.testing.assert_close(rough, precise, rtol=0.1, atol=0.1)
     critic = ValueHead(classifier("llama").to(torch.bfloat16))
     assert critic.packed and critic(samples)["values"].values.dtype == torch.float32
-
-
-# --- log-probabilities of tokens ----------------------------------------------------------------------------------
-
-
-def reference(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    p = torch.log_softmax(logits.double() / temperature, -1)
-    return p.gather(-1, targets[:, None])[:, 0], -(p.exp() * p).nan_to_num(0).sum(-1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_token_logprobs_are_log_softmax(dtype: torch.dtype, temperature: float) -> None:
-    torch.manual_seed(0)
-    logits = (4 * torch.randn(50, 300)).to(dtype)
-    targets = torch.randint(300, (50,))
-    logprobs, entropy = TokenLogprobs.apply(logits, targets, temperature)
-    expected, expected_entropy = reference(logits, targets, temperature)
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-13), (torch.float32, 5e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("terms", [lambda o: o[0], lambda o: o[1], lambda o: 2 * o[0] - o[1]], ids=["l", "H", "l, H"])
-def test_the_gradients_of_token_logprobs_and_entropies_are_autograds(
-    dtype: torch.dtype, tolerance: float, terms: Callable[[Any], Tensor]
-) -> None:
-    torch.manual_seed(0)
-    leaf = (4 * torch.randn(50, 300)).to(dtype).requires_grad_()
-    targets, weights = torch.randint(300, (50,)), torch.randn(50)
-    (terms(TokenLogprobs.apply(leaf * 1, targets, 0.7)) * weights).sum().backward()
-    precise = leaf.detach().double().requires_grad_()
-    (terms(reference(precise, targets, 0.7)) * weights).sum().backward()
-    assert leaf.grad is not None and precise.grad is not None and leaf.grad.dtype == dtype
-    torch.testing.assert_close(leaf.grad.double(), precise.grad, rtol=tolerance, atol=tolerance)
-
-
-def test_token_logprobs_work_in_slices() -> None:
-    """More rows than one slice holds, and rows longer than a slice."""
-    torch.manual_seed(0)
-    vocabulary = TokenLogprobs._SLICE // 3
-    leaf = torch.randn(8, vocabulary, requires_grad=True)
-    targets = torch.randint(vocabulary, (8,))
-    assert len(list(TokenLogprobs._slices(leaf))) == 3
-    logprobs, entropy = TokenLogprobs.apply(leaf * 1, targets, 1.0)
-    expected, expected_entropy = reference(leaf.detach(), targets, 1.0)
-    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-4, atol=1e-4)
-    logprobs.sum().backward()
-    assert leaf.grad is not None
-    assert_close(leaf.grad.sum(-1), torch.zeros(8))
-    assert list(TokenLogprobs._slices(torch.empty(2, 2 * TokenLogprobs._SLICE, device="meta"))) == [
-        slice(0, 1),
-        slice(1, 2),
-    ]
-
-
-def test_forbidden_tokens_add_nothing() -> None:
-    leaf = torch.tensor([[1.0, float("-inf"), 2.0], [0.0, 0.0, float("-inf")]], requires_grad=True)
-    logprobs, entropy = TokenLogprobs.apply(leaf * 1, torch.tensor([2, 0]), 1.0)
-    expected, expected_entropy = reference(leaf.detach(), torch.tensor([2, 0]), 1.0)
-    assert_close(logprobs.double(), expected)
-    assert_close(entropy.double(), expected_entropy)
-    logprobs.sum().backward()
-    assert leaf.grad is not None
-    expected_gradient = torch.tensor([[-0.2689, 0.0, 0.2689], [0.5, -0.5, 0.0]])
-    torch.testing.assert_close(leaf.grad, expected_gradient, rtol=0, atol=1e-4)
-    leaf.grad = None
-    TokenLogprobs.apply(leaf * 1, torch.tensor([2, 0]), 1.0)[1].sum().backward()
-    # of two tokens with the odds e: dH/dx = -p (1 - p) for the likelier one
-    expected_gradient = torch.tensor([[0.1966, 0.0, -0.1966], [0.0, 0.0, 0.0]])
-    torch.testing.assert_close(leaf.grad, expected_gradient, rtol=0, atol=1e-4)
-
-
-def test_a_gradient_of_an_entropy_that_is_not_finite_stays_so() -> None:
-    leaf = torch.tensor([[1.0, float("-inf"), 2.0]], requires_grad=True)
-    entropy = TokenLogprobs.apply(leaf * 1, torch.tensor([2]), 1.0)[1]
-    (entropy * torch.nan).sum().backward()
-    assert leaf.grad is not None and not bool(leaf.grad.isfinite().any())
-
-
-def test_logprobs_and_entropies_are_those_of_trl_under_its_temperature() -> None:
-    """As in its GRPOTrainer: both of the logits divided by the temperature."""
-    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
-
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(12, 40)
-    leaves = [logits.clone().requires_grad_() for _ in range(2)]
-    targets, weights = torch.randint(40, (12,)), torch.linspace(-1, 2, 12)
-    tempered = leaves[0] / 0.6
-    theirs = selective_log_softmax(tempered, targets), entropy_from_logits(tempered)
-    ours = TokenLogprobs.apply(leaves[1] * 1, targets, 0.6)
-    for column, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(column, other)
-    for columns in (theirs, ours):
-        ((columns[0] + 0.3 * columns[1]) * weights).sum().backward()
-    torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
-
-
-def test_no_tokens_have_no_logprobs() -> None:
-    logits = torch.zeros(0, 7, requires_grad=True)
-    logprobs, entropy = TokenLogprobs.apply(logits * 1, torch.zeros(0, dtype=torch.long), 1.0)
-    assert logprobs.shape == entropy.shape == (0,)
-    logprobs.sum().backward()
-
-
-def test_spent_logits_are_not_used_twice() -> None:
-    logits = torch.randn(3, 5, requires_grad=True)
-    logprobs, _ = TokenLogprobs.apply(logits * 1, torch.tensor([0, 1, 2]), 1.0)
-    logprobs.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logprobs.sum().backward()
 
 
 class LargeStorages(TorchDispatchMode):

@@ -1,0 +1,49 @@
+"""Which models pack samples, and that packing changes neither their generation nor their file nor their mode."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, causal
+from transformers import AutoModelForCausalLM
+
+from trl_realloc.engines.training.packed_attention import packs
+
+
+@pytest.mark.parametrize("family", [name for name, (_, packed) in FAMILIES.items() if packed])
+def test_a_model_that_packs_still_generates_as_before(family: str) -> None:
+    model = causal(family)
+    plain = copy.deepcopy(model)
+    assert packs(model)
+    prompts = torch.tensor([[0, 0, 0, 5, 6, 7], [9, 8, 7, 6, 5, 4], [0, 0, 0, 0, 0, 11]])  # left-padded
+    options = {"attention_mask": (prompts != 0).long(), "max_new_tokens": 9, "do_sample": False, "output_scores": True}
+    ours, expected = (m.generate(prompts, **options, return_dict_in_generate=True) for m in (model, plain))
+    assert ours.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(expected.scores), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_packs_saves_as_before(tmp_path: Path) -> None:
+    plain, model = causal("llama"), causal("llama")
+    assert packs(model)
+    plain.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "packs")
+    assert (tmp_path / "plain/config.json").read_text() == (tmp_path / "packs/config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "packs").config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_cannot_pack_keeps_its_attention() -> None:
+    model = causal("gemma2")
+    before = model.config._attn_implementation
+    assert not packs(model) and model.config._attn_implementation == before
+    eager = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"][0]), attn_implementation="eager")
+    assert not packs(eager) and eager.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_trying_whether_a_model_packs_leaves_its_mode(training: bool) -> None:
+    model = causal("llama").train(training)
+    packs(model)
+    assert all(module.training == training for module in model.modules())
