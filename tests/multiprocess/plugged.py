@@ -70,20 +70,14 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
 args = GRPOConfig(
     output_dir=str(folder / "out"),
-    report_to=[],
-    bf16=False,
-    use_cpu=given["use_cpu"],
+    **{**tiny.BARE, "use_cpu": given["use_cpu"]},
     ddp_backend="gloo",  # without it Accelerate takes DeepSpeed's processes on CPUs for unrelated ones
-    disable_tqdm=True,
     per_device_train_batch_size=4,
     num_generations=4,
     max_completion_length=16,
     max_steps=2,
     learning_rate=1e-2,
-    logging_steps=1,
     temperature=0.9,
-    gradient_checkpointing=False,
-    save_strategy="no",
     ddp_timeout=120,
 )
 Trainer.caller = given["caller"]

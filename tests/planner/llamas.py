@@ -23,6 +23,16 @@ SHAPES = {
     13: (40, 5120, 13824, 40, 40),
     70: (80, 8192, 28672, 64, 8),
 }
+# the content of a config.json
+SMALL = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 100,
+}
 
 
 @lru_cache

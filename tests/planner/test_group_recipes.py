@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from llamas import SMALL
 
 from trl_realloc.cli.main import main
 from trl_realloc.common.errors import PlanError
@@ -20,22 +21,13 @@ from trl_realloc.planner.recipe import Recipe, read_recipe
 from trl_realloc.planner.recipe_settings import DEFAULTS_OF
 
 
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 100,
-}
 EIGHT = Cluster(1, 8)
 
 
 def recipe(folder: Path, **settings: Any) -> Path:
     for name in ("policy", "reward"):
         (folder / name).mkdir(exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(CONFIG))
+        (folder / name / "config.json").write_text(json.dumps(SMALL))
     path = folder / "grpo.yaml"
     path.write_text(yaml.safe_dump({"model_name_or_path": "policy", **settings}))
     return path

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llamas import llama, pricing
+from llamas import SMALL, llama, pricing
 
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
@@ -17,23 +17,11 @@ from trl_realloc.planner.recipe import Recipe
 from trl_realloc.planner.recipe_settings import DEFAULTS
 
 
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 100,
-    "dtype": "bfloat16",
-}
-
-
 def task(folder: Path, **settings: object) -> Recipe:
     """Checkpoints in bfloat16."""
     for role in Role:
         (folder / role).mkdir()
-        (folder / role / "config.json").write_text(json.dumps(CONFIG))
+        (folder / role / "config.json").write_text(json.dumps({**SMALL, "dtype": "bfloat16"}))
     return Recipe(folder / "recipe.yaml", {role: folder / role for role in Role}, {**DEFAULTS, **settings}, 64.0)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from policy_alone import execute, learned, options, roles
+from policy_alone import execute, learned, roles
+from remax import options, sgd
 
 from trl_realloc.algorithms.host_loss import HostLoss
 from trl_realloc.algorithms.linear_loss import LOGPROB_SLOPES
@@ -33,10 +34,6 @@ class Outcome:
     logprobs: list[list[float]]
     reference: list[list[float]]
     weights: dict[str, torch.Tensor]
-
-
-def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
 def start(plan: ExecutionPlan, rank: int) -> HostCalls:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import tiny
 import torch
-from remax import LENGTH, prompts
+from remax import LENGTH, options, prompts
 from torch import Tensor, nn
 
 from trl_realloc.algorithms.rollout import Rollouts
@@ -16,7 +14,6 @@ from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.dataflow import DataflowGraph, Role
 from trl_realloc.profiling.policy_training import PolicyTraining
 from trl_realloc.runtime.calls import CallSettings, Step
-from trl_realloc.runtime.engine_options import EngineOptions
 from trl_realloc.runtime.executor import Executor, make_executor
 from trl_realloc.runtime.placement import Placement
 from trl_realloc.runtime.roles import RoleModels, Roles
@@ -24,19 +21,6 @@ from trl_realloc.runtime.roles import RoleModels, Roles
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.01)
-
-
-def options(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam) -> EngineOptions:
-    return EngineOptions(
-        device=torch.device("cpu"),
-        temperature=1.0,
-        response_length=LENGTH,
-        context_length=32,
-        forward_batch_size=4,
-        train_batch_size=4,
-        pad_token_id=tiny.PAD,
-        make_optimizer=make_optimizer,
-    )
 
 
 def roles(graph: DataflowGraph, seed: int = 0) -> Roles:
@@ -67,7 +51,7 @@ def execute(placement: Placement) -> Executor:
 
 def place(plan: ExecutionPlan, rank: int, seed: int = 0) -> Executor:
     """An executor on tiny models, started. All ranks together."""
-    placement = Placement(plan, rank, roles(plan.graph, seed), options())
+    placement = Placement(plan, rank, roles(plan.graph, seed), options(adam))
     placement.start()
     return execute(placement)
 

@@ -6,12 +6,12 @@ It is here to hold that the runtime knows no algorithm; `docs/algorithms.md` goe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import tiny
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trl_realloc.algorithms.base import TrainingLoss
 from trl_realloc.algorithms.prompt_batches import PromptBatch
@@ -77,22 +77,30 @@ def even(completions: list[str], **columns: object) -> list[float]:
     return [sum(word[-1] in "02468" for word in text.split()) / LENGTH for text in completions]
 
 
-def place(plan: ExecutionPlan, rank: int) -> Executor:
-    """An executor of ReMax on a tiny policy. All ranks together; the plan's graph is `GRAPH`."""
-    tokenizer = tiny.tokenizer()
-    options = EngineOptions(
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def options(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> EngineOptions:
+    """Of engines of tiny models."""
+    return EngineOptions(
         device=torch.device("cpu"),
         temperature=1.0,
         response_length=LENGTH,
         context_length=32,
         forward_batch_size=4,
         train_batch_size=4,
-        pad_token_id=tokenizer.pad_token_id,
-        make_optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+        pad_token_id=tiny.PAD,
+        make_optimizer=make_optimizer,
     )
+
+
+def place(plan: ExecutionPlan, rank: int) -> Executor:
+    """An executor of ReMax on a tiny policy. All ranks together; the plan's graph is `GRAPH`."""
+    tokenizer = tiny.tokenizer()
     policy = tiny.policy()
     actor = RoleModels("policy", [lambda: policy], config=policy.config, shell=lambda: shell(policy.config))
-    placement = Placement(plan, rank, Roles({Role.ACTOR: actor, Role.REWARD: RoleModels("score", [])}), options)
+    placement = Placement(plan, rank, Roles({Role.ACTOR: actor, Role.REWARD: RoleModels("score", [])}), options(sgd))
     placement.start()
     rules = CallSettings(
         Sampling(LENGTH, 1.0, (tokenizer.eos_token_id,)),

@@ -4,18 +4,16 @@ iteration has two calls of one role and kind, runs whole and call by call."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import tiny
 import torch
-from remax import GRAPH, GREEDY, ReMax, call_by_call, learned, place, prompts, whole_run
+from remax import GRAPH, GREEDY, call_by_call, learned, place, prompts, whole_run
 
 from trl_realloc import Cluster, ExecutionPlan, PlanError
-from trl_realloc.algorithms.base import TrainingLoss
-from trl_realloc.algorithms.linear_loss import LINEAR_LOSS, LinearLoss, without_zero_slopes
+from trl_realloc.algorithms.host_loss import HostLoss
+from trl_realloc.algorithms.linear_loss import LINEAR_LOSS
 from trl_realloc.algorithms.nonfinite import NonFiniteError
-from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.runtime.calls import Step
@@ -46,19 +44,6 @@ def test_an_iteration_gives_the_same_whole_and_call_by_call() -> None:
     assert torch.equal(norms, norms[:1].expand(len(norms)))
 
 
-class BySlopes(ReMax):
-    """ReMax whose loss is computed outside."""
-
-    def prepare(self, samples: Rollouts) -> Rollouts:
-        return samples
-
-    def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
-        yield without_zero_slopes(samples)
-
-    def loss(self, call: str) -> TrainingLoss:
-        return TrainingLoss("policy", LINEAR_LOSS, LinearLoss())
-
-
 def test_a_role_is_trained_by_the_slopes_of_a_loss_that_is_computed_outside() -> None:
     direct, by_slopes = one_process(), one_process()
     samples = call_by_call(direct)
@@ -68,7 +53,7 @@ def test_a_role_is_trained_by_the_slopes_of_a_loss_that_is_computed_outside() ->
     samples = samples.only(n for n in samples if n != "grad_norm").plus(scores=scores)
     direct.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
     expected = direct.perform("actor.train", samples)
-    by_slopes.algorithm = BySlopes()
+    by_slopes.algorithm = HostLoss(GRAPH)
     by_slopes.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
     responses = samples.ragged("responses")
     given = responses.like(responses.spread((baselines - scores) / len(samples)))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from policy_alone import driven, execute, learned, options, place, roles, update
+from policy_alone import adam, driven, execute, learned, place, roles, update
+from remax import options
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.plan.algorithm_graphs import grpo_graph
@@ -60,7 +61,7 @@ def test_a_run_goes_on_under_another_plan(graph: DataflowGraph) -> None:
     state = RunState(moved.placement)
     moved.placement.discard()
     other = replace(alone(graph), name="the same again")
-    placement = Placement(other, 0, state.roles(roles(graph), other), options())
+    placement = Placement(other, 0, state.roles(roles(graph), other), options(adam))
     placement.start()
     state.load_into(placement)
     moved = execute(placement)
@@ -83,7 +84,7 @@ def test_a_machine_is_measured_for_the_models_that_there_are(tmp_path: Path, gra
         prompt_tokens=4,
         response_tokens=(8,),
     )
-    job = make_job(args, ReallocationPlugin(), ONE, 0, "transformers", models, graph, work, options())
+    job = make_job(args, ReallocationPlugin(), ONE, 0, "transformers", models, graph, work, options(adam))
     profile = profile_cache.measure(job)
     measured = {row.work for row in profile.observations}
     assert {"generate", "forward", "train", "activations"} <= measured

@@ -25,7 +25,8 @@ from replay import rollouts  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
 
-from trl_realloc.algorithms.ppo import PolicyLoss, PPOSettings, ValueLoss, prepare, sample_weights  # noqa: E402
+from standin_device.batches import SETTINGS, training_batch  # noqa: E402
+from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss, prepare  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
 from trl_realloc.engines.base import EngineError  # noqa: E402
 from trl_realloc.engines.device import has_room  # noqa: E402
@@ -235,25 +236,8 @@ def test_a_model_whose_logits_cannot_be_cut_gives_the_hosts_numbers() -> None:
     assert torch.allclose(on_host(there["logprobs"].values), here(samples)["logprobs"].values, atol=1e-5)
 
 
-def training_batch(n: int = 8) -> Rollouts:
-    """Rollouts with all columns of PPO."""
-    samples = rollouts(n)
-    responses = samples.ragged("responses")
-    draw = torch.Generator().manual_seed(5)
-    samples = samples.plus(
-        logprobs=responses.like(-4.0 + 0.1 * torch.randn(len(responses.values), generator=draw)),
-        ref_logprobs=responses.like(-4.0 + 0.1 * torch.randn(len(responses.values), generator=draw)),
-        values=Ragged(torch.randn(int((responses.lengths + 1).sum()), generator=draw), responses.lengths + 1),
-        scores=torch.randn(n, generator=draw),
-        has_eos=torch.ones(n, dtype=torch.bool),
-    )
-    settings = PPOSettings(12, whiten_rewards=True)
-    prepared = prepare(samples, settings)
-    return prepared.plus(**sample_weights(prepared, settings).columns())
-
-
 def test_what_ppo_computes_between_the_calls_is_the_same_on_the_device() -> None:
-    samples, settings = training_batch(), PPOSettings(12, whiten_rewards=True)
+    samples, settings = training_batch(), SETTINGS
     there = prepare(samples.to(SIM), settings)
     for name in ("kl", "advantages", "returns"):
         assert torch.allclose(on_host(there.ragged(name).values), samples.ragged(name).values, atol=1e-5), name

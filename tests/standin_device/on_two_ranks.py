@@ -25,12 +25,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from replay import rollouts  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from standin_device.batches import training_batch  # noqa: E402
 from trl_realloc.algorithms.nonfinite import NonFiniteError  # noqa: E402
-from trl_realloc.algorithms.ppo import PolicyLoss, PPOSettings, ValueLoss, prepare, sample_weights  # noqa: E402
-from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
+from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss  # noqa: E402
 from trl_realloc.engines.device import group_device  # noqa: E402
 from trl_realloc.engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup, SplitGroups, split_ranks  # noqa: E402
 from trl_realloc.engines.models import load_classifier, load_policy, seeded  # noqa: E402
@@ -93,22 +92,6 @@ def test_links_between_devices_are_measured() -> None:
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
-
-
-def training_batch(n: int = 8) -> Rollouts:
-    samples = rollouts(n)
-    responses = samples.ragged("responses")
-    draw = torch.Generator().manual_seed(5)
-    samples = samples.plus(
-        logprobs=responses.like(-4.0 + 0.1 * torch.randn(len(responses.values), generator=draw)),
-        ref_logprobs=responses.like(-4.0 + 0.1 * torch.randn(len(responses.values), generator=draw)),
-        values=Ragged(torch.randn(int((responses.lengths + 1).sum()), generator=draw), responses.lengths + 1),
-        scores=torch.randn(n, generator=draw),
-        has_eos=torch.ones(n, dtype=torch.bool),
-    )
-    settings = PPOSettings(12)
-    prepared = prepare(samples, settings)
-    return prepared.plus(**sample_weights(prepared, settings).columns())
 
 
 def head_of(name: str) -> RoleHead:

@@ -28,19 +28,13 @@ def arguments(kind: Any, folder: Path, **changes: Any) -> Any:
     return kind(
         output_dir=str(folder),
         **{
-            "report_to": [],
-            "bf16": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
+            **tiny.BARE,
             "per_device_train_batch_size": 8,
             "num_generations": 4,
             "max_completion_length": 12,
             "max_steps": 2,
             "learning_rate": 1e-2,
-            "logging_steps": 1,
             "temperature": 0.9,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
             **changes,
         },
     )

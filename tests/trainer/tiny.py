@@ -22,6 +22,16 @@ from trl_realloc import PPOConfig, PPOTrainer
 
 PAD, EOS, VOCABULARY = 0, 1, 100
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+# arguments of any trainer of a model so small: every step is logged, nothing is saved or shown
+BARE: dict[str, Any] = {
+    "report_to": [],
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+}
 
 
 def tokenizer(pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
@@ -82,10 +92,7 @@ def arguments(folder: Path, **changes: Any) -> PPOConfig:
     return PPOConfig(
         output_dir=str(folder),
         **{
-            "report_to": [],
-            "bf16": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
+            **BARE,
             "per_device_train_batch_size": 8,
             "max_steps": 2,
             "num_ppo_epochs": 2,
@@ -93,10 +100,7 @@ def arguments(folder: Path, **changes: Any) -> PPOConfig:
             "response_length": 12,
             "temperature": 1.0,
             "learning_rate": 1e-2,
-            "logging_steps": 1,
             "generation_engine": "transformers",
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
             "num_sample_generations": 0,
             **changes,
         },
