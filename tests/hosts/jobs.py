@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from limits import patience
 from namespaces import Hosts
 
 
@@ -68,8 +69,8 @@ class HostsJob:
                 self.processes.append(host.popen([*command, *script], log, own))
 
     def wait(self, seconds: float) -> list[int | None]:
-        """Exit codes by host; `None` where it still runs after that time."""
-        deadline = time.monotonic() + seconds
+        """Exit codes by host; `None` where it still runs after that time on an idle machine."""
+        deadline = time.monotonic() + patience(seconds)
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -83,8 +83,9 @@ class FakeGeneration:
         return begun_with + max(0, self.steps_done - step)
 
     def _advance(self) -> None:
-        """Decode the steps that the clock allows."""
-        self.steps_done = max(self.steps_done, math.floor(self._steps() + ROUNDING))
+        """Decode the steps that the clock allows, and none after the engine's death."""
+        most = math.inf if self.engine.dies_at is None else self.engine.dies_at
+        self.steps_done = max(self.steps_done, min(most, math.floor(self._steps() + ROUNDING)))
         ended = [index for index in self.running if self._drawn(index) >= self.engine.lengths[index]]
         for index in ended:
             del self.running[index]
@@ -94,9 +95,9 @@ class FakeGeneration:
         assert not self.closed
         deadline = self.clock.monotonic() + timeout_s
         while True:
+            self._advance()
             if self.engine.dies_at is not None and self.steps_done >= self.engine.dies_at:
                 raise EngineDied("the engine's process was ended by SIGKILL")
-            self._advance()
             if self.finished or self.clock.monotonic() >= deadline - ROUNDING * self.engine.step_s:
                 break
             self._sleep_until(self._next_step(), deadline)

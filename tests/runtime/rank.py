@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,32 @@ from trl_realloc.runtime.failures.alarm import Alarm
 from trl_realloc.runtime.failures.watchdog_client import WatchdogClient
 
 
+def wait_for_connection(watchdog: int) -> None:
+    """Wait until a watchdog has its connection to that of rank 0. A rank that ends before takes its cause with it.
+
+    Args:
+        watchdog: its pid.
+    """
+    established = "01"
+    while True:
+        sockets = set()
+        for path in Path("/proc", str(watchdog), "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since
+                sockets.add(os.readlink(path))
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        if any(row[3] == established and f"socket:[{row[9]}]" in sockets for row in rows):
+            return
+        time.sleep(0.02)
+
+
+def meet(store: torch.distributed.FileStore, key: str, size: int) -> None:
+    """Wait for all ranks."""
+    arrived = store.add(key, 1)
+    while arrived < size:
+        time.sleep(0.02)
+        arrived = store.add(key, 0)
+
+
 def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, where the tests were started in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,6 +51,9 @@ def main() -> None:
     alarm = Alarm(watchdog)
     alarm.checkpoint("runs/checkpoint-7")
     alarm.at(f"actor.train of update {rank}")
+    if rank:
+        wait_for_connection(watchdog._process.pid)
+    meet(store, "begin", size)
     print(os.getpid(), flush=True)
     if what == "caught twice":
         for message in ("first", "second"):
@@ -38,20 +68,14 @@ def main() -> None:
             except RuntimeError as error:
                 print(error, flush=True)
             alarm = Alarm(watchdog)
-            arrived = store.add(message, 1)  # runtimes are made together
-            while arrived < size:
-                time.sleep(0.05)
-                arrived = store.add(message, 0)
+            meet(store, message, size)  # runtimes are made together
         return
     if what == "raise" and rank == 1:
-        time.sleep(1.0)
         with alarm.covers():
             raise RuntimeError("no memory")
     if what == "die" and rank == 1:
-        time.sleep(1.0)
         folder = tempfile.mkdtemp(dir=Path(place).parent)
         watchdog.remove_at_end(folder)
-        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)  # as in a collective that never ends
 

@@ -1,11 +1,16 @@
-"""Plans with a staleness, by the executors of all ranks of a job, in threads, with engines whose times are known."""
+"""Plans with a staleness, by the executors of all ranks of a job, in threads, with engines whose times are known.
+
+Everything here happens in virtual time, so that no test depends on how busy the machine is.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from mailboxes import Mailboxes
 from test_streams import TimedRunner, Tokens, batch_of
+from virtual_clock import VirtualClock
 
 from trl_realloc.algorithms.ppo import PPO, PPOSettings
 from trl_realloc.algorithms.prompt_batches import PromptBatch
@@ -25,6 +31,7 @@ from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness
+from trl_realloc.runtime import ahead_leader, ahead_runs, call_runner, in_flight, results
 from trl_realloc.runtime.calls import EVALUATION_STEP, CallSettings, Step
 from trl_realloc.runtime.drawn_samples import DrawnSamples
 from trl_realloc.runtime.exchange import Exchange
@@ -67,11 +74,11 @@ class SlowRunner(TimedRunner):
 class Meetings:
     """An update of parameters takes all ranks that send or take them."""
 
-    def __init__(self, plan: ExecutionPlan) -> None:
+    def __init__(self, plan: ExecutionPlan, clock: VirtualClock) -> None:
         self.ranks = {}
         for source, target in plan.graph.parameter_edges:
             self.ranks[target] = {*plan.mesh(source).devices, *plan.mesh(target).devices}
-        self.barriers = {name: threading.Barrier(len(ranks)) for name, ranks in self.ranks.items()}
+        self.barriers = {name: clock.barrier(len(ranks)) for name, ranks in self.ranks.items()}
         self.versions: dict[int, int] = {}  # by rank that trains
 
 
@@ -101,6 +108,17 @@ class MeetingPlacement(FakePlacement):
         self.meetings.barriers[call].wait(20)
 
 
+@contextlib.contextmanager
+def time_of(clock: VirtualClock) -> Iterator[None]:
+    """Everything that an executor does ahead of its training takes the time of this clock."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ahead_runs, call_runner, in_flight, results):
+            patch.setattr(module, "time", clock)
+        patch.setattr(ahead_leader, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
+        patch.setattr(ahead_leader, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
+        yield
+
+
 @dataclass
 class Job:
     """All ranks of a job."""
@@ -113,10 +131,11 @@ class Job:
     dies: int | None = None
     executors: list[Executor] = field(default_factory=list)
     engines: dict[int, FakeEngine] = field(default_factory=dict)
+    clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
-        plan, algorithm, boxes = self.plan, PPO(PPOSettings(LIMIT), 0, None), Mailboxes(20.0)
-        meetings, inner = Meetings(plan), plan["actor.generate"].strategy.tp
+        plan, algorithm, boxes = self.plan, PPO(PPOSettings(LIMIT), 0, None), Mailboxes(20.0, self.clock.queue)
+        meetings, inner = Meetings(plan, self.clock), plan["actor.generate"].strategy.tp
         reward = self.reward or (lambda prompts, completions, **_: [float(len(c)) for c in completions])
         call_settings = CallSettings(
             Sampling(LIMIT, 1.0), 0, None, Tokens(), [FunctionReward(reward, "length")], {"length": 1.0}
@@ -129,8 +148,10 @@ class Job:
             engine = None
             if rank in firsts:
                 at = 5 if rank == self.dies else None
-                engine = self.engines[rank] = FakeEngine(Lengths(self.lengths), LIMIT, self.step_s, at)
-            placement = MeetingPlacement(plan, rank, engine, lambda call, tokens: 1e-5 * sum(tokens), {}, teams)
+                engine = self.engines[rank] = FakeEngine(Lengths(self.lengths), LIMIT, self.step_s, at, self.clock)
+            placement = MeetingPlacement(
+                plan, rank, engine, lambda call, tokens: 1e-5 * sum(tokens), {}, teams, self.clock
+            )
             placement.meetings = meetings
             if "actor.forward" in plan.order and placement.has("actor.forward"):
                 placement.engines["actor.forward"] = [FakeScoring("logprobs", lambda t: 0.0, None, placement.clock)]
@@ -150,11 +171,12 @@ class Job:
             except Exception as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(len(self.executors))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(40)
+        threads = [self.clock.thread(target=play, args=(rank,)) for rank in range(len(self.executors))]
+        with time_of(self.clock):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(40)
         assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
         return [results[rank] for rank in sorted(results)], errors
 
@@ -325,7 +347,7 @@ def test_samples_that_end_between_two_iterations_are_kept() -> None:
     job = Job(stale(PLANS["halves"], 2), lengths, step_s=1e-2, train_s=0.0)
     job.train(batches, last=1)
     at_once = job.together(lambda e: e.samples_under_way(1))[0][0]
-    time.sleep(0.3)  # the engines go on while a checkpoint is written
+    job.clock.sleep(0.3)  # the engines go on while a checkpoint is written
     later = job.together(lambda e: e.samples_under_way(1))[0][0]
     for number, drawn in at_once.samples.items():
         assert drawn.keys() <= later.samples[number].keys()

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -75,7 +74,6 @@ def test_ranks_that_a_launcher_ends_all_at_once_say_how_and_where(ranks: Ranks, 
     processes = ranks("hang")
     for process in processes:
         assert process.stdout is not None and int(process.stdout.readline()) == process.pid
-    time.sleep(1.0)
     for process in processes:
         process.send_signal(how)
     text = "".join(stderr for _, stderr in outputs(processes))
@@ -91,7 +89,6 @@ def test_a_stopped_rank_ends_the_job_within_its_limit(ranks: Ranks) -> None:
     processes = ranks("hang")
     for process in processes:
         assert process.stdout is not None and int(process.stdout.readline()) == process.pid
-    time.sleep(1.0)
     processes[stopped].send_signal(signal.SIGSTOP)
     other = outputs(processes)[1 - stopped][1]
     assert f"rank {stopped} on host {HOST} (pid {processes[stopped].pid}) has been stopped by a signal" in other

@@ -248,14 +248,15 @@ def test_streamed_samples_are_those_of_whole_batches(name: str, samples: int) ->
             assert sorted(scored) == list(range(samples))
 
 
-def test_samples_that_move_are_neither_lost_nor_decoded_twice() -> None:
+def test_samples_that_move_are_neither_lost_nor_decoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token of a moved sample is checked by the engine that takes it."""
     moved = 0
     for seed in range(20):
         draw = random.Random(seed)
         lengths = [draw.choice([3, 5, 8, 55]) for _ in range(16)]
         streams = Streams(migration=Migration(draw.uniform(0.2, 0.9), engines=draw.choice([1, 2])))
-        out = run(replace(flatten(Cluster(1, 4)), streams=streams), lengths, step_s=5e-4)
+        clock = virtual_time(monkeypatch)
+        out = run(replace(flatten(Cluster(1, 4)), streams=streams), lengths, step_s=5e-4, clock=clock)
         assert not out.errors
         responses = out.results.samples.ragged("responses").lengths.tolist()
         assert responses == lengths
