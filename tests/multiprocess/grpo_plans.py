@@ -1,5 +1,5 @@
 """A rank that trains by GRPO or RLOO on fixed responses, once for each of the given runs, by TRL's trainer or under a
-plan. Rank 0 writes the logs; each run saves its model."""
+plan. Rank 0 writes the logs, and the stage where DeepSpeed trains; each run saves its model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import trl
 from recorded_rollouts import make, recorded, result
 
 import trl_realloc
+
+
+def zero_stage(library: Any, made: Any) -> int:
+    """The stage of the DeepSpeed engine that has trained on this rank; 0 where another engine has."""
+    engine = made.deepspeed if library is trl else getattr(made.placement.engine("actor.train"), "engine", None)
+    return 0 if engine is None else int(engine.zero_optimization_stage())
 
 
 def train(folder: Path, by: str, resumes: str | None = None, generates: bool = False, **settings: Any) -> None:
@@ -29,6 +35,7 @@ def train(folder: Path, by: str, resumes: str | None = None, generates: bool = F
     made.save_model(str(folder / "model"))
     if made.accelerator.is_main_process:
         (folder / "log.json").write_text(json.dumps(result(made).logs))
+        (folder / "engine.json").write_text(json.dumps({"zero_stage": zero_stage(library, made)}))
     made.accelerator.wait_for_everyone()
     if library is trl_realloc:
         made.close()

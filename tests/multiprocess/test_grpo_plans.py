@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_zero import LAUNCHED
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 
@@ -50,14 +51,14 @@ PLANS: dict[str, Any] = {
 }
 
 
-def check_equal(folder: Path, expected: Path) -> None:
-    """The same logs, key by key, and the same parameters."""
+def check_equal(folder: Path, expected: Path, tolerance: float = 1e-4) -> None:
+    """The same logs, key by key, to a relative difference, and the same parameters."""
     rows, others = (json.loads((run / "log.json").read_text()) for run in (folder, expected))
     assert len(rows) == len(others)
     for row, other in zip(rows, others, strict=True):
         if folder.name == "resumed" and "train_loss" in row:  # Trainer's mean is that of the steps since then
             other["train_loss"] = row["train_loss"]
-        assert row == pytest.approx(other, rel=1e-4, abs=1e-5, nan_ok=True), folder.name
+        assert row == pytest.approx(other, rel=tolerance, abs=1e-5, nan_ok=True), folder.name
     tensors, wanted = (load_file(run / "model" / "model.safetensors") for run in (folder, expected))
     assert tensors.keys() == wanted.keys()
     for name, tensor in tensors.items():
@@ -76,6 +77,25 @@ def test_every_plan_logs_and_learns_what_trl_does_under_ddp(run: Callable[..., P
     for name in [*PLANS, "resumed"]:
         check_equal(folder / name, folder / "trl")
     check_equal(folder / "RLOO", folder / "RLOO by trl")
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_launched_with_deepspeed_it_logs_and_learns_what_trl_does(
+    run: Callable[..., Path], tmp_path: Path, stage: int
+) -> None:
+    """Both by one config of Accelerate; the preset has the ZeRO stage from there."""
+    config = tmp_path / "zero.yaml"
+    in_float32 = LAUNCHED.replace("mixed_precision: bf16", "mixed_precision: 'no'")
+    config.write_text(in_float32.replace("zero_stage: 3", f"zero_stage: {stage}"))
+    runs: dict[str, Any] = {
+        "trl": {"by": "trl", "use_cpu": False, "ddp_backend": "gloo", **GRPO},
+        "planned": {"by": "trl_realloc", "use_cpu": False, "plan": "flatten", **GRPO},
+    }
+    folder = run("grpo_plans.py", 2, runs, "launched", config=config, limit_s=150)
+    for name in runs:
+        assert json.loads((folder / name / "engine.json").read_text()) == {"zero_stage": stage}, name
+    check_equal(folder / "planned", folder / "trl", tolerance=1e-5)
 
 
 @pytest.mark.vllm
