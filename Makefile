@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-next lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
-	test-processes test-fast test-next check-gpu demo docs clean
+	test-processes test-processes-1 test-processes-2 test-fast test-next check-gpu demo docs clean
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
@@ -89,8 +89,16 @@ test-one-process-1: setup
 test-one-process-2: setup
 	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN:%=--ignore=%)
 
+# Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too. The ranks of the
+# first are forked from processes that the second does not need (tests/multiprocess/rank_server.py).
 test-processes: setup
-	$(PYTEST) -m multiprocess --deselect tests/multiprocess/test_newest.py
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync test-processes-1 test-processes-2
+
+test-processes-1: setup
+	$(PYTEST) -p no:cacheprovider -m multiprocess --deselect tests/multiprocess/test_newest.py tests/multiprocess
+
+test-processes-2: setup
+	$(PYTEST) -p no:cacheprovider -m multiprocess --ignore=tests/multiprocess
 
 test-fast: setup
 	$(PYTEST) -m "not multiprocess and not vllm and not deepspeed and not slow"

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import ParamSpec
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from trl_realloc.engines.base import Completion, Generation, GenerationRequest, Unfinished, Updates
+from trl_realloc.engines.generation.vllm import VLLMEngine
 
 
 Models = Mapping[int, LlamaForCausalLM]  # by version
@@ -56,6 +58,17 @@ def wait_for(generation: Generation, tokens: int) -> list[Unfinished]:
         if max(len(unfinished.token_ids) for unfinished in so_far) >= tokens:
             return so_far
     raise AssertionError(f"no request has {tokens} tokens")
+
+
+def wait_until_idle(engine: VLLMEngine) -> None:
+    """Wait until an engine's process has nothing to do: none of its threads runs or waits for a core in 20 looks one
+    after the other. It decodes a token in less time than these take."""
+    tasks, looks, deadline = Path("/proc", str(engine._process.pid), "task"), 0, time.monotonic() + 60
+    while looks < 20:
+        assert time.monotonic() < deadline, "the engine is always busy"
+        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()]
+        looks = 0 if "R" in states else looks + 1
+        time.sleep(0.01)
 
 
 def the_rest(generation: Generation) -> list[Completion]:

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from generating import buckets, llama, requests, samples, worst_difference
+from generating import ENDLESS, MANY, buckets, llama, requests, samples, worst_difference
+from limits import patience
+from rescoring import TooLate, again_if_too_late
 from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.base import (
@@ -149,26 +151,31 @@ def test_a_sample_can_be_continued_after_each_of_its_tokens(one: VLLMEngine) -> 
     generation.close()
 
 
+@again_if_too_late
 def test_what_is_withdrawn_before_it_is_decoded_has_no_tokens(engines: list[VLLMEngine]) -> None:
     asked = requests(ROWS + 24)
     expected = samples(engines[0], asked, LONG)
     source, target = engines[0].start(asked, LONG), engines[1].start([], LONG)
     withdrawn = source.withdraw([request.index for request in asked])
-    assert len(withdrawn) == len(asked)
+    if len(withdrawn) < len(asked):
+        raise TooLate
     assert source.unfinished == 0
     assert [unfinished.token_ids for unfinished in withdrawn[ROWS:]] == [()] * 24
     target.add(continued(asked, withdrawn))
     assert_same(the_rest(target), expected)
 
 
+@again_if_too_late
 def test_what_has_finished_comes_out_of_poll_and_not_of_withdraw(one: VLLMEngine) -> None:
     asked = requests(12)
     began = time.time()
     generation = one.start(asked, STOPPING)
     started = generation.ended_at
     assert began - 0.01 <= started <= time.time()
-    (first, *_) = generation.poll(30)
-    assert generation.unfinished < 12
+    (first, *others) = generation.poll(30)
+    assert generation.unfinished == 11 - len(others)
+    if not generation.unfinished:
+        raise TooLate
     assert generation.withdraw([first.index, 999]) == []
     indices = [request.index for request in asked]
     while len(generation._finished) < generation.unfinished:  # which a call that withdraws nothing learns too
@@ -178,11 +185,12 @@ def test_what_has_finished_comes_out_of_poll_and_not_of_withdraw(one: VLLMEngine
     assert started < generation.ended_at < ended
     assert generation.unfinished > 0
     rest = the_rest(generation)
-    assert {first.index, *rest} == {request.index for request in asked}
+    assert {first.index, *(other.index for other in others), *rest} == {request.index for request in asked}
     assert generation.poll(30) == []  # without waiting for what will not come
-    assert time.time() - ended < 10
+    assert time.time() - ended < patience(10)
 
 
+@again_if_too_late
 def test_what_has_few_tokens_left_goes_on(engines: list[VLLMEngine]) -> None:
     asked, longer = requests(8), replace(LONG, max_tokens=200)
     indices = [request.index for request in asked]
@@ -190,7 +198,8 @@ def test_what_has_few_tokens_left_goes_on(engines: list[VLLMEngine]) -> None:
     generation = engines[0].start(asked, longer)
     assert generation.withdraw(indices, 201) == []
     withdrawn = generation.withdraw(indices[:4], 40)
-    assert len(withdrawn) == 4
+    if len(withdrawn) < 4:
+        raise TooLate
     assert all(len(unfinished.token_ids) <= 160 for unfinished in withdrawn)
     other = engines[1].start(continued(asked, withdrawn), longer)
     # a sample's tokens count from its beginning, not from its move
@@ -374,30 +383,31 @@ def test_an_engine_may_be_silent_while_it_has_nothing_to_do_and_not_otherwise(im
     generation.add(requests(8))
     time.sleep(3)  # its messages wait meanwhile
     assert_same(the_rest(generation), expected)
-    generation.add(requests(64, seed=1))
+    generation.add(requests(MANY, seed=1))
     os.kill(impatient._process.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(EngineDied, match="no sign of life for 2 s, while generating"):
         while True:
             generation.poll(0.05)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < patience(8)
+
+
+# --- the last tests of this file end the engines of the others ---
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_killed_engine_is_reported_by_its_generation_at_once(
-    start: Start, model: LlamaForCausalLM, busy: bool
+    start: Start, engines: list[VLLMEngine], model: LlamaForCausalLM, busy: bool
 ) -> None:
-    engine = start()
+    engine = engines[0] if busy else start()
     engine.load(buckets(model), 1)
-    generation = (
-        engine.start(requests(64), Sampling(max_tokens=200, temperature=0.7)) if busy else engine.start([], LONG)
-    )
+    generation = engine.start(requests(MANY) if busy else [], ENDLESS)
     os.kill(engine._process.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineDied, match="SIGKILL, while generating"):
-        while time.monotonic() - began < 20:
+        while time.monotonic() - began < patience(20):
             generation.poll(0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < patience(5)
     with pytest.raises(EngineDied):
         generation.withdraw([100])
     generation.close()
@@ -405,12 +415,10 @@ def test_a_killed_engine_is_reported_by_its_generation_at_once(
 
 
 def test_an_engine_that_is_closed_while_it_generates_ends_at_once(engines: list[VLLMEngine]) -> None:
-    """The last test of this file: it ends an engine of the others."""
-    generation = engines[1].start(requests(500), LONG)
+    generation = engines[1].start(requests(500), ENDLESS)
     generation.poll(0)
-    began = time.monotonic()
     engines[1].close()
-    assert time.monotonic() - began < 4  # it would be killed after 5 s
+    assert engines[1]._process._process.returncode == 0, "it was not waited for in vain, and then killed"
     with pytest.raises(EngineError, match="the engine is closed"):
         generation.poll(1)
     generation.close()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from generating import LENGTH, SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens
+from rescoring import TooLate, again_if_too_late
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaForCausalLM,
@@ -165,6 +166,7 @@ def test_a_response_ends_with_any_of_the_stop_tokens_or_at_its_own_limit(
 
 
 @pytest.mark.parametrize("updates", [Updates.KEEP, Updates.RECOMPUTE])
+@again_if_too_late
 def test_a_moved_sample_goes_on_with_its_penalty_and_its_limit(
     loaded: VLLMEngine, model: LlamaForCausalLM, updates: Updates
 ) -> None:
@@ -177,7 +179,8 @@ def test_a_moved_sample_goes_on_with_its_penalty_and_its_limit(
         generation.add([replace(asked[part.index - 100], begun=part) for part in moved])
         generation.poll(0.01)
         moved = generation.withdraw([request.index for request in asked[:8]])
-        assert len(moved) == 8
+        if len(moved) < 8:
+            raise TooLate
     loaded.load(buckets(model), 2)  # the same parameters: keys that are kept are right
     generation.add([replace(asked[part.index - 100], begun=part) for part in moved])
     got = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,8 +14,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from generating import LENGTH, SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens, worst_difference
+from generating import (
+    ENDLESS,
+    LENGTH,
+    MANY,
+    SAMPLING,
+    VOCABULARY,
+    buckets,
+    llama,
+    requests,
+    samples,
+    tokens,
+    worst_difference,
+)
+from limits import patience
 from rescoring import TAKING, Models, again_if_too_late, assert_exact, the_rest, wait_for
+from shared_memory import left, names
 from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.base import EngineDied, EngineError, GenerationRequest, Sampling, Updates
@@ -36,20 +49,13 @@ pytestmark = [
 Start = Callable[..., VLLMEngine]
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
 def assert_gone(session: int, shared_before: set[str], within_s: float = 10.0) -> None:
     """No process of an engine is left, and no shared memory has its name in the file system."""
-    deadline = time.monotonic() + within_s
-    while True:
-        members = session_members(session)
-        names = [n for n in shared_memory() - shared_before if re.match(r"psm_|sem\.mp|.*cpushm", n)]
-        if not members and not names:
-            return
-        assert time.monotonic() < deadline, f"left: processes {members}, shared memory {names}"
+    deadline = time.monotonic() + (patience(within_s) if within_s else 0.0)
+    while members := session_members(session):
+        assert time.monotonic() < deadline, f"left: processes {members}"
         time.sleep(0.05)
+    assert not left(shared_before, within_s)
 
 
 def unix_sockets(session: int) -> list[str]:
@@ -206,35 +212,18 @@ def test_what_cannot_be_served_is_refused_before_anything_is_generated(
     assert len(samples(loaded, requests(2))) == 2
 
 
-def test_a_stopped_engine_is_reported_within_its_step_timeout(start: Start, model: LlamaForCausalLM) -> None:
-    shared_before = shared_memory()
-    engine = start(step_timeout_s=3, name="engine 5")
-    assert engine.version == -1
-    with pytest.raises(EngineError, match="no complete weights"):
-        engine.generate(requests(1), SAMPLING)
-    engine.load(buckets(model), 1)
-    session = engine._process.pid
-    completions = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
-    os.kill(session, signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(EngineDied, match="engine 5.*no sign of life for 3 s"):
-        list(completions)
-    assert time.monotonic() - began < 10
-    assert_gone(session, shared_before)
-
-
 def test_a_killed_engine_is_reported_at_once_with_its_name_and_how_it_ended(
     engine: VLLMEngine, model: LlamaForCausalLM
 ) -> None:
-    shared_before = shared_memory()
+    shared_before = names()
     engine.load(buckets(model), 1)
     session = engine._process.pid
-    completions = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
+    completions = engine.generate(requests(MANY), ENDLESS)
     os.kill(session, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineDied, match="actor.generate: .*SIGKILL, while generating"):
         list(completions)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < patience(5)
     assert_gone(session, shared_before)
     for call in (lambda: engine.load(buckets(model), 2), lambda: engine.wait_ready()):
         with pytest.raises(EngineDied, match="SIGKILL"):
@@ -252,7 +241,7 @@ def test_tied_embeddings(start: Start) -> None:
         assert "lm_head.weight" not in dict(tied.named_parameters())
         engine.load(buckets(tied), version)
         assert worst_difference(tied, requests(8), samples(engine, requests(8)), 0.7) < 1e-4
-    session, shared_before = engine._process.pid, shared_memory()
+    session, shared_before = engine._process.pid, names()
     engine.close()
     engine.close()
     assert_gone(session, shared_before, within_s=0.0)
@@ -295,19 +284,18 @@ def test_two_tensor_parallel_processes_take_new_parameters_while_they_generate(
 
 
 def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausalLM) -> None:
-    shared_before = shared_memory()
+    shared_before = names()
     pair.load(buckets(model), 11)
     session = pair._process.pid
     workers = [pid for pid in session_members(session) if "Worker" in Path(f"/proc/{pid}/comm").read_text()]
     assert len(workers) == 2
-    # far more than is done before a kill arrives, however busy the machine
-    completions = pair.generate(requests(3000), Sampling(max_tokens=200, temperature=0.7))
+    completions = pair.generate(requests(MANY), ENDLESS)
     next(completions)
     os.kill(workers[1], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineDied, match=r"vLLM's worker \S+ \(pid \d+\) was ended by SIGKILL, while generating"):
         list(completions)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < patience(10)
     assert_gone(session, shared_before)
 
 
@@ -331,7 +319,7 @@ def test_nothing_outlives_a_killed_parent(processes: int, tmp_path: Path) -> Non
             print(next(samples).index, flush=True)
         sys.stdin.read()
         """
-    shared_before = shared_memory()
+    shared_before = names()
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -375,22 +363,47 @@ def test_an_engine_wakes_for_weights_and_for_samples(start: Start, model: LlamaF
     assert sum(sizes) < 0.6 * sum(p.nbytes for p in model.parameters())
 
 
-def test_an_argument_of_the_users_reaches_the_engine_and_its_log_is_kept(
-    start: Start, model: LlamaForCausalLM, tmp_path: Path
-) -> None:
-    log = tmp_path / "vllm.log"
+@pytest.fixture(scope="module")
+def logged(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[VLLMEngine, Path, set[str]]:
+    """An engine with settings of its own, the file of its log, and the names in /dev/shm before it was started."""
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
     log.write_text("of an engine before\n")
+    shared_before = names()
     kwargs = {"max_num_batched_tokens": 256, "max_num_seqs": 4}
-    engine = start(engine_kwargs=kwargs, log_path=log, name="engine 9", sleep_level=1)
+    settings = {"name": "engine 9", "sleep_level": 1, "step_timeout_s": 3}
+    return start(engine_kwargs=kwargs, log_path=log, **settings), log, shared_before
+
+
+def test_an_argument_of_the_users_reaches_the_engine_and_its_log_is_kept(
+    logged: tuple[VLLMEngine, Path, set[str]], model: LlamaForCausalLM
+) -> None:
+    engine, log, _ = logged
+    assert engine.version == -1
+    with pytest.raises(EngineError, match="no complete weights"):
+        engine.generate(requests(1), SAMPLING)
     engine.load(buckets(model), 1)
     engine.sleep()
     assert engine.version == 1, "at level 1 it keeps its weights"
     lengths = [len(c.token_ids) for c in engine.generate(requests(12), Sampling(20, 0.7))]
     assert lengths == [20] * 12
-    engine.close()
     lines = log.read_text().splitlines()
     assert lines[0] == "of an engine before"
     assert lines[1].startswith("--- engine 9, started 20")
+
+
+def test_a_stopped_engine_is_reported_within_its_step_timeout(
+    logged: tuple[VLLMEngine, Path, set[str]], model: LlamaForCausalLM
+) -> None:
+    engine, _, shared_before = logged
+    engine.load(buckets(model), 1)
+    session = engine._process.pid
+    completions = engine.generate(requests(MANY), ENDLESS)
+    os.kill(session, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(EngineDied, match="engine 9.*no sign of life for 3 s"):
+        list(completions)
+    assert time.monotonic() - began < patience(10)
+    assert_gone(session, shared_before)
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
@@ -398,7 +411,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     config.head_dim = 16  # vLLM finds out at the first token only
     config.save_pretrained(tmp_path)
     engine = VLLMEngine(tmp_path, max_model_len=LENGTH, kv_cache_gib=0.25, name="engine 3")
-    session, shared_before = engine._process.pid, shared_memory()
+    session, shared_before = engine._process.pid, names()
     with pytest.raises(EngineError, match="(?s)engine 3: .*head_dim=16.*while starting.*RuntimeError") as error:
         engine.wait_ready()
     assert not isinstance(error.value, EngineDied)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_memory
 from limits import patience
 from test_streamed import CONFIG, MIGRATION, TWO_ENGINES
 
@@ -57,7 +58,7 @@ def wait_for_generation(job: Any, engines: int) -> list[int]:
 
 @pytest.mark.vllm
 def test_an_engine_killed_in_mid_run_is_reported_on_every_rank_and_nothing_stays(start: Callable[..., Any]) -> None:
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = shared_memory.names()
     job = start("train.py", 2, LONG)
     hosts = wait_for_generation(job, 2)
     os.kill(hosts[0], signal.SIGKILL)
@@ -67,12 +68,12 @@ def test_an_engine_killed_in_mid_run_is_reported_on_every_rank_and_nothing_stays
     for rank in (0, 1):
         assert any(f"[rank{rank}]" in line for line in reasons), text[-4000:]
     assert job.gone_within(GONE_WITHIN_S), job.members()
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert not shared_memory.left(shared_before, 5.0)
 
 
 @pytest.mark.vllm
 def test_an_engine_killed_while_samples_move_to_it_ends_the_job(start: Callable[..., Any]) -> None:
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = shared_memory.names()
     plan = {"plan": TWO_ENGINES, "runs": [{"name": "killed", "streams": MIGRATION, "kills": True}]}
     job = start("streamed.py", 2, {"config": CONFIG, "plans": {"two": plan}})
     noted, deadline = job.folder / "killed.json", time.monotonic() + patience(90)
@@ -88,19 +89,19 @@ def test_an_engine_killed_while_samples_move_to_it_ends_the_job(start: Callable[
         assert any("SIGKILL" in line and f"(rank {killed})" in line for line in said), text[-4000:]
     assert time.monotonic() - begun < patience(15)
     assert job.gone_within(GONE_WITHIN_S), job.members()
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert not shared_memory.left(shared_before, 5.0)
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_with_its_launcher_the_whole_job_ends(start: Callable[..., Any], how: signal.Signals) -> None:
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = shared_memory.names()
     job = start("train.py", 2, LONG)
     wait_for_generation(job, 2)
     os.kill(job.process.pid, how)
     job.wait(60)
     assert job.gone_within(40 if how is signal.SIGTERM else GONE_WITHIN_S), job.members()
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert not shared_memory.left(shared_before, 5.0)
 
 
 def test_an_exception_on_one_rank_inside_a_collective_call_ends_the_job_with_its_cause(tmp_path: Path) -> None:
