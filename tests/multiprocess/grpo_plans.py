@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tiny
 import trl
 from recorded_rollouts import make, recorded, result
 
@@ -21,16 +22,21 @@ def zero_stage(library: Any, made: Any) -> int:
     return 0 if engine is None else int(engine.zero_optimization_stage())
 
 
-def train(folder: Path, by: str, resumes: str | None = None, generates: bool = False, **settings: Any) -> None:
+def train(
+    folder: Path, by: str, resumes: str | None = None, generates: bool = False, evaluates: bool = False, **settings: Any
+) -> None:
     """One run.
 
     Args:
         by: the name of a library.
         resumes: the folder of a checkpoint.
         generates: the plan's engines generate, in the place of fixed responses.
+        evaluates: there are prompts for evaluations.
     """
     library = {"trl": trl, "trl_realloc": trl_realloc}[by]
-    made = make(library, folder, base=(lambda trainer: trainer) if generates else recorded, **settings)
+    base = (lambda trainer: trainer) if generates else recorded
+    given = {"eval_dataset": tiny.prompts(8)} if evaluates else {}
+    made = make(library, folder, base=base, given=given, **settings)
     made.train(resume_from_checkpoint=None if resumes is None else str(folder.parent / resumes))
     made.save_model(str(folder / "model"))
     if made.accelerator.is_main_process:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def plan(zero_stage: int = 0, **everywhere: Any) -> dict[str, Any]:
     return {"cluster": {"nodes": 1, "devices_per_node": 2}, "calls": calls}
 
 
+# vLLM on one process, and everything else on the other
+APART: dict[str, Any] = {
+    "cluster": {"nodes": 1, "devices_per_node": 2},
+    "calls": {
+        "actor.generate": {"mesh": "0", "engine": "vllm"},
+        **{name: {"mesh": "1", "engine": "zero"} for name in ("actor.forward", "reference.forward", "actor.train")},
+    },
+}
 # two optimizer steps on a generation, a term of the entropies, a reference, and responses without any token in the loss
 GRPO: dict[str, Any] = {
     "steps_per_generation": 4,
@@ -101,9 +110,41 @@ def test_launched_with_deepspeed_it_logs_and_learns_what_trl_does(
 @pytest.mark.vllm
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
 def test_vllm_on_the_other_process_draws_from_the_policy_as_it_is_after_every_update(run: Callable[..., Path]) -> None:
-    settings = {"use_vllm": True, "plan": "separate", "generates": True, "max_steps": 3, "beta": 0.04}
-    folder = run("grpo_plans.py", 2, {"vllm": {"by": "trl_realloc", **settings}}, "vllm", limit_s=150)
+    settings = {"by": "trl_realloc", "use_vllm": True, "generates": True, "max_steps": 3, "beta": 0.04}
+    runs = {"vllm": {**settings, "plan": "separate"}, "streamed": {**settings, "plan": {**APART, "streams": True}}}
+    folder = run("grpo_plans.py", 2, runs, "vllm", limit_s=150)
     *rows, _ = json.loads((folder / "vllm" / "log.json").read_text())
     assert len(rows) == 3 and rows[-1]["kl"] > 1e-3, "the policy has changed"
     for row in rows:
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
+    check_equal(folder / "streamed", folder / "vllm")
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+def test_the_next_generations_are_drawn_while_one_is_trained_and_a_resumed_run_goes_on_with_them(
+    run: Callable[..., Path],
+) -> None:
+    """Also where two updates train on a generation, and an evaluation uses the engines."""
+    settings = {
+        "by": "trl_realloc",
+        "use_vllm": True,
+        "generates": True,
+        "max_staleness": 1,
+        "max_completion_length": 64,
+    }
+    runs: dict[str, Any] = {
+        "stale": {**settings, "plan": "separate", "max_steps": 4, "save_strategy": "steps", "save_steps": 2},
+        "resumed": {**settings, "plan": "separate", "max_steps": 4, "resumes": "stale/checkpoint-2"},
+        "halves": {**settings, "plan": {**APART, "staleness": 1}, "max_steps": 6, "steps_per_generation": 4},
+    }
+    runs["halves"] |= {"evaluates": True, "eval_strategy": "steps", "eval_steps": 3}
+    folder = run("grpo_plans.py", 2, runs, "ahead", limit_s=200)
+    for name, updates in (("stale", 4), ("resumed", 4), ("halves", 6)):
+        rows = [row for row in json.loads((folder / name / "log.json").read_text()) if "loss" in row]
+        assert len(rows) == updates, name
+        ages = [(row["staleness/mean"], row["staleness/oldest"]) for row in rows if "staleness/mean" in row]
+        assert len(ages) == (updates // 2 if name == "halves" else updates), name
+        assert all(0 < mean <= oldest == 1 for mean, oldest in ages[1:]), (name, ages)
+        assert all(math.isfinite(row["loss"]) for row in rows)
+    assert (folder / "stale" / "checkpoint-2" / "samples_under_way.pt").exists()

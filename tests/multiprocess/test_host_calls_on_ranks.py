@@ -16,11 +16,13 @@ from trl_realloc.plan.presets import flatten
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
-CASES: dict[str, tuple[str, int, int]] = {
-    "uneven": ("flatten", 3, 0),
-    "none, on the rank that generates": ("separate", 5, 0),
-    "none, on the rank that trains": ("separate", 0, 1),
-    "none, where both do everything": ("flatten", 5, 0),
+CASES: dict[str, tuple[str, bool, int, int]] = {  # plan, streams, samples of rank 0, rank with a second turn
+    "uneven": ("flatten", False, 3, 0),
+    "none, on the rank that generates": ("separate", False, 5, 0),
+    "none, on the rank that trains": ("separate", False, 0, 1),
+    "none, where both do everything": ("flatten", False, 5, 0),
+    "streamed": ("flatten", True, 3, 0),
+    "streamed to another rank": ("separate", True, 4, 1),
 }
 
 
@@ -29,7 +31,7 @@ def test_each_rank_gets_the_outputs_of_its_own_samples_as_if_one_process_had_all
     folder = run("host_calls_rank.py", 2, CASES, "two", limit_s=60)
     alone = flatten(Cluster(1, 1), generation_engine="transformers", graph=GRAPH)
     expected = drive(start(alone, 0), slice(None), second_turn=True)
-    for name, (_, first, turns) in CASES.items():
+    for name, (_, _, first, turns) in CASES.items():
         ranks: list[Any] = [torch.load(folder / f"{name} {rank}", weights_only=False) for rank in (0, 1)]
         assert [len(rank.responses) for rank in ranks] == [first, len(PROMPTS) - first], name
         assert ranks[0].responses + ranks[1].responses == expected.responses, name

@@ -147,3 +147,17 @@ def test_a_call_that_is_left_out_is_not_streamed() -> None:
     assert plan_of_run(replace(plan, streams=Streams()), ppo_graph()).streams == Streams()
     with pytest.raises(PlanError, match="the plan streams actor.forward alone, which this run does not have"):
         plan_of_run(replace(plan, streams=Streams(("actor.forward",))), ppo_graph())
+
+
+def test_in_a_plan_of_grpo_that_runs_ahead_the_reference_may_be_where_the_policy_trains() -> None:
+    """Also where the run has no reference: the plan is read as one of GRPO, and its generation alone runs ahead."""
+    calls = {name: {"mesh": "1", "engine": "zero"} for name in ("actor.forward", "reference.forward", "actor.train")}
+    value = {
+        "cluster": {"nodes": 1, "devices_per_node": 2},
+        "calls": {"actor.generate": {"mesh": "0", "engine": "vllm"}, **calls},
+        "staleness": 1,
+    }
+    for reference in (True, False):
+        graph = grpo_graph(reference=reference, reward_models=False)
+        plan = resolve_plan(value, Cluster(1, 2), graph=graph)
+        assert plan.graph == graph and plan.staleness.versions == 1

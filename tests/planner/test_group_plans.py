@@ -13,9 +13,11 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import DataflowGraph
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.plan.presets import PRESETS
+from trl_realloc.plan.presets import PRESETS, separate
+from trl_realloc.plan.streams import Streams
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.problem import estimate_plan
+from trl_realloc.planner.simulate import Overlap
 from trl_realloc.planner.workload import Workload
 
 
@@ -51,11 +53,35 @@ def test_every_form_is_planned_and_beside_it_the_presets_that_it_has(
 
 
 @forms
-def test_calls_that_another_librarys_loop_asks_for_neither_stream_nor_run_ahead(graph: DataflowGraph) -> None:
+def test_generation_may_run_ahead_of_another_librarys_loop_and_nothing_else(graph: DataflowGraph) -> None:
     prices = pricing(1, 4, groups(1, 1))
     decision = choose(specs(1, 1, graph), prices, graph=graph, max_staleness=2, time_limit_s=2.0)
-    assert decision.best.plan.barrier
-    assert decision.streams is None and decision.staleness is None
+    assert decision.staleness is not None and decision.staleness.by_versions.keys() == {1, 2}
+    for versions, stale in decision.staleness.by_versions.items():
+        assert 0 < stale.estimate.mean_age <= stale.estimate.oldest <= versions
+        assert ExecutionPlan.from_yaml(stale.plan.to_yaml()) == stale.plan
+        assert not stale.plan.barrier
+
+
+@forms
+def test_without_a_staleness_the_next_generation_waits_for_the_end_of_another_librarys_loop(
+    graph: DataflowGraph,
+) -> None:
+    """Though its devices may be free before."""
+    decision = choose(specs(1, 1, graph), pricing(1, 4, groups(1, 1)), graph=graph, time_limit_s=1.0)
+    assert not decision.best.barrier and decision.best.overlap is Overlap.NONE
+    assert Overlap.of(decision.best.plan) is Overlap.NONE
+
+
+def test_passes_of_the_policy_after_the_streams_take_their_time() -> None:
+    """Of three passes over the responses one is streamed."""
+    graph = grpo_graph(reference=False, reward_models=False)
+    plan, seconds, forwards = separate(Cluster(1, 2), graph=graph), [], []
+    for passes in (1.0, 3.0):
+        priced = estimate_plan(plan, specs(1, 1, graph), pricing(1, 2, work(policy_forwards=passes)))
+        seconds.append(priced.with_streams(Streams()).seconds)
+        forwards.append(priced.costs["actor.forward"].seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(forwards[1] - forwards[0], rel=0.1)
 
 
 def test_models_that_fit_nowhere_are_refused_with_the_cluster_that_would_do() -> None:

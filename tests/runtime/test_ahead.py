@@ -31,7 +31,7 @@ from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.runtime import ahead_leader, ahead_runs, call_runner, in_flight, results
+from trl_realloc.runtime import ahead_leader, batches_ahead, call_runner, in_flight, results
 from trl_realloc.runtime.calls import EVALUATION_STEP, CallSettings, Step
 from trl_realloc.runtime.drawn_samples import DrawnSamples
 from trl_realloc.runtime.exchange import Exchange
@@ -112,7 +112,7 @@ class MeetingPlacement(FakePlacement):
 def time_of(clock: VirtualClock) -> Iterator[None]:
     """Everything that an executor does ahead of its training takes the time of this clock."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ahead_runs, call_runner, in_flight, results):
+        for module in (batches_ahead, call_runner, in_flight, results):
             patch.setattr(module, "time", clock)
         patch.setattr(ahead_leader, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
         patch.setattr(ahead_leader, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
@@ -141,7 +141,7 @@ class Job:
             Sampling(LIMIT, 1.0), 0, None, Tokens(), [FunctionReward(reward, "length")], {"length": 1.0}
         )
         firsts = tuple(plan.mesh("actor.generate").devices)[::inner]
-        teams = {name: [[[rank]] for rank in plan.mesh(name).devices] for name in SCORING[1:]}
+        teams = {name: [[[rank]] for rank in plan.mesh(name).devices] for name in SCORING[1:] if name in plan.order}
         if "actor.forward" in plan.order:
             teams["actor.forward"] = [[[rank]] for rank in plan.mesh("actor.forward").devices]
         for rank in range(plan.cluster.size):
@@ -256,7 +256,7 @@ def test_every_sample_is_trained_once_and_none_is_too_old(name: str, draw: Any, 
         assert step - versions <= int(drawn_by.values.min()) and int(drawn_by.values.max()) <= step
         assert other.observed["staleness/oldest"] <= versions
         assert float(other.samples.tensor(IN_FLIGHT_S).min()) >= 0
-    assert not job.executors[-1].ahead._in_flight.keys() - {4}, "nothing is under way at the end"
+    assert not job.executors[-1].ahead.batches.in_flight.keys() - {4}, "nothing is under way at the end"
 
 
 def test_samples_of_later_batches_are_generated_while_one_trains() -> None:

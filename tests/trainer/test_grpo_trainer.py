@@ -15,15 +15,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
-from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Streams
 from trl_realloc.trainer import policy_trainer
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.plan_request import PlanRequest
-from trl_realloc.trainer.policy_setup import of_host_loop
+from trl_realloc.trainer.policy_setup import check_turns, of_host_loop
 from trl_realloc.trainer.trainable import why_not_trained
 
 
@@ -200,13 +198,17 @@ def test_a_model_by_path_is_loaded_in_the_dtype_that_is_asked_for(tmp_path: Path
     assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
 
 
-def test_a_plan_that_generates_ahead_is_refused_and_streams_are_left_out() -> None:
+@pytest.mark.parametrize("turns", ["tools", "rollout_func", "environment_factory"])
+def test_where_completions_take_turns_nothing_is_generated_ahead_and_nothing_streams(
+    tmp_path: Path, turns: str
+) -> None:
     plan = separate(Cluster(1, 2), graph=grpo_graph())
     request = PlanRequest(plan, plan.cluster, "vllm", (), None)
-    with pytest.raises(PlanError, match="leave staleness out"):
-        of_host_loop(replace(request, plan=replace(plan, staleness=Staleness(1))))
     streamed = replace(request, plan=replace(plan, streams=Streams()))
-    assert of_host_loop(streamed).plan == plan
+    with pytest.raises(ConfigError, match=f"with {turns} .* set max_staleness to 0"):
+        check_turns(settings(tmp_path, max_staleness=1), {turns: [print]})
+    assert of_host_loop(streamed, {turns: [print]}).plan == plan
+    assert of_host_loop(streamed, {"tools": None}) is streamed
 
 
 def test_the_weights_of_a_policy_by_path_can_be_looked_at_before_the_training(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..common.errors import PlanError, nearest
 from ..common.notices import notice
-from .algorithm_graphs import PROXIMAL_CALL, grpo_graph, ppo_graph
+from .algorithm_graphs import PROXIMAL_CALL, grpo_graph, has_host_loop, ppo_graph
 from .assignment import Assignment
 from .dataflow import DataflowGraph, Role
 from .execution_plan import ExecutionPlan
@@ -90,9 +90,11 @@ def in_place_of_training(training: Assignment) -> Assignment:
 
 
 def _graph_of_calls(calls: Mapping[Any, Any], graph: DataflowGraph) -> DataflowGraph:
-    """The graph with these calls: the run's, or all calls of PPO if the plan has more than the run, without those that
-    the plan leaves out and may leave out."""
-    whole = _ALL_CALLS if set(calls).intersection(_ALL_CALLS.order).difference(graph.order) else graph
+    """The graph with these calls: the run's, or where the plan has more than the run all calls of GRPO or of PPO,
+    without those that the plan leaves out and may leave out."""
+    further = set(calls).intersection(_ALL_CALLS.order).difference(graph.order)
+    of_groups = has_host_loop(graph) and further <= {*grpo_graph().order}
+    whole = (grpo_graph() if of_groups else _ALL_CALLS) if further else graph
     # a misspelt call is not one that is left out
     meant = {nearest(name, graph.order) for name in calls if name not in whole.order}
     may_lack = {*_placed_calls(graph), *(name for name in whole.order if name not in graph.order)}

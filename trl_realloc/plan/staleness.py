@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..common.errors import Problems, shown, unknown_keys
+from .algorithm_graphs import has_host_loop
 from .assignment import Assignment, sleeps
 from .dataflow import CallKind, DataflowGraph
 from .streams import Streams
@@ -71,15 +72,18 @@ def calls_ahead(graph: DataflowGraph) -> tuple[str, ...]:
     """The calls that can run ahead of the training, in the graph's order: the call that generates from the data set
     alone, and the scoring calls of roles that no call trains, if they read only columns of the data set and of calls
     that run ahead. Calls of trained roles use the parameters of the iteration that trains on the samples, so that
-    advantages come from the current critic and the proximal policy is the current one."""
+    advantages come from the current critic and the proximal policy is the current one. Where another library's loop
+    asks for the calls, scoring is done when it asks for it."""
     ahead: list[str] = []
+    in_turn = has_host_loop(graph)
     for name in graph.order:
         call = graph.call(name)
         producers = {producer for producer in map(graph.producer, call.inputs) if producer is not None}
         if call.kind is CallKind.GENERATE:
             can = not producers and not ahead
         else:
-            can = not call.trains and graph.train_call(call.role) is None and producers <= set(ahead) and bool(ahead)
+            frozen = not call.trains and not in_turn
+            can = frozen and graph.train_call(call.role) is None and producers <= set(ahead) and bool(ahead)
         if can:
             ahead.append(name)
     return tuple(ahead)

@@ -107,8 +107,7 @@ def choose(
             0 alone, because the other stages save memory and cost time.
         barrier: the plan's iterations do not overlap.
         deterministic: two runs of the plan give the same bits.
-        max_staleness: the largest staleness of a plan; of no effect where another library's loop asks for the calls
-            (`has_host_loop`), which then neither overlap with the next generation nor stream.
+        max_staleness: the largest staleness of a plan.
         fuses: two calls may train in fused pipelines.
         time_limit_s: of the search; where a staleness is allowed, of a second search too.
 
@@ -127,7 +126,7 @@ def choose(
         "time_limit_s": time_limit_s,
     }
     decision = _synchronous(specs, pricing, options)
-    if max_staleness < 1 or has_host_loop(options["graph"]):
+    if max_staleness < 1:
         return decision
     space = replace(decision.best.space, pricing=pricing)  # without engines that sleep because nothing fits otherwise
     choice = choose_staleness(
@@ -231,7 +230,7 @@ def _choose(
         fused = choose_fused(space, problem.candidates, plans, deadline, exact=is_small)
     best = alone if fused is None else fused.fastest
     streams = None
-    if is_small and not in_turn:
+    if is_small:
         streams = _streamed([best, *presets, *ranked[:2]], time_limit_s, deterministic)
     whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
     if best is not whole:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..plan.algorithm_graphs import has_host_loop
 from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
@@ -123,9 +122,7 @@ class OverlapWorth:
     def _streams(self) -> Iterator[Way]:
         streams = self.decision.streams
         if streams is None or streams.still is None:
-            in_turn = has_host_loop(self.whole.space.graph)
-            why = "TRL's loop asks for one call after the other" if in_turn else "not simulated for so large a cluster"
-            reason = streams.reason if streams is not None else why
+            reason = streams.reason if streams is not None else "not simulated for so large a cluster"
             yield Way("streams", None, reason)
             return
         yield Way("streams", streams.still, self._verdict(streams.still))

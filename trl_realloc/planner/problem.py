@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..plan.algorithm_graphs import has_host_loop
 from ..plan.assignment import Assignment, in_place
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import Fused, joined, together
@@ -247,7 +248,7 @@ class Problem:
             target for source, target in self._edges if in_place(state[source].assignment, state[target].assignment)
         }
         estimate = replace(estimate, holds=self.holds(state, stays, estimate.fullest))
-        barrier = self.overlap is Overlap.NONE
+        barrier = self.overlap is Overlap.NONE and not has_host_loop(self.space.graph)
         calls = dict(zip(self.names, state, strict=True))
         fused_cost = self.fused_cost(state) if self.fused else None
         return PricedPlan(name, self.space, calls, estimate, barrier, fused=self.fused, fused_cost=fused_cost)

@@ -42,6 +42,7 @@ _GROUPS: Mapping[str, Any] = {
     "steps_per_generation": None,
     "generation_batch_size": None,
     "use_vllm": None,
+    "max_staleness": 0,
 }
 DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "ppo": DEFAULTS,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from ..plan.algorithm_graphs import has_host_loop
 from ..plan.cluster import DeviceMesh
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import joined
@@ -28,7 +29,8 @@ class Overlap(StrEnum):
 
     @staticmethod
     def of(plan: ExecutionPlan) -> Overlap:
-        return Overlap.NONE if plan.barrier else Overlap.GENERATION
+        in_turn = plan.barrier or has_host_loop(plan.graph)
+        return Overlap.NONE if in_turn else Overlap.GENERATION
 
 
 @dataclass(frozen=True)

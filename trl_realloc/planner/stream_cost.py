@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..plan.assignment import Assignment, sleeps
-from ..plan.dataflow import Call, CallKind
+from ..plan.dataflow import Call, CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from .call_cost import CallCost
@@ -111,6 +111,12 @@ class StreamPrices:
         seconds = passes * self._forward(scoring, sum(slowest), sum(length * length for length in slowest))
         seconds += self.load(scoring) if loads else 0.0
         return seconds + self._functions(scoring, len(slowest)) + self._handover(self.plan[scoring]) / SHARES
+
+    def again(self, name: str, seconds: float) -> float:
+        """Seconds of a streamed call's further passes over the batch, after the streams, of `seconds` of all passes."""
+        call = self._call(name)
+        repeats = call.kind is CallKind.FORWARD and call.role is Role.ACTOR
+        return seconds * (1 - 1 / self.pricing.workload.policy_forwards) if repeats else 0.0
 
     def load(self, scoring: str) -> float:
         """Seconds in which the parameters of a call that the plan offloads come back from host memory."""

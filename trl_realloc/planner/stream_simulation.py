@@ -78,7 +78,9 @@ class _Simulation:
         assert streams is not None, "a plan with streams"
         self.dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
         tasks = tasks_of(plan, {**seconds, **dict.fromkeys(plan.streamed, 0.0)}, moves)
-        self.rest = [task for task in tasks if not _calls(task) & set(plan.streamed)]
+        again = [Task(name, (plan.mesh(name),), prices.again(name, seconds[name])) for name in plan.streamed]
+        self.rest = [task for task in again if task.seconds]
+        self.rest += [task for task in tasks if not _calls(task) & set(plan.streamed)]
         self.refreshes = [task for task in tasks if task.moves and _calls(task) & set(plan.streamed)]
         self.spans: list[Span] = []
         self.rest_spans: list[Span] = []

@@ -17,6 +17,7 @@ from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
 from ..engines.base import Rate, Sampling
+from ..plan.algorithm_graphs import has_host_loop
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import early_call
@@ -54,7 +55,8 @@ class Executor:
 
     Attributes:
         orders: of the latest iteration's streams; on rank 0.
-        ahead: runs iterations of a plan with a staleness; `None` for another plan.
+        ahead: runs iterations of a plan with a staleness; `None` for another plan, and for the loop of another library,
+            which has a `HostAhead`.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class Executor:
         self.orders: Sequence[Order] = ()
         self._performed: list[Span] = []
         self.runner = runner or CallRunner(placement, algorithm, settings, alarm)
-        self.ahead = AheadRuns(placement, alarm, self.runner, exchange) if self.plan.staleness.versions else None
+        runs_ahead = self.plan.staleness.versions and not has_host_loop(self.plan.graph)
+        self.ahead = AheadRuns(placement, alarm, self.runner, exchange) if runs_ahead else None
 
     @property
     def settings(self) -> CallSettings:
@@ -272,15 +275,40 @@ class Executor:
         shares = self._now.inputs.divide(call, samples, of_rank)
         if self.placement.takes_part(name):
             self.runner.run(self._now, call, shares[0] if shares else None)
-        outcome: Rollouts | JobFailed | None = None
+        return self._of_calls([name])[name]
+
+    def perform_streamed(self, batch: PromptBatch) -> Mapping[str, Rollouts]:
+        """Run the streamed calls of the iteration that has begun, on any prompts, and wait for their outputs. All ranks
+        call this together with the same prompts. They may be run several times.
+
+        Returns:
+            By call, its outputs in ascending order of `index`.
+
+        Raises:
+            JobFailed: a call failed here or on another rank.
+        """
+        self.cancel_early()
+        for name in self.plan.streamed:
+            self.exchange.forget(name)
+        self._now = self.runner.begin(self._now.step, self.exchange)
+        leader = self._run_streamed(batch)
+        outputs = self._of_calls(self.plan.streamed)
+        if leader is not None:
+            leader.wait()
+        return outputs
+
+    def _of_calls(self, names: Sequence[str]) -> Mapping[str, Rollouts]:
+        """The outputs of calls that were performed, which rank 0 collects and sends to all ranks."""
+        outcome: dict[str, Rollouts] | JobFailed | None = None
         if self.rank == RESULTS:
             try:
-                output = self._now.inputs.collect(name)
-                outcome = output.samples
-                self._performed += output.spans
+                collected = {name: self._now.inputs.collect(name) for name in names}
+                outcome = {name: output.samples for name, output in collected.items()}
+                self._performed += [span for output in collected.values() for span in output.spans]
             except CallsFailed as failed:
                 outcome = JobFailed(str(failed), is_unharmed=all(f.is_unharmed for f in failed.failures))
-        return self._from_results(outcome)
+        outputs: Mapping[str, Rollouts] = self._from_results(outcome)
+        return outputs
 
     def take_spans(self) -> tuple[Span, ...]:
         """When each rank ran each call that was performed since this was last asked; on rank 0, empty on the others."""

@@ -2,25 +2,33 @@
 GRPO, runs on every rank with samples of its own, and asks for a call when it needs its outputs.
 
 All ranks ask for the same calls in the same order, each with its own samples, of which it may have none. The calls
-themselves run where the plan says.
+themselves run where the plan says. Where the plan streams scoring calls, these run while samples are being generated,
+and the loop gets their outputs when it asks for them. Where it has a staleness, the next batches are generated while
+the loop trains (`host_ahead`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 
+from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Rate
-from ..plan.dataflow import CallKind
+from ..plan.dataflow import CallKind, Role
 from ..plan.timeline import Span
 from .calls import EVALUATION_STEP, Step
+from .drawn_samples import DrawnSamples
 from .executor import Executor
+from .host_ahead import HostAhead
+from .known_outputs import KnownOutputs
 from .process_groups import from_every_rank
+from .results import ages
 
 
 class HostCalls:
@@ -36,7 +44,17 @@ class HostCalls:
     ) -> None:
         self.executor, self.around = executor, around
         self._update, self._round, self._evaluates = 0, 0, False
+        plan = executor.plan
+        self.ahead = (
+            HostAhead(executor.placement, executor.alarm, executor.runner, executor.exchange)
+            if plan.staleness.versions
+            else None
+        )
+        self._ages: dict[str, float] = {}
+        self._generation = 0  # the number of the next one of the training
+        self._announced: list[Rollouts] = []  # this rank's prompts of the generations after it
         self._spans: list[Span] = []
+        self._streamed: dict[str, KnownOutputs] = defaultdict(KnownOutputs)  # by call that has run with the generation
         self._all_finished = False  # all ranks take part in a generation without a wish to generate more
 
     def at(self, update: int, *, evaluates: bool = False) -> None:
@@ -49,11 +67,21 @@ class HostCalls:
         if (update, evaluates) != (self._update, self._evaluates):
             self._update, self._evaluates, self._round = update, evaluates, 0
 
+    def announce(self, prompts: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Say which prompts the next generation is followed by, so that they can be generated ahead.
+
+        Args:
+            prompts: of this rank: of each later generation, in their order; as many generations as the plan's staleness
+                has, or fewer. What not all ranks announce is not generated ahead.
+        """
+        self._announced = [Rollouts(prompts=Ragged.of(of_one, torch.long)) for of_one in prompts]
+
     def generate(self, prompts: Sequence[Sequence[int]]) -> Rollouts:
         """Responses to this rank's prompts.
 
         Returns:
-            Columns `responses` (token ids) and `logprobs`, in the order of the prompts.
+            Columns `responses` (token ids) and `logprobs`, in the order of the prompts; in a training under a plan with
+            a staleness also those of `results.OF_GENERATION`.
 
         Raises:
             JobFailed: the call failed on some rank.
@@ -74,7 +102,39 @@ class HostCalls:
     def _generate(self, own: Rollouts, *, finished: bool = False) -> Rollouts:
         (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
         self._round += 1  # on every rank, whether it has prompts or not: any may draw for the others
-        return self._perform(name, own, finished=finished)
+        if self.ahead is not None and not self._evaluates:
+            return self._generate_ahead(self.ahead, own)
+        if self.ahead is not None:
+            self.ahead.stop()
+        run = self._run_streamed if self.executor.plan.streamed else self._run
+        return self._perform(name, own, run, finished=finished)
+
+    def _generate_ahead(self, ahead: HostAhead, own: Rollouts) -> Rollouts:
+        announced, self._announced = self._announced[: ahead.versions], []
+        (samples, first), *following = self._of_all_ranks([own, *announced], False)
+        if not len(samples):
+            return Rollouts()
+        output = ahead.generate(self._generation, [samples, *(of_one for of_one, _ in following)])
+        self._ages = ages(output.samples, self._generation)
+        self._generation += 1
+        self._spans += [replace(span, step=self._update) for span in output.spans]
+        return output.samples.select(range(first, first + len(own)))
+
+    def go_on(self, generation: int, drawn: DrawnSamples | None) -> None:
+        """Go on where another run stopped. Before the first call, all ranks together.
+
+        Args:
+            generation: the number of generations that it has trained on.
+            drawn: what was under way, on rank 0; `None` if nothing was.
+        """
+        self._generation = generation
+        if self.ahead is not None and (drawn := self.executor.exchange.spread(drawn)) is not None:
+            self.ahead.restore(drawn)
+
+    def samples_under_way(self) -> DrawnSamples | None:
+        """What has been drawn for later generations, on rank 0; `None` on the others, and under a plan without a
+        staleness. All ranks together."""
+        return None if self.ahead is None else self.ahead.drawn(self._generation)
 
     def forward(self, name: str, samples: Rollouts) -> Rollouts:
         """The outputs of a call that scores, for this rank's samples.
@@ -85,7 +145,12 @@ class HostCalls:
         Raises:
             JobFailed: the call failed on some rank.
         """
-        return self._perform(name, samples)
+        known = self._streamed.get(name)
+        if known is None:  # on every rank
+            return self._perform(name, samples, self._run)
+        missing = samples.select(known.missing(samples))  # such as those that the loop has changed since
+        known.add(missing, self._perform(name, missing, self._run))
+        return known.of(samples) if len(samples) else Rollouts()
 
     def train(self, samples: Rollouts, rate: Rate) -> Rollouts:
         """One optimizer step on the samples of all ranks.
@@ -100,32 +165,71 @@ class HostCalls:
             JobFailed, NonFiniteError: as `Executor.perform`.
         """
         (name,) = [call.name for call in self.executor.plan.graph.calls if call.trains]
-        return self._perform(name, samples, rate)
+        role = self.executor.plan.graph.call(name).role
+        for call, known in self._streamed.items():
+            if self.executor.plan.graph.call(call).role == role:
+                known.forget()
+        return self._perform(name, samples, self._run, {role: rate})
+
+    def take_ages(self) -> dict[str, float]:
+        """How old the tokens of the latest generation are (`results.ages`), on every rank; empty where none was
+        generated ahead since this was last asked."""
+        taken, self._ages = self._ages, {}
+        return taken
 
     def take_spans(self) -> tuple[Span, ...]:
         """When each rank ran each call since this was last asked; on rank 0, empty on the others."""
         taken, self._spans = tuple(self._spans), []
         return taken
 
-    def _perform(self, name: str, own: Rollouts, rate: Rate | None = None, *, finished: bool = False) -> Rollouts:
+    def _perform(
+        self,
+        name: str,
+        own: Rollouts,
+        run: Callable[[str, Rollouts], Rollouts],
+        rates: Mapping[Role, Rate] | None = None,
+        *,
+        finished: bool = False,
+    ) -> Rollouts:
+        """Run a call on the samples of all ranks; the outputs for this rank's samples, or the statistics of a training.
+
+        Args:
+            run: makes the outputs for the samples of all ranks.
+        """
         call, executor = self.executor.plan.graph.call(name), self.executor
         number = self._update + (EVALUATION_STEP if self._evaluates else 0)
         executor.alarm.at(f"{name} of update {self._update + 1} (the samples of all ranks)")
-        samples, first = self._of_all_ranks(own, finished)
+        ((samples, first),) = self._of_all_ranks([own], finished)
         if not len(samples):
             return Rollouts()
-        rates = {call.role: rate} if rate is not None else {}
-        executor.begin(Step(number, learning_rates=rates, draw=self._round))
+        executor.begin(Step(number, learning_rates=rates or {}, draw=self._round))
         with self.around():
-            outputs = executor.perform(name, samples)
+            outputs = run(name, samples)
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
         return outputs if call.trains else outputs.select(range(first, first + len(own)))
 
-    def _of_all_ranks(self, own: Rollouts, finished: bool) -> tuple[Rollouts, int]:
-        """The samples of all ranks in the order of the ranks, numbered; and the number of this rank's first one."""
-        content = own.to_bytes() if len(own) else b""
-        parts = from_every_rank((len(own), content, finished), self.executor.placement.control)
-        self._all_finished = all(rank_finished for _, _, rank_finished in parts)
-        first = sum(size for size, _, _ in parts[: self.executor.rank])
-        samples = Rollouts.cat([Rollouts.from_bytes(part) for size, part, _ in parts if size] or [Rollouts()])
+    def _run(self, name: str, samples: Rollouts) -> Rollouts:
+        return self.executor.perform(name, samples)
+
+    def _run_streamed(self, name: str, samples: Rollouts) -> Rollouts:
+        """Generate, and keep what the streamed calls make of the samples."""
+        self._streamed.clear()
+        outputs = self.executor.perform_streamed(PromptBatch(samples, [{}] * len(samples)))
+        generated = samples.plus(**outputs[name])
+        for call, of_call in outputs.items():
+            if call != name:
+                self._streamed[call].add(generated, of_call)
+        return outputs[name]
+
+    def _of_all_ranks(self, own: Sequence[Rollouts], finished: bool) -> list[tuple[Rollouts, int]]:
+        """Of each batch: the samples of all ranks in the order of the ranks, numbered; and the number of this rank's
+        first one. Batches that not all ranks have are left out at the end."""
+        content = [(len(batch), batch.to_bytes() if len(batch) else b"") for batch in own]
+        parts = from_every_rank((content, finished), self.executor.placement.control)
+        self._all_finished = all(rank_finished for _, rank_finished in parts)
+        return [self._joined(of_ranks) for of_ranks in zip(*(batches for batches, _ in parts), strict=False)]
+
+    def _joined(self, of_ranks: Sequence[tuple[int, bytes]]) -> tuple[Rollouts, int]:
+        first = sum(size for size, _ in of_ranks[: self.executor.rank])
+        samples = Rollouts.cat([Rollouts.from_bytes(part) for size, part in of_ranks if size] or [Rollouts()])
         return samples.plus(index=torch.arange(len(samples))) if len(samples) else samples, first

@@ -34,6 +34,10 @@ class GenerationSettings(PlanSettings):
         vllm_enable_sleep_mode (`bool`, *optional*):
             Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says; the
             planner lets them sleep if no plan fits otherwise.
+        max_staleness (`int`, *optional*, defaults to `0`):
+            Most generations by which the next completions may be drawn ahead: they are drawn while the policy is
+            trained, on devices of their own, by a policy that lacks up to so many trainings on a generation. With
+            GRPO alone, whose loss is corrected for it (`vllm_importance_sampling_correction`). See docs/old_rollouts.md
     """
 
     use_vllm: bool | None = field(
@@ -43,6 +47,11 @@ class GenerationSettings(PlanSettings):
     vllm_enable_sleep_mode: bool | None = field(
         default=None,
         metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs."},
+    )
+
+    max_staleness: int = field(
+        default=0,
+        metadata={"help": "Most generations by which the next completions may be drawn ahead of the training."},
     )
 
     if TYPE_CHECKING:  # TRL's own
@@ -126,6 +135,13 @@ def _problems(args: Any) -> Iterator[str]:
         yield "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
     if args.vllm_model_impl != "vllm":
         yield f"vllm_model_impl {args.vllm_model_impl!r} is not supported; leave it out."
+    if args.max_staleness and not getattr(args, "vllm_importance_sampling_correction", False):
+        has_one = hasattr(args, "vllm_importance_sampling_correction")
+        what = "leave vllm_importance_sampling_correction on" if has_one else "RLOO has none, so set it to 0"
+        yield (
+            f"max_staleness is {args.max_staleness}, so older policies draw some of the completions, and without a "
+            f"correction the loss takes them for the current policy's; {what}."
+        )
     if not isinstance(args.use_vllm, bool | None):
         yield f"use_vllm must be true, false or None, not {args.use_vllm!r}."
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from .config_checks import ConfigError
 from .grpo_config import GRPOConfig, RLOOConfig
+from .policy_ahead import PolicyAheadMixin
 from .policy_completions import PolicyCompletionsMixin
 from .policy_record import PolicyRecordMixin
 from .policy_trainer import PlannedPolicyTrainer
 from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 
 
-class GRPOTrainer(PlannedPolicyTrainer, PolicyRecordMixin, PolicyCompletionsMixin, TRLGRPOTrainer):
+class GRPOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, PolicyCompletionsMixin, TRLGRPOTrainer):
     """TRL's `GRPOTrainer` with every model call on the devices that the execution plan gives it.
 
     Takes the arguments of the installed TRL's class, in its order. Data, tools, environments, reward functions,
@@ -34,7 +35,7 @@ class GRPOTrainer(PlannedPolicyTrainer, PolicyRecordMixin, PolicyCompletionsMixi
         self._take_over()
 
 
-class RLOOTrainer(PlannedPolicyTrainer, PolicyRecordMixin, PolicyCompletionsMixin, TRLRLOOTrainer):
+class RLOOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, PolicyCompletionsMixin, TRLRLOOTrainer):
     """TRL's `RLOOTrainer` with every model call on the devices that the execution plan gives it.
 
     Takes the arguments of the installed TRL's class, in its order. Data, reward functions, advantages, losses and logs

@@ -123,7 +123,8 @@ def prepare_policy(
     if isinstance(model, str):
         check_init_kwargs(args)
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
-    request = of_host_loop(read_plan_request(args, plugin, world, model, graph))
+    check_turns(args, inputs)
+    request = of_host_loop(read_plan_request(args, plugin, world, model, graph), inputs)
     configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
     check_optimizer(args, optimizer, scheduler, {"model": model})
     processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
@@ -187,22 +188,39 @@ def _check_correction(args: Any) -> None:
         )
 
 
-def of_host_loop(request: PlanRequest) -> PlanRequest:
-    """The request with a plan that TRL's loop can follow.
+def check_turns(args: PolicyConfig, inputs: Mapping[str, Any]) -> None:
+    """Refuse a staleness where a completion may be made in several turns.
+
+    Args:
+        inputs: the arguments of the trainer's constructor, by name.
 
     Raises:
-        PlanError: the plan has a staleness.
+        ConfigError: for that.
     """
-    plan = request.plan
-    if plan is None:
-        return request
-    if plan.staleness.versions:
-        raise PlanError(
-            f"the plan's staleness is {plan.staleness.versions}, but TRL's loop asks for the next completions after it "
-            f"has trained on the last; leave staleness out of the plan."
+    by = _turns(inputs)
+    if args.max_staleness and by:
+        raise ConfigError(
+            f"max_staleness is {args.max_staleness}, but with {by[0]} the next turn of a completion is known only when "
+            f"it is asked for, so nothing can be generated ahead; set max_staleness to 0."
         )
+
+
+def _turns(inputs: Mapping[str, Any]) -> list[str]:
+    """The given arguments by which a completion may be made in several turns."""
+    return [name for name in ("tools", "environment_factory", "rollout_func") if inputs.get(name)]
+
+
+def of_host_loop(request: PlanRequest, inputs: Mapping[str, Any]) -> PlanRequest:
+    """The request with a plan that TRL's loop can follow.
+
+    Args:
+        inputs: the arguments of the trainer's constructor, by name.
+    """
+    plan, by = request.plan, _turns(inputs)
+    if plan is None or not by:
+        return request
     if plan.streams is not None:
-        notice("the plan's streams have no effect: TRL's loop asks for one call of a whole batch after the other")
+        notice(f"the plan's streams have no effect: with {by[0]} a completion may be made in several turns")
         plan = replace(plan, streams=None)
     return replace(request, plan=plan)
 

@@ -92,6 +92,8 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             quantization_config=arguments.get("quantization_config"),
         )
         if reason is not None:
+            if args.max_staleness:
+                raise ConfigError(f"{reason} It generates nothing ahead: set max_staleness to 0.")
             if world.is_main_process:
                 logger.warning(f"{reason} The plan is that of the generation alone.")
             self.trains_by_accelerate = True

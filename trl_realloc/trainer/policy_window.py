@@ -13,6 +13,7 @@ from torch import Tensor
 from ..algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
 from ..algorithms.rollout import Ragged, Rollouts
 from ..runtime.host_calls import HostCalls
+from ..runtime.known_outputs import KnownOutputs
 
 
 FORWARD, REFERENCE = "actor.forward", "reference.forward"
@@ -88,8 +89,7 @@ class Window:
 
     def __init__(self, calls: HostCalls, device: torch.device) -> None:
         self.calls, self.device = calls, device
-        # by the token ids of prompt and response: log-probabilities and entropies under the policy as it is
-        self._known: dict[tuple[bytes, bytes], tuple[Tensor, Tensor]] = {}
+        self._known = KnownOutputs()  # log-probabilities and entropies under the policy as it is
         self._slopes: list[Rollouts] = []
         self._spare = Rollouts()
 
@@ -106,8 +106,11 @@ class Window:
                 forward.
         """
         self._compute([rows, *following])
-        known = [self._known[key] for key in _keys(rows.samples)]
-        columns = (Ragged.of([row[at] for row in known], torch.float32) for at in (0, 1))
+        if not len(rows.samples):
+            nothing = rows.padded(Ragged.of([], torch.float32), self.device)
+            return nothing, nothing.clone()
+        known = self._known.of(rows.samples)
+        columns = (known.ragged(name) for name in ("policy_logprobs", "entropies"))
         logprobs, entropies = (rows.padded(column, self.device) for column in columns)
         return logprobs, entropies
 
@@ -152,20 +155,10 @@ class Window:
 
     def forget_logprobs(self) -> None:
         """Forget the policy's log-probabilities and entropies."""
-        self._known = {}
+        self._known.forget()
 
     def _compute(self, parts: Sequence[Rows]) -> None:
         """Compute what is not known of micro-batches. All ranks together, also where all of a rank's is known."""
         samples = Rollouts.cat([part.samples for part in parts])
-        keys = _keys(samples)
-        missing = list({key: at for at, key in enumerate(keys) if key not in self._known}.values())
-        outputs = self.calls.forward(FORWARD, samples.select(missing))
-        if len(outputs):
-            columns = (outputs.ragged(name).rows() for name in ("policy_logprobs", "entropies"))
-            for at, row in zip(missing, zip(*columns, strict=True), strict=True):
-                self._known[keys[at]] = row
-
-
-def _keys(samples: Rollouts) -> list[tuple[bytes, bytes]]:
-    columns = (samples.ragged(name).rows() for name in ("prompts", "responses"))
-    return [(prompt.numpy().tobytes(), response.numpy().tobytes()) for prompt, response in zip(*columns, strict=True)]
+        missing = samples.select(self._known.missing(samples))
+        self._known.add(missing, self.calls.forward(FORWARD, missing))

@@ -183,7 +183,7 @@ class CheckpointMixin:
             random_state = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
             with problems.writing(folder / random_state):
                 self._save_rng_state(str(folder))
-            under_way = self.executor.samples_under_way(self.state.global_step)
+            under_way = self._samples_under_way()
             if under_way:  # on rank 0
                 with problems.writing(folder / SAMPLES):
                     torch.save(under_way.to_tensors(), folder / SAMPLES)
@@ -277,7 +277,15 @@ class CheckpointMixin:
         under_way, file = None, checkpoint.folder / SAMPLES
         if self.accelerator.is_main_process and file.exists() and not self.args.ignore_data_skip:
             under_way = DrawnSamples.from_tensors(torch.load(file, weights_only=True))
-        self.executor.go_on_with(under_way)
+        self._go_on_with(under_way)
+
+    def _samples_under_way(self) -> DrawnSamples | None:
+        """What has been drawn for later updates, on rank 0; `None` where nothing has. All ranks together."""
+        return self.executor.samples_under_way(self.state.global_step)
+
+    def _go_on_with(self, drawn: DrawnSamples | None) -> None:
+        """Use the samples that were under way, on rank 0 those of the checkpoint. All ranks together."""
+        self.executor.go_on_with(drawn)
 
     def _load_best_model(self) -> None:
         """Load the trained models of the best checkpoint, if `load_best_model_at_end` is set."""

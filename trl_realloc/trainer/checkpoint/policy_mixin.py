@@ -15,6 +15,8 @@ from torch import nn
 from transformers import Trainer
 
 from ...plan.dataflow import Role
+from ...runtime.drawn_samples import DrawnSamples
+from ...runtime.host_calls import HostCalls
 from ..optimizers import LearningRates
 from .identity import Identity, prompts_checksum
 from .mixin import CheckpointMixin
@@ -30,6 +32,7 @@ class PolicyCheckpointMixin(CheckpointMixin):
     """Saves and resumes a run of GRPO or RLOO."""
 
     setup: Any
+    calls: HostCalls
     entropy_coef: float
     forget_step: Callable[[], None]
     _last_world_entropy: float
@@ -53,6 +56,14 @@ class PolicyCheckpointMixin(CheckpointMixin):
         return Identity(
             kind.__name__, size, len(data) if readable else None, prompts_checksum(data) if readable else None
         )
+
+    def _samples_under_way(self) -> DrawnSamples | None:
+        return self.calls.samples_under_way()
+
+    def _go_on_with(self, drawn: DrawnSamples | None) -> None:
+        args = self.args
+        micro_batches = self.state.global_step * args.gradient_accumulation_steps
+        self.calls.go_on(micro_batches // (args.steps_per_generation * args.num_iterations), drawn)
 
     def _load_training_state(self, checkpoint: Checkpoint) -> None:
         super()._load_training_state(checkpoint)

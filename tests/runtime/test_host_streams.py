@@ -1,0 +1,89 @@
+"""Calls for the loop of another trainer under plans that stream: scoring while samples are generated gives what scoring
+afterwards gives (`tests/multiprocess`: on two processes)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from host_driven import GRAPH, PROMPTS, drive, rows, start
+
+from trl_realloc import Cluster
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.streams import Streams
+from trl_realloc.runtime.host_calls import HostCalls
+from trl_realloc.runtime.known_outputs import KnownOutputs
+
+
+WHOLE = flatten(Cluster(1, 1), generation_engine="transformers", graph=GRAPH)
+SCORING = {"actor.forward", "reference.forward"}
+
+
+def streamed(*calls: str) -> HostCalls:
+    return start(replace(WHOLE, streams=Streams(calls or None)), 0)
+
+
+@pytest.mark.parametrize("calls", [(), ("reference.forward",)], ids=["all", "one"])
+def test_an_update_is_what_it_is_without_streams(calls: tuple[str, ...]) -> None:
+    found, expected = drive(streamed(*calls), slice(None), False), drive(start(WHOLE, 0), slice(None), False)
+    assert found.responses == expected.responses
+    for column in ("logprobs", "reference"):
+        for row, other in zip(getattr(found, column), getattr(expected, column), strict=True):
+            assert row == pytest.approx(other, abs=1e-5)
+    for name, tensor in expected.weights.items():
+        assert torch.allclose(found.weights[name], tensor, atol=1e-6), name
+
+
+def test_scoring_calls_run_with_the_generation_and_not_again_when_they_are_asked_for() -> None:
+    calls = streamed()
+    calls.at(0)
+    responses = rows(calls.generate(PROMPTS), "responses")
+    assert {span.call for span in calls.take_spans()} == {"actor.generate", *SCORING}
+    columns = {"prompts": Ragged.of(PROMPTS, torch.long), "responses": Ragged.of(responses, torch.long)}
+    samples = Rollouts(**columns)
+    for name in SCORING:
+        assert len(calls.forward(name, samples)) == len(PROMPTS)
+    assert calls.take_spans() == ()
+    cut = samples.plus(responses=Ragged.of([row[:1] for row in responses], torch.long))
+    whole = [rows(calls.forward("reference.forward", part), "ref_logprobs") for part in (samples, cut)]
+    assert [row[:1] for row in whole[0]] == [pytest.approx(row, abs=1e-5) for row in whole[1]]
+    assert {span.call for span in calls.take_spans()} == {"reference.forward"}, "for the samples that were changed"
+
+
+def test_the_policy_is_asked_again_after_its_training_and_the_reference_is_not() -> None:
+    calls = streamed()
+    before = drive(calls, slice(None), False)
+    calls.take_spans()
+    columns = {"prompts": Ragged.of(PROMPTS, torch.long), "responses": Ragged.of(before.responses, torch.long)}
+    after = rows(calls.forward("actor.forward", Rollouts(**columns)), "policy_logprobs")
+    calls.forward("reference.forward", Rollouts(**columns))
+    assert {span.call for span in calls.take_spans()} == {"actor.forward"}
+    assert after != before.logprobs
+
+
+def test_reward_models_are_asked_when_the_texts_are_there() -> None:
+    graph = grpo_graph()
+    plan = replace(flatten(Cluster(1, 1), generation_engine="transformers", graph=graph), streams=Streams())
+    assert set(plan.streamed) == {"actor.generate", *SCORING}
+    with pytest.raises(PlanError, match=r"reward\.forward cannot be streamed, because reward models read texts"):
+        replace(plan, streams=Streams(("reward.forward",)))
+
+
+def test_outputs_are_known_by_the_tokens_of_their_samples() -> None:
+    def of(*pairs: tuple[list[int], list[int]]) -> Rollouts:
+        prompts, responses = zip(*pairs, strict=True)
+        return Rollouts(prompts=Ragged.of(prompts, torch.long), responses=Ragged.of(responses, torch.long))
+
+    first, second, third = ([1], [2, 3]), ([1, 2], [3]), ([1], [2])
+    known = KnownOutputs()
+    known.add(of(first, second), Rollouts(found=torch.tensor([1.0, 2.0])))
+    assert known.missing(of(first, third, second, third)) == [3]
+    known.add(of(third), Rollouts(found=torch.tensor([3.0])))
+    assert known.of(of(third, first, second, first)).tensor("found").tolist() == [3.0, 1.0, 2.0, 1.0]
+    assert known.missing(Rollouts()) == []
+    known.forget()
+    assert known.missing(of(first, second)) == [0, 1]
