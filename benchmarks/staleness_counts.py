@@ -164,9 +164,9 @@ def _long_after(checkpoint: Path) -> Callable[[], bool]:
 def _drawn_when_saved(folder: Path) -> dict[tuple[int, int], int]:
     """By (step, sample): the tokens that had been drawn, by the engines' own count."""
     drawn: dict[tuple[int, int], int] = {}
-    for file in folder.glob("saved-*.json"):
-        note = json.loads(file.read_text())
-        lines = file.with_name(file.name.replace("saved", "ended") + "l").read_text().splitlines()
+    for file in folder.glob(f"saved-*-{SAVED}.json"):
+        note, rank = json.loads(file.read_text()), file.name.split("-")[1]
+        lines = (folder / f"ended-{rank}.jsonl").read_text().splitlines()
         tokens = {(line["step"], line["index"]): line["tokens"] for line in map(json.loads, lines)}
         drawn |= {(step, index): count for (step, index), count in note["unfinished"]}
         drawn |= {(step, index): tokens[step, index] for step, index in note["ended"]}

@@ -275,7 +275,7 @@ def _train(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
         return iteration
 
     made.executor.run = run
-    _note_drawn_when_saved(made.executor, folder / f"saved-{os.environ['RANK']}.json")
+    _note_drawn_when_saved(made.executor, folder, os.environ["RANK"])
     made.train(resume_from_checkpoint=options.get("resume"))
     result = {"updates": noted, "drawn": counter.take()}
     if made.eval_dataset is not None:
@@ -285,10 +285,11 @@ def _train(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return [result]
 
 
-def _note_drawn_when_saved(executor: Any, file: Path) -> None:
+def _note_drawn_when_saved(executor: Any, folder: Path, rank: str) -> None:
     """Have a rank that generates write, right after what has been drawn was taken for a checkpoint, what its engine has
     drawn then: the tokens of samples that have not ended, and which samples have. A sample that was admitted and that
-    the engine no longer generates has ended, whether or not the rank has been told."""
+    the engine no longer generates has ended, whether or not the rank has been told. Each checkpoint has its own file,
+    because the job may save the next one before it is killed."""
     from trl_realloc.runtime.in_flight import sample_of
 
     take = executor.samples_under_way
@@ -305,7 +306,8 @@ def _note_drawn_when_saved(executor: Any, file: Path) -> None:
                 for index in batch.samples.tensor("index").tolist()
             ]
             ended = [sample for sample in admitted if sample not in unfinished]
-            file.write_text(json.dumps({"unfinished": list(unfinished.items()), "ended": ended}))
+            note = json.dumps({"unfinished": list(unfinished.items()), "ended": ended})
+            (folder / f"saved-{rank}-{step}.json").write_text(note)
         return result
 
     executor.samples_under_way = taken
