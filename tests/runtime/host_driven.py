@@ -21,7 +21,7 @@ from trl_realloc.runtime.placement import Placement
 
 
 GRAPH = grpo_graph(reference=True, reward_models=False)
-PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14], [15, 16]]
+PROMPTS = [[5, 6, 7], [5, 6, 7], [10, 11, 12, 13], [14], [15, 16]]  # a group of two, which one engine generates
 SECOND_TURN = [[20, 21], [22]]
 
 

@@ -13,7 +13,7 @@ from trl_realloc.plan.batching import balance
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.shares import Share, shares_of_samples, shares_of_training
+from trl_realloc.runtime.shares import Share, deal, shares_of_samples, shares_of_training
 
 
 GRAPH = ppo_graph()
@@ -92,3 +92,24 @@ def equal(got: Rollouts, expected: Rollouts) -> None:
             assert torch.equal(column.values, other.values) and torch.equal(column.lengths, other.lengths), name
         else:
             assert torch.equal(column, expected.tensor(name)), name
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 8))
+def test_groups_stay_together_as_far_as_no_engine_gets_more_than_its_share(sizes: list[int], engines: int) -> None:
+    prompts = [[group, 7] for group, size in enumerate(sizes) for _ in range(size)]
+    dealt = deal(Ragged.of(prompts, torch.long), engines)
+    assert sorted(at for part in dealt for at in part) == list(range(len(prompts)))
+    assert all(part == sorted(part) for part in dealt)
+    share = -(-len(prompts) // engines)
+    assert max(map(len, dealt)) <= share
+    parts_of = [
+        {at for at, part in enumerate(dealt) for place in part if prompts[place][0] == g} for g in range(len(sizes))
+    ]
+    if len(set(sizes)) == 1 and share % sizes[0] == 0:
+        assert all(len(parts) == 1 for parts in parts_of), "groups of one size that fit are whole"
+
+
+@given(st.integers(0, 20), st.integers(1, 6))
+def test_different_prompts_are_dealt_in_turn(count: int, engines: int) -> None:
+    dealt = deal(Ragged.of([[at] for at in range(count)], torch.long), engines)
+    assert dealt == [list(range(first, count, engines)) for first in range(engines)]

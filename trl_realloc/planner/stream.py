@@ -68,16 +68,24 @@ class Stream:
         return frozenset(rank for ranks in (*self.generation.engines, *replicas) for rank in ranks)
 
 
-def stream_of(plan: ExecutionPlan, prompts: Sequence[int], limit: int, budgets: Mapping[str, int]) -> Stream:
+def stream_of(
+    plan: ExecutionPlan,
+    prompts: Sequence[int],
+    limit: int,
+    budgets: Mapping[str, int],
+    dealt: Sequence[Sequence[int]] | None = None,
+) -> Stream:
     """The streamed calls of an iteration of a plan that has streams.
 
     Args:
         prompts, limit: as of `Stream`.
         budgets: most tokens of one forward of each scoring call.
+        dealt: the indices of the samples that each engine begins; `None` for those in turn.
     """
     generate, *scoring_calls = plan.streamed
     engines, scorings = replicas_of(plan, generate), []
-    shares = tuple(tuple(range(first, len(prompts), len(engines))) for first in range(len(engines)))
+    in_turn = [range(first, len(prompts), len(engines)) for first in range(len(engines))]
+    shares = tuple(tuple(share) for share in (in_turn if dealt is None else dealt))
     for name in scoring_calls:
         replicas = replicas_of(plan, name)
         producers = dict.fromkeys(filter(None, map(plan.graph.producer, plan.graph.call(name).inputs)))

@@ -37,7 +37,7 @@ from .iteration_results import iteration_results
 from .placement import Placement
 from .results import Iteration
 from .routes import RESULTS, replica
-from .shares import Share
+from .shares import Share, deal
 from .stream_leader import StreamLeader, StreamLink
 from .stream_worker import StreamWorker
 
@@ -192,9 +192,11 @@ class Executor:
     def _stream(self, batch: PromptBatch) -> Stream:
         forwards = [n for n in self.plan.streamed if self.plan.graph.call(n).kind is CallKind.FORWARD]
         generate = self.plan.graph.call(self.plan.streamed[0])
-        lengths = batch.prompts.ragged(generate.inputs[0]).lengths.tolist()
+        prompts = batch.prompts.ragged(generate.inputs[0])
+        dealt = deal(prompts, self.plan[generate.name].strategy.dp)
         limit = calls.sampling_of(self.settings, generate, self._now.step).max_tokens
-        return stream_of(self.plan, lengths, limit, {name: self.placement.budget(name) for name in forwards})
+        budgets = {name: self.placement.budget(name) for name in forwards}
+        return stream_of(self.plan, prompts.lengths.tolist(), limit, budgets, dealt)
 
     def _begin_early(self, batch: PromptBatch) -> None:
         """Begin the next iteration's generation on this rank, if the plan allows it."""

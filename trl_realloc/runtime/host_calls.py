@@ -114,7 +114,8 @@ class HostCalls:
         (samples, first), *following = self._of_all_ranks([own, *announced], False)
         if not len(samples):
             return Rollouts()
-        output = ahead.generate(self._generation, [samples, *(of_one for of_one, _ in following)])
+        with self.around():
+            output = ahead.generate(self._generation, [samples, *(of_one for of_one, _ in following)])
         self._ages = ages(output.samples, self._generation)
         self._generation += 1
         self._spans += [replace(span, step=self._update) for span in output.spans]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -81,14 +82,18 @@ def shares_of_samples(
 
 
 def deal(prompts: Ragged, parts: int) -> list[list[int]]:
-    """The positions of the prompts of each of `parts` engines: in turn, but equal prompts that follow each other, the
-    groups of GRPO, together, because an engine computes a prompt's keys and values once."""
+    """The positions of the prompts of each of `parts` engines, ascending: in turn, but equal prompts that follow each
+    other, the groups of GRPO, together as far as no engine gets more than its share, because an engine computes a
+    prompt's keys and values once."""
     rows, dealt = prompts.rows(), [list[int]() for _ in range(parts)]
-    group = -1
-    for at, row in enumerate(rows):
-        if not at or not torch.equal(row, rows[at - 1]):
-            group += 1
-        dealt[group % parts].append(at)
+    begins = [at for at, row in enumerate(rows) if not at or not torch.equal(row, rows[at - 1])]
+    most = -(-len(rows) // parts)
+    for begin, end in pairwise([*begins, len(rows)]):
+        while begin < end:
+            part = min(dealt, key=len)
+            count = min(end - begin, most - len(part))
+            part += range(begin, begin + count)
+            begin += count
     return dealt
 
 
