@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file
 from test_plans import ZERO3, plan
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeout(1800)]
@@ -76,3 +79,32 @@ def test_one_process_without_a_launcher_trains_under_zero(run: Callable[..., Pat
     whole.train()
     for mine, other in zip(json.loads((folder / "log.json").read_text()), tiny.updates(whole), strict=True):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of all shards."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_save_makes_no_parameter_whole_that_is_larger_than_a_bucket(run: Callable[..., Path], tmp_path: Path) -> None:
+    """Two ranks' partitions have padding at the end of some parameters. The experts of a mixture are stored one by one,
+    so they are put together on the first rank."""
+    torch.manual_seed(0)
+    mixture = Qwen2MoeConfig(
+        **{**tiny.config().to_dict(), "model_type": "qwen2_moe", "num_experts": 3, "moe_intermediate_size": 16},
+        shared_expert_intermediate_size=16,
+    )
+    odd = {"vocab_size": 1001, "hidden_size": 36, "num_attention_heads": 2, "num_key_value_heads": 2}
+    made = {"policy": tiny.policy(**odd), "mixture": AutoModelForCausalLM.from_config(mixture)}
+    for name, model in made.items():
+        model.save_pretrained(tmp_path / name, max_shard_size="60KB")
+    limits = {"policy": 20_000, "mixture": 1 << 20}
+    folder = run("zero_pieces.py", 2, limits, "saved")
+    for name in made:
+        expected, saved = stored(tmp_path / name), stored(folder / name)
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[key], tensor) for key, tensor in expected.items()), name
+    for rank in range(2):
+        result = json.loads((folder / f"{rank}.json").read_text())["policy"]
+        assert max(result["parameters"]) > 5 * limits["policy"]
+        assert result["largest"] <= limits["policy"], rank

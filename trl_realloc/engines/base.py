@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..algorithms.base import TokenLoss
     from ..algorithms.rollout import Ragged, Rollouts
     from ..realloc.transfer import Parts
+    from .parameter_pieces import Piece
     from .training.packed_forward import RoleHead
     from .training_state import StateSpecs, TensorSpec, TrainingState
 
@@ -363,6 +364,15 @@ class TrainingEngine(ScoringEngine, Protocol):
 
         Raises:
             NonFiniteError: the gradients are not finite; on every rank of the mesh. The step was not taken.
+        """
+
+    def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
+        """The parameters for files: each element once on the mesh's first rank, tensor by tensor or a few at a time;
+        other ranks may get none. Of a parameter that is divided into ranges the first rank holds some `piece_bytes` of
+        another rank's at a time, otherwise all of it. Collective, as `export` is.
+
+        Args:
+            names: the parameters, by the module's names; `None` for all.
         """
 
     def training_state(self) -> TrainingState:

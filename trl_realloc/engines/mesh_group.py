@@ -5,7 +5,7 @@ nothing. The process groups themselves are made in `runtime/process_groups`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,20 @@ class MeshGroup:
             _bytes_of(tensor).copy_(received[length : length + tensor.nbytes])
             shared[name], length = tensor, length + tensor.nbytes
         return shared
+
+    def send(self, tensor: Tensor, index: int) -> None:
+        """Send a tensor to the rank with this index, which calls `receive`."""
+        self._message(dist.isend, tensor.to(self.device).contiguous(), index)
+
+    def receive(self, tensor: Tensor, index: int) -> None:
+        """Overwrite a tensor on the mesh's device with what the rank with this index sends."""
+        self._message(dist.irecv, tensor, index)
+
+    def _message(self, kind: Callable[..., object], tensor: Tensor, index: int) -> None:
+        """As a batch, which NCCL sends over the mesh's communicator; for a single message it would create one more for
+        the pair of ranks."""
+        for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, self.ranks[index], self.group)]):
+            work.wait()
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
+from ..parameter_pieces import Piece
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name
 from .master_weights import NamedOptimizer, SplitMasters
@@ -43,7 +44,7 @@ from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_split, local, split_tensors, vocabulary_start
 from .token_logprobs import TokenLogprobs
 from .vocab_parallel import SplitLogprobs
-from .weight_export import check_names, checkpoint_names
+from .weight_export import check_names, checkpoint_names, whole_pieces
 from .weight_source import fill, to_device
 
 
@@ -269,6 +270,9 @@ class MegatronEngine:
         for bucket in in_buckets(chosen, lambda n: specs[n].bytes, bucket_bytes, lambda n: specs[n].dtype):
             full = self._gather.full(bucket)
             yield rename([(name, full[name]) for name in bucket if name in full])
+
+    def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
+        return whole_pieces(self.export(piece_bytes, merged=False, names=names))
 
     def training_state(self) -> TrainingState:
         """See `base.TrainingEngine`: here the parts that this rank steps."""

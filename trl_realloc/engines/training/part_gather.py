@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -62,7 +61,7 @@ class PartGather:
         parts = {name: local(parameter.data).to(mesh.device) for name, parameter in own.items()}
         if not mesh.is_leader:
             if sum(part.numel() for part in parts.values()):
-                self._exchange(dist.isend, torch.cat([part.reshape(-1) for part in parts.values()]), mesh.ranks[0])
+                mesh.send(torch.cat([part.reshape(-1) for part in parts.values()]), 0)
             return {}
         dtype = self.specs[names[0]].dtype
         full = {
@@ -80,17 +79,11 @@ class PartGather:
             if not sum(sizes):
                 continue
             received = torch.empty(sum(sizes), dtype=dtype, device=mesh.device)
-            self._exchange(dist.irecv, received, mesh.ranks[index])
+            mesh.receive(received, index)
             for (name, box), part in zip(boxes.items(), received.split(sizes), strict=True):
                 target = _at(full[name], box)
                 target.copy_(part.view(target.shape))
         return full
-
-    def _exchange(self, kind: Callable[..., object], tensor: Tensor, peer: int) -> None:
-        """Send or receive one tensor. As a batch, which NCCL sends over the mesh's communicator; for a single message
-        it would create one more for the pair of ranks."""
-        for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self.groups.mesh.group)]):
-            work.wait()
 
     def _box(self, index: int, name: str) -> Box:
         """The part of a parameter that the rank with this index in the mesh contributes."""

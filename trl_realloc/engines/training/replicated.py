@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, GROUP, Bucket, Rate
 from ..mesh_group import MeshGroup
+from ..parameter_pieces import Piece
 from ..training_state import (
     MASTER,
     StateSpecs,
@@ -36,7 +37,7 @@ from ..training_state import (
 from .master_weights import MasterWeights
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
-from .weight_export import buckets, check_names, specs_of
+from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill
 
 
@@ -157,6 +158,9 @@ class ReplicatedEngine:
         self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
     ) -> Iterator[Bucket]:
         return buckets(self.head.model, None, bucket_bytes, merged=merged, names=names)
+
+    def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
+        return whole_pieces(self.export(piece_bytes, merged=False, names=names))
 
     def parts(self) -> Parts:
         """See `base.ScoringEngine.parts`: here full parameters."""

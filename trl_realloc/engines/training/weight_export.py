@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..base import BUCKET_BYTES, Bucket, EngineError
 from ..buckets import in_buckets
+from ..parameter_pieces import Piece
 from ..training_state import TensorSpec
 from ..transformers_compat import form_in_checkpoint
 from .deepspeed_compat import full_numel, full_shape
@@ -61,6 +62,12 @@ def buckets(
     for bucket in in_buckets(weights, lambda weight: _full_bytes(weight.sources[0]), bucket_bytes):
         with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
             yield rename([(weight.name, weight.compute()) for weight in bucket])
+
+
+def whole_pieces(exported: Iterator[Bucket]) -> Iterator[list[Piece]]:
+    """What an engine's `export` gives, as pieces: each a whole tensor."""
+    for bucket in exported:
+        yield [Piece(name, 0, tensor.reshape(-1)) for name, tensor in bucket]
 
 
 def checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:

@@ -21,6 +21,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, Rate
 from ..mesh_group import MeshGroup
+from ..parameter_pieces import Piece
 from ..torch_compat import extensions_folder
 from ..training_state import (
     MASTER,
@@ -37,9 +38,9 @@ from .compiled_ops import clear_stale_locks, compiles
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
-from .weight_export import buckets, check_names, specs_of
+from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
-from .zero_partition import partition_of, partition_unread
+from .zero_partition import has_plain_partitions, partition_of, partition_pieces, partition_unread
 from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype
 
 
@@ -75,6 +76,7 @@ class ZeroEngine:
         self.head, self.group, self.device, self.stage = head, group, device, stage
         self.frozen = make_optimizer is None
         settings = deepspeed_config(stage, config, max_grad_norm, trains=not self.frozen)
+        self._sends_partitions = stage == 3 and has_plain_partitions(settings)
         self.compute_dtype = None if parameter_dtype(settings) else compute_dtype
         self._linear = partial(compat.memory_efficient_linear, stage, settings)
         if self.frozen:
@@ -156,6 +158,14 @@ class ZeroEngine:
         self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
     ) -> Iterator[Bucket]:
         return buckets(self.head.model, self._gather, bucket_bytes, merged=merged, names=names)
+
+    def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
+        """See `base.TrainingEngine`. In stage 3 every rank sends its partitions to the first. A gather would make each
+        parameter whole on every rank, and a second time inside the all-gather of a backend such as gloo."""
+        if not self._sends_partitions:
+            return whole_pieces(self.export(piece_bytes, merged=False, names=names))
+        chosen = [(name, p) for name, p in self.head.model.named_parameters() if names is None or name in names]
+        return partition_pieces(chosen, self.group, piece_bytes)
 
     def parts(self) -> Parts:
         """See `base.ScoringEngine.parts`. In stage 3 a rank has a contiguous range of every flattened parameter, which

@@ -1,5 +1,5 @@
 """Partitions a model on the meta device as DeepSpeed's stage 3 does, one parameter at a time, and reads only this
-rank's partition of each.
+rank's partition of each; sends the partitions to the mesh's first rank, piece by piece.
 
 DeepSpeed itself partitions models that are in memory (`deepspeed.initialize`). The layout of its partitions is in
 `realloc/layout` (`zero3_layout`).
@@ -7,16 +7,19 @@ DeepSpeed itself partitions models that are in memory (`deepspeed.initialize`). 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...realloc.layout import Box, whole
+from ..buckets import in_buckets
 from ..mesh_group import MeshGroup
+from ..parameter_pieces import Piece
 from ..training_state import flat_cells
-from .deepspeed_compat import Partitioner, full_shape, partition
+from .deepspeed_compat import Partitioner, full_numel, full_shape, partition
 from .weight_source import reading, source_of, to_device
 from .zero_setup import Topology, cast_parameters, parameter_dtype
 
@@ -41,12 +44,12 @@ def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: To
         for item in parameters:
             shape = item.parameter.shape
             memory = torch.empty(shape, dtype=item.parameter.dtype, device=device)
-            if not _has_plain_partitions(settings):
+            if not has_plain_partitions(settings):
                 read(item.name, whole(shape), memory)
             parameter = item.replace(memory)
             del memory
             partitioner.partition(parameter)
-            if _has_plain_partitions(settings):
+            if has_plain_partitions(settings):
                 for box, cell in partition_of(parameter, group):
                     read(item.name, box, cell)
 
@@ -57,7 +60,66 @@ def partition_of(parameter: Any, group: MeshGroup) -> list[tuple[Box, Tensor]]:
     return flat_cells(full_shape(parameter), group.index * flat.numel(), flat)
 
 
-def _has_plain_partitions(settings: Mapping[str, Any]) -> bool:
+def partition_pieces(
+    parameters: Sequence[tuple[str, nn.Parameter]], group: MeshGroup, piece_bytes: int
+) -> Iterator[list[Piece]]:
+    """Partitioned parameters in pieces on the mesh's first rank, nothing elsewhere. Each other rank sends its part of
+    parameters of `piece_bytes` together, or its part of one larger parameter in messages of at most that size. Beyond
+    its partitions no rank has more than two messages: the one that is written, and the next. Collective over the mesh.
+
+    Args:
+        parameters: with their names, the same on every rank.
+    """
+    group.barrier()  # connects the group: NCCL does so in its first operation, which all of its ranks must take part in
+    size_of = {name: full_numel(p) * p.element_size() for name, p in parameters}
+    for bucket in in_buckets(parameters, lambda item: size_of[item[0]], piece_bytes, lambda item: item[1].dtype):
+        for owner in range(group.size):
+            ranges = [part for name, p in bucket for part in _ranges(name, p, owner, piece_bytes)]
+            for message in in_buckets(ranges, lambda part: part.bytes, piece_bytes):
+                if owner == group.index:
+                    own = [partition(part.parameter)[part.low : part.high] for part in message]
+                    if group.is_leader:
+                        yield [part.piece(values) for part, values in zip(message, own, strict=True)]
+                    else:
+                        group.send(torch.cat(own) if len(own) > 1 else own[0], 0)
+                    del own
+                elif group.is_leader:
+                    sizes = [part.high - part.low for part in message]
+                    received = torch.empty(sum(sizes), dtype=message[0].parameter.dtype, device=group.device)
+                    group.receive(received, owner)
+                    yield [part.piece(v) for part, v in zip(message, received.split(sizes), strict=True)]
+                    del received
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Elements `low` to `high` of a rank's partition of a parameter, of which `start` is the first in the parameter."""
+
+    name: str
+    parameter: Any
+    start: int
+    low: int
+    high: int
+
+    @property
+    def bytes(self) -> int:
+        return (self.high - self.low) * int(self.parameter.element_size())
+
+    def piece(self, values: Tensor) -> Piece:
+        return Piece(self.name, self.start, values)
+
+
+def _ranges(name: str, parameter: Any, owner: int, piece_bytes: int) -> Iterator[_Range]:
+    """A rank's partition in ranges of at most `piece_bytes`, without the padding at the parameter's end."""
+    length = partition(parameter).numel()  # the same on every rank
+    first = owner * length
+    step = max(1, piece_bytes // parameter.element_size())
+    held = max(0, min(length, full_numel(parameter) - first))
+    for low in range(0, held, step):
+        yield _Range(name, parameter, first + low, low, min(held, low + step))
+
+
+def has_plain_partitions(settings: Mapping[str, Any]) -> bool:
     """Whether a partition is a flat tensor of the parameter's values that stays in memory. Otherwise (NVMe offload,
     quantized weights, secondary partitions) DeepSpeed must make it of the whole parameter."""
     zero = settings["zero_optimization"]
@@ -66,4 +128,4 @@ def _has_plain_partitions(settings: Mapping[str, Any]) -> bool:
     return not (swaps or quantizes or zero.get("zero_hpz_partition_size", 1) > 1)
 
 
-__all__ = ["partition_of", "partition_unread"]
+__all__ = ["has_plain_partitions", "partition_of", "partition_pieces", "partition_unread"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers.utils import logging
 from ...engines.base import TrainingEngine
 from ...engines.mesh_group import MeshGroup
 from ...engines.models import has_adapters, persistent_buffers
+from ...engines.parameter_pieces import Assembly
 from ...engines.training.weight_export import checkpoint_names
 from ...engines.training_state import TensorSpec
 from ...engines.transformers_compat import created_whole, loaded_adapters, names_not_saved
@@ -32,7 +34,7 @@ from .weight_files import WeightFiles
 from .write_errors import WriteErrors, need_room
 
 
-BUCKET_BYTES = 64 << 20  # of the parameters that the first rank has in full at a time
+BUCKET_BYTES = 64 << 20  # of the parameters that the first rank has from others at a time
 FOLDERS = {Role.ACTOR: "", Role.CRITIC: VALUE_FOLDER}
 
 
@@ -69,7 +71,7 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
     """
     model: Any = _of_all_stages(engine) if group.is_leader else engine.head.model
     names = _adapter_names(engine, group, model) if has_adapters(model) else None
-    stream = engine.export(BUCKET_BYTES, merged=False, names=names)
+    stream = engine.pieces(BUCKET_BYTES, names)
     if not group.is_leader:
         for _ in stream:
             pass
@@ -81,7 +83,10 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
         folder.mkdir(parents=True, exist_ok=True)
         need_room(folder, needed)
         if names is not None or loaded_adapters(model):  # adapters of Transformers' own
-            state = {name: tensor.cpu().clone() for bucket in stream for name, tensor in bucket}
+            assembly, state = Assembly(engine.parameter_specs), dict[str, Tensor]()
+            for piece in itertools.chain.from_iterable(stream):
+                if (tensor := assembly.add(piece)) is not None:
+                    state[piece.name] = tensor.cpu().clone()
             model.save_pretrained(folder, state_dict=_with_other_names(model, state))
         else:
             model.save_pretrained(folder, state_dict={})  # everything but the weights
@@ -90,8 +95,9 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
                 specs.pop(name, None)
             files = WeightFiles(folder, specs, partial(checkpoint_names, model), **options)
             files.write({name: buffer for name, buffer in buffers.items() if name in specs})
-            for bucket in stream:
-                files.write({name: tensor for name, tensor in bucket if name in specs})
+            for piece in itertools.chain.from_iterable(stream):
+                if piece.name in specs:
+                    files.write_piece(piece)
             files.finish()
     for _ in stream:  # after an error: the other ranks wait for this one until the export ends
         pass

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ...engines.parameter_pieces import Assembly, Piece
 from ...engines.training_state import TensorSpec
 
 
@@ -57,6 +58,9 @@ class WeightFiles:
         stored = dict(convert(list(meta.items())))
         self._groups = _groups(meta, stored, convert)
         self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._assembly = Assembly(specs)
+        self._renamed = _renamed(meta, self._groups, convert)
+        self._missing = {name: math.prod(specs[name].shape) for name in self._renamed}  # elements not yet written
         pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
         split = split_torch_state_dict_into_shards(stored, filename_pattern=pattern, max_shard_size=max_shard_size)
         self._places: dict[str, tuple[Path, int]] = {}  # by the checkpoint's name, with the first byte in the file
@@ -113,15 +117,51 @@ class WeightFiles:
             spec = self._specs[name]
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 raise OSError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {spec.shape} {spec.dtype}")
-            path, start = self._places.pop(name)
-            with path.open("r+b") as file:
-                file.seek(start)
-                file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            _store(*self._places.pop(name), tensor)
+
+    def write_piece(self, piece: Piece) -> None:
+        """Write a range of a parameter. Of one that the checkpoint has as the module does it goes to its place at once;
+        pieces of others are put together first.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        stored = self._renamed.get(piece.name)
+        if stored is None:
+            tensor = self._assembly.add(piece)
+            if tensor is not None:
+                self.write({piece.name: tensor})
+            return
+        dtype = self._specs[stored].dtype
+        if piece.values.dtype != dtype:
+            raise OSError(f"{stored} is {piece.values.dtype}, not {dtype}")
+        path, start = self._places[stored]
+        _store(path, start + piece.start * dtype.itemsize, piece.values)
+        self._missing[piece.name] -= piece.values.numel()
+        if not self._missing[piece.name]:
+            del self._places[stored]
 
     def finish(self) -> None:
         """Raises `OSError` if a tensor has not been written."""
         if self._places:
             raise OSError(f"{next(iter(self._places))} and {len(self._places) - 1} more tensors did not arrive")
+
+
+def _store(path: Path, start: int, tensor: Tensor) -> None:
+    """Overwrite the bytes of a file from `start` on."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _renamed(meta: Mapping[str, Tensor], groups: Mapping[str, list[str]], convert: Convert) -> dict[str, str]:
+    """Of the module's tensors that the checkpoint has unchanged, the names there."""
+    names: dict[str, str] = {}
+    for name, tensor in meta.items():
+        made = list(dict(convert([(name, tensor)])).items()) if groups[name] == [name] else []
+        if len(made) == 1 and made[0][1] is tensor:
+            names[name] = made[0][0]
+    return names
 
 
 def _groups(meta: Mapping[str, Tensor], stored: Mapping[str, Tensor], convert: Convert) -> dict[str, list[str]]:
