@@ -18,6 +18,7 @@ from ..algorithms.rewards import RewardError
 from ..algorithms.rollout import Rollouts
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span
+from .failures.alarm import JobFailed
 from .failures.watchdog_client import HOST
 from .messages import GlooMessages, Messages, spread
 from .routes import RESULTS, receivers, replica_ranks, sources
@@ -72,6 +73,10 @@ class CallsFailed(RuntimeError):
     def __init__(self, failures: Failures) -> None:
         super().__init__("; ".join(map(str, failures)))
         self.failures = failures
+
+    def of_job(self) -> JobFailed:
+        """What every rank raises for it."""
+        return JobFailed(str(self), is_unharmed=all(failure.is_unharmed for failure in self.failures))
 
 
 @dataclass(frozen=True)

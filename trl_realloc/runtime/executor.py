@@ -308,7 +308,7 @@ class Executor:
                 outcome = {name: output.samples for name, output in collected.items()}
                 self._performed += [span for output in collected.values() for span in output.spans]
             except CallsFailed as failed:
-                outcome = JobFailed(str(failed), is_unharmed=all(f.is_unharmed for f in failed.failures))
+                outcome = failed.of_job()
         outputs: Mapping[str, Rollouts] = self._from_results(outcome)
         return outputs
 

@@ -74,7 +74,7 @@ class HostAhead:
             try:
                 outcome = current.running.inputs.collect(batches.generate.name)
             except CallsFailed as failed:
-                outcome = JobFailed(str(failed))
+                outcome = failed.of_job()
         self.alarm.at(f"waiting for the samples of generation {number + 1}")
         outcome = self.exchange.spread(outcome)
         if isinstance(outcome, JobFailed):

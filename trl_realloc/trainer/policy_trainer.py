@@ -141,8 +141,16 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
 
     @property
     def plan(self) -> ExecutionPlan:
-        """The execution plan that this run follows."""
-        return self.setup.plan
+        """The execution plan that this run follows.
+
+        Raises:
+            ConfigError: there is none, because Accelerate trains and TRL generates.
+        """
+        if not self.trains_by_accelerate:
+            return self.setup.plan
+        if not isinstance(getattr(self, "vllm_generation", None), PlannedGeneration):
+            raise ConfigError("Accelerate trains this run and TRL generates, so it has no plan.")
+        return self.vllm_generation.plan  # type: ignore[no-any-return]
 
     def _place(self) -> None:
         """Make the process groups and the executor of the plan. `_start` makes the engines."""
