@@ -26,6 +26,8 @@ def main() -> None:
         "size": [dist.get_world_size(), state.num_processes],
     }
     Path(sys.argv[-1], f"{os.environ['RANK']}.json").write_text(json.dumps(known))
+    # a rank that is connected may end before the other sees it, which then sees a connection that was lost
+    dist.barrier()
     dist.destroy_process_group()
 
 
