@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / place) for place in ("trainer", "multiprocess", "hosts"))]
 
 import result_file  # noqa: E402
+import shared_memory  # noqa: E402
 from faults_table import CAUSES, PLANS, Row, rows  # noqa: E402
 
 
@@ -131,19 +132,9 @@ class Job:
         return self.log.read_text(errors="replace")
 
 
-def _is_mapped(path: str) -> bool:
-    """Whether a living process has the file in its memory."""
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if path in Path("/proc", entry, "maps").read_text():
-                return True
-    return False
-
-
 def leftovers(job: Job, shared_before: set[str]) -> list[str]:
     """Shared memory, temporary files, locks and ports that a job left."""
-    new = sorted(f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared_before)
-    left = [path for path in new if not _is_mapped(path)]  # nothing of this job runs, so another job uses those
+    left = [f"/dev/shm/{name}" for name in shared_memory.left(shared_before)]
     left += [str(path.relative_to(job.tmp)) for path in sorted(job.tmp.iterdir())]
     extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     left += [str(path) for path in extensions.rglob("lock")] if extensions.is_dir() else []
@@ -213,7 +204,7 @@ def run(row: Row, work: Path, reference: Path | None) -> Row:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
         out.mkdir()
     try:
-        shared = set(os.listdir("/dev/shm"))
+        shared = shared_memory.names()
         job = Job(folder, row, out, fault=True)
         at = job.await_fault()
         if at is not None and row.fault == "disk-readonly":

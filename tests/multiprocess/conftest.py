@@ -37,9 +37,9 @@ def slowness() -> float:
 
 
 class Job:
-    """One launch of a script in `accelerate launch` (or alone, with one process; or in `torchrun`, which starts it
-    again so many times; or by `servers`). All of it is marked by an environment variable, by which whatever it left
-    running is found, but for ranks of servers: these are found by their pids."""
+    """One launch of a script in `accelerate launch`, or alone, with one process; or in `torchrun`, which starts it
+    again so many times (`restarts`); or by `servers`, with `grace_s` of `Ranks`. All of it is marked by an environment
+    variable, by which whatever it left running is found, but for ranks of servers: these are found by their pids."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Job:
         config: Path | None,
         restarts: int = 0,
         servers: RankServers | None = None,
+        grace_s: float = 0.0,
     ) -> None:
         self.folder, self.mark = folder, f"{folder}"
         # what is not about the planner runs under a preset: measuring takes a while, and chooses what it likes
@@ -66,7 +67,7 @@ class Job:
         if servers is not None:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if processes > 1 else {}
             log = Path(self.log.name)
-            self.process = servers.launch(HERE / script, processes, arguments, log, **environment)
+            self.process = servers.launch(HERE / script, processes, arguments, log, grace_s, **environment)
             return
         command = [sys.executable]
         if restarts:
@@ -131,7 +132,8 @@ def servers() -> Iterator[RankServers]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start a script of this folder on so many ranks by a launcher; ended with the test, however that ends."""
+    """Start a script of this folder on so many ranks by a launcher, or by `servers` (with `grace_s` of `Ranks`); ended
+    with the test, however that ends."""
     jobs = []
 
     def launch(
@@ -142,10 +144,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         config: Path | None = None,
         restarts: int = 0,
         servers: RankServers | None = None,
+        grace_s: float = 0.0,
     ) -> Job:
         folder = tmp_path / name
         folder.mkdir()
-        jobs.append(Job(folder, script, processes, options, config, restarts, servers))
+        jobs.append(Job(folder, script, processes, options, config, restarts, servers, grace_s))
         return jobs[-1]
 
     yield launch

@@ -84,8 +84,16 @@ class RankServers:
     def __init__(self) -> None:
         self.servers = (RankServer(), RankServer())
 
-    def launch(self, script: Path, processes: int, arguments: Sequence[str], log: Path, **environment: str) -> Ranks:
-        """Start `script` on so many ranks; alone, one has no variables of a launcher."""
+    def launch(
+        self,
+        script: Path,
+        processes: int,
+        arguments: Sequence[str],
+        log: Path,
+        grace_s: float = 0.0,
+        **environment: str,
+    ) -> Ranks:
+        """Start `script` on so many ranks; alone, one has no variables of a launcher. `grace_s`: see `Ranks`."""
         for server in self.servers[:processes]:
             server.begin()
         members = []
@@ -94,7 +102,7 @@ class RankServers:
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             variables = {name: str(value) for name, value in names.items()} if processes > 1 else {}
             members.append((server, server.fork(script, arguments, {**environment, **variables}, log)))
-        return Ranks(members)
+        return Ranks(members, grace_s)
 
     def close(self) -> None:
         for server in self.servers:
@@ -102,10 +110,15 @@ class RankServers:
 
 
 class Ranks:
-    """As `subprocess.Popen`, of all ranks of a launch together: one that fails ends the others."""
+    """As `subprocess.Popen`, of all ranks of a launch together: one that fails ends the others.
 
-    def __init__(self, members: Sequence[tuple[RankServer, int]]) -> None:
-        self.members = members
+    Args:
+        grace_s: that the others have to end by themselves, from when the first failure was seen.
+    """
+
+    def __init__(self, members: Sequence[tuple[RankServer, int]], grace_s: float = 0.0) -> None:
+        self.members, self.grace_s = members, grace_s
+        self._end_at: float | None = None
 
     def poll(self) -> int | None:
         """The first exit status that is not 0, or 0 if all have ended well; `None` while one runs."""
@@ -113,10 +126,12 @@ class Ranks:
             server.replies(0)
         codes = [server.codes.get(pid) for server, pid in self.members]
         failed = [code for code in codes if code]
-        if failed:
-            self.kill()
-            return failed[0]
-        return None if None in codes else 0
+        if failed and self._end_at is None:
+            self._end_at = time.monotonic() + self.grace_s
+        if None in codes and (self._end_at is None or time.monotonic() < self._end_at):
+            return None
+        self.kill()
+        return failed[0] if failed else 0
 
     def wait(self, timeout_s: float | None = None) -> int:
         end = None if timeout_s is None else time.monotonic() + timeout_s

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import shared_memory
 from limits import patience
+from ranks import RankServers
 from test_streamed import CONFIG, MIGRATION, TWO_ENGINES
 
 
@@ -31,10 +32,13 @@ LONG: dict[str, Any] = {
 }
 REPORTED_WITHIN_S = 30.0  # every rank says why
 GONE_WITHIN_S = 20.0  # and then nothing is left
+GRACE_S = 60.0  # in which a rank ends by itself after another has failed, where a test looks at how it ends
 
 
-def test_a_reward_that_fails_on_one_rank_fails_on_all_and_nothing_is_trained(start: Callable[..., Any]) -> None:
-    job = start("train.py", 2, {"fails_on_rank": 1})
+def test_a_reward_that_fails_on_one_rank_fails_on_all_and_nothing_is_trained(
+    start: Callable[..., Any], servers: RankServers
+) -> None:
+    job = start("train.py", 2, {"fails_on_rank": 1}, servers=servers, grace_s=GRACE_S)
     begun = time.monotonic()
     assert job.wait(90) != 0
     sentence = f"reward.forward failed on rank 1 (host {socket.gethostname()}): reward function '<lambda>' returned nan"

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import RankServers
 from safetensors.torch import load_file
+from test_failure import GRACE_S
 from test_plans import CALLS, plan, split
 from test_training import STEPS, close, log
 
@@ -143,9 +145,11 @@ def test_fused_training_beside_a_staleness_trains_every_batch(run: Callable[...,
     assert max(row["staleness/oldest"] for row in updates) <= 1
 
 
-def test_a_reward_that_fails_before_fused_training_leaves_the_roles_as_they_were(start: Callable[..., Any]) -> None:
+def test_a_reward_that_fails_before_fused_training_leaves_the_roles_as_they_were(
+    start: Callable[..., Any], servers: RankServers
+) -> None:
     # the first rank of a pipeline calls the reward functions
-    job = start("train.py", 2, {"fails_on_rank": 0, "plan": PLANS[2]["fused"]})
+    job = start("train.py", 2, {"fails_on_rank": 0, "plan": PLANS[2]["fused"]}, servers=servers, grace_s=GRACE_S)
     assert job.wait(90) != 0
     sentence = f"reward.forward failed on rank 0 (host {socket.gethostname()}): reward function '<lambda>' returned nan"
     assert job.text().count(f"JobFailed: {sentence}") == 2, job.text()[-3000:]

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import RankServers
+from test_failure import GRACE_S
 from test_zero import LAUNCHED
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
@@ -53,9 +55,11 @@ def test_under_zero_3_every_engine_gets_the_gathered_weights(run: Callable[..., 
     check_trained(found, caller=1)
 
 
-def test_a_dead_engine_ends_the_job_on_all_ranks_with_its_cause(start: Callable[..., Any]) -> None:
+def test_a_dead_engine_ends_the_job_on_all_ranks_with_its_cause(
+    start: Callable[..., Any], servers: RankServers
+) -> None:
     options = {"plan": None, "caller": 0, "use_cpu": True, "killed": 1}
-    job = start("plugged.py", 2, options)
+    job = start("plugged.py", 2, options, servers=servers, grace_s=GRACE_S)
     assert job.wait(400) != 0
     for of_rank in results(job.folder):
         assert "engine 1 (rank 1)" in of_rank["failure"] and "SIGKILL" in of_rank["failure"]

@@ -19,11 +19,13 @@ from trl_realloc.engines.child_process import session_members
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 
-def launch(servers: RankServers, folder: Path, code: str, processes: int, **variables: str) -> Ranks:
+def launch(
+    servers: RankServers, folder: Path, code: str, processes: int, grace_s: float = 0.0, **variables: str
+) -> Ranks:
     (folder / "script.py").write_text(textwrap.dedent(code))
     (folder / "log.txt").touch()
     environment = {**os.environ, **variables}
-    return servers.launch(folder / "script.py", processes, [str(folder)], folder / "log.txt", **environment)
+    return servers.launch(folder / "script.py", processes, [str(folder)], folder / "log.txt", grace_s, **environment)
 
 
 def test_each_rank_is_a_process_with_its_own_session_variables_and_random_numbers(
@@ -74,6 +76,20 @@ def test_a_rank_that_fails_ends_the_others_after_what_it_does_at_its_exit(
     log = (tmp_path / "log.txt").read_text()
     assert ("at the exit" in log) == (status > 0)
     assert ("ValueError: no" in log) == (status == 1)
+
+
+def test_a_rank_that_is_given_time_ends_by_itself_after_the_failure_of_another(
+    servers: RankServers, tmp_path: Path
+) -> None:
+    code = """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            sys.exit(7)
+        time.sleep(1)
+        print("ended by itself")
+    """
+    assert launch(servers, tmp_path, code, 2, grace_s=60.0).wait(patience(60)) == 7
+    assert "ended by itself" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_killed_job_leaves_no_process_of_its_ranks(servers: RankServers, tmp_path: Path) -> None:
