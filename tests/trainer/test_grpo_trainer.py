@@ -146,11 +146,14 @@ def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
     assert "Accelerate trains, because the model has dropout 0.1" in said[0]
     with pytest.raises(ConfigError, match="TRL generates, so it has no plan"):
         made.plan  # noqa: B018
-    with pytest.raises(ConfigError, match="dropout 0.1, .* It generates nothing ahead: set max_staleness to 0"):
-        GRPOTrainer(policy(attention_dropout=0.1), distinct, settings(tmp_path, max_staleness=1), PROMPTS)
     made.train()
     made.close()
     assert made.state.global_step == 2
+
+
+def test_what_accelerate_trains_generates_nothing_ahead(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dropout 0.1, .* It generates nothing ahead: set max_staleness to 0"):
+        GRPOTrainer(policy(attention_dropout=0.1), distinct, settings(tmp_path, max_staleness=1), PROMPTS)
 
 
 def test_a_quantization_config_leaves_the_training_to_accelerate() -> None:
