@@ -52,7 +52,8 @@ def simulate_streams(
     """An iteration of a plan that has streams.
 
     Args:
-        seconds: of each call that does not stream, on its mesh.
+        seconds: of each call that does not stream, on its mesh; and of a streamed call that has further passes over the
+            batch after the streams.
         moves: seconds of each reallocation, by the call that receives the parameters.
 
     Raises:
@@ -78,7 +79,7 @@ class _Simulation:
         assert streams is not None, "a plan with streams"
         self.dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
         tasks = tasks_of(plan, {**seconds, **dict.fromkeys(plan.streamed, 0.0)}, moves)
-        again = [Task(name, (plan.mesh(name),), prices.again(name, seconds[name])) for name in plan.streamed]
+        again = [Task(name, (plan.mesh(name),), prices.again(name, seconds.get(name, 0.0))) for name in plan.streamed]
         self.rest = [task for task in again if task.seconds]
         self.rest += [task for task in tasks if not _calls(task) & set(plan.streamed)]
         self.refreshes = [task for task in tasks if task.moves and _calls(task) & set(plan.streamed)]
