@@ -25,6 +25,7 @@ import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
+from skewed import Skewed
 
 
 def main() -> None:
@@ -35,19 +36,25 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3, help="the same of whole iterations")
     parser.add_argument("--simulated", action="store_true", help="the planner's simulation of other clusters alone")
     parser.add_argument("--runs", type=Path, help="folder for the figures and spans of every run")
+    parser.add_argument("--hidden", type=int, default=Skewed.hidden, help="hidden size of the models")
+    parser.add_argument("--prompt", type=int, default=Skewed.prompt, help="tokens of a prompt")
     options = parser.parse_args()
+    skewed = Skewed(hidden=options.hidden, prompt=options.prompt)
     console, jobs = Console(), []
     if options.simulated:
         fusion_simulated.simulate(options.json, console)
         return
     for processes in options.processes:
-        jobs.append(fusion_measured.measure(processes, options.repeats, options.iterations, options.runs))
+        jobs.append(fusion_measured.measure(processes, skewed, options.repeats, options.iterations, options.runs))
         show(jobs[-1], console)
     result = {
         "rows": [row for job in jobs for row in job["rows"]],
         "iterations": [row for job in jobs for row in job["iterations"]],
         "migration": jobs[0]["migration"],
-        "jobs": [{key: job[key] for key in ("processes", "lengths", "migration")} for job in jobs],
+        "jobs": [
+            {key: job[key] for key in ("processes", "sizes", "lengths", "slowdown", "most", "migration")}
+            for job in jobs
+        ],
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
         "torch": torch.__version__,
         "commit": result_file.commit(),
@@ -86,6 +93,8 @@ def show(job: dict[str, Any], console: Console) -> None:
     serial = job["rows"][0]
     scoring = serial["seconds"] - serial["generate_s"]
     console.print(f"serial: scoring takes {scoring / serial['generate_s']:.0%} of the time that generation takes")
+    console.print(f"an engine decodes {job['slowdown']:.2f} times as long while the other ranks score")
+    console.print(f"streams could gain {job['most']:.2f}x at most if no device ever waited and nothing took longer")
     console.print(f"migration: {migration}")
 
 

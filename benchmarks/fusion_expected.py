@@ -1,6 +1,7 @@
 """What the planner's simulation says of the runs of `fusion_measured`, from unit times fitted to the serial runs alone:
 seconds of a decode step by its batch, and of a forward by its tokens. So the serial seconds are fitted, those of the
-other modes are not. The simulation gets the lengths that each run's responses had.
+other modes are not. How much devices slow each other down is measured apart (`Rank.slowdown`). The simulation gets the
+lengths that each run's responses had.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from scipy.optimize import nnls
 
 from trl_realloc.plan.dataflow import CallKind
 from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.planner.activities import Activities
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import DEVICES
+from trl_realloc.planner.hardware import DEVICES, Sharing
 from trl_realloc.planner.stream import Stream, replicas_of, stream_of
 from trl_realloc.planner.stream_cost import StreamPrices
 from trl_realloc.planner.stream_simulation import simulate_streams
@@ -30,7 +32,7 @@ GENERATE = "actor.generate"
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds, fitted to serial runs.
+    """Seconds while no other device computes, fitted to serial runs.
 
     Args:
         start: from an engine's prompts to its first decode step.
@@ -44,22 +46,33 @@ class UnitTimes:
     token: Mapping[str, float]
 
     @staticmethod
-    def of(serial: Sequence[Mapping[str, Any]], plan: ExecutionPlan, prompt: int) -> UnitTimes:
+    def of(serial: Sequence[Mapping[str, Any]], plan: ExecutionPlan, prompt: int, sharing: Sharing) -> UnitTimes:
         engines = len(replicas_of(plan, GENERATE))
         rows, seconds, tokens = [], [], defaultdict[str, list[float]](list)
         for run in serial:
             lengths = [len(response) for response in run["responses"]]
+            ends = [end for call, _, _, end in run["spans"] if call == GENERATE]
             for call, device, start, end in run["spans"]:
                 if call == GENERATE:
                     drawn = lengths[device::engines]
                     rows.append((1.0, max(drawn), sum(drawn)))
-                    seconds.append(end - start)
-                else:  # the samples are balanced by their tokens
-                    tokens[call].append((end - start) / (sum(lengths) + prompt * len(lengths)) * engines)
+                    seconds.append(_alone(start, end, ends, sharing))
+                else:  # the samples are balanced by their tokens, and all devices score at once
+                    alone = (end - start) / sharing.slowdown(plan.cluster.size)
+                    tokens[call].append(alone / (sum(lengths) + prompt * len(lengths)) * engines)
         (start_s, step, sample), _ = nnls(np.array(rows), np.array(seconds))
         return UnitTimes(
             float(start_s), float(step), float(sample), {call: median(each) for call, each in tokens.items()}
         )
+
+
+def _alone(start: float, end: float, ends: Sequence[float], sharing: Sharing) -> float:
+    """Seconds that an engine would have taken alone from `start` to `end`, if all engines started together."""
+    seconds, at = 0.0, start
+    for until in sorted(other for other in ends if other <= end):
+        seconds += max(0.0, until - at) / sharing.slowdown(sum(other >= until for other in ends))
+        at = max(at, until)
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,12 @@ class FittedPrices(StreamPrices):
 
 
 def simulated(
-    plans: Mapping[str, ExecutionPlan], runs: Sequence[Mapping[str, Any]], *, prompt: int, budget: int
+    plans: Mapping[str, ExecutionPlan],
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    prompt: int,
+    budget: int,
+    slowdown: float,
 ) -> dict[str, list[float]]:
     """By mode, the expected seconds of generation and scoring of each batch, in the order of the batches.
 
@@ -116,29 +134,34 @@ def simulated(
         runs: the figures of the runs of generation and scoring.
         prompt: tokens of every prompt.
         budget: most tokens of a forward.
+        slowdown: the factor by which a device is slower while all others compute.
     """
+    sharing = Sharing(((plans["serial"].cluster.size, max(1.0, slowdown)),))
     serial = sorted((run for run in runs if run["mode"] == "serial"), key=lambda run: run["repeat"])
-    times = UnitTimes.of(serial, plans["serial"], prompt)
+    times = UnitTimes.of(serial, plans["serial"], prompt, sharing)
     expected: dict[str, list[float]] = {}
     for mode, plan in plans.items():
         expected[mode] = []
         for run in serial:
             lengths = [len(response) for response in run["responses"]]
             if plan.streams is None:
-                expected[mode].append(_serial(times, plan, lengths, prompt))
+                expected[mode].append(_serial(times, plan, lengths, prompt, sharing))
                 continue
-            pricing = Pricing(
-                plan.cluster, Workload(len(lengths), prompt, tuple(lengths)), AnalyticRates(DEVICES["h100"])
-            )
+            rates = AnalyticRates(DEVICES["h100"], sharing)
+            pricing = Pricing(plan.cluster, Workload(len(lengths), prompt, tuple(lengths)), rates)
             prices = FittedPrices(plan, {}, pricing, times=times, known=lengths, prompt=prompt, budget=budget)
             rest = {name: 0.0 for name in plan.order if name not in plan.streamed}
             expected[mode].append(simulate_streams(prices, rest, {}).streaming)
     return expected
 
 
-def _serial(times: UnitTimes, plan: ExecutionPlan, lengths: Sequence[int], prompt: int) -> float:
+def _serial(times: UnitTimes, plan: ExecutionPlan, lengths: Sequence[int], prompt: int, sharing: Sharing) -> float:
     engines = len(replicas_of(plan, GENERATE))
-    shares = [lengths[engine::engines] for engine in range(engines)]
-    generation = max(times.start + times.step * max(drawn) + times.sample * sum(drawn) for drawn in shares)
+    generating = Activities[int](sharing)
+    for engine in range(engines):
+        drawn = lengths[engine::engines]
+        generating.start(times.start + times.step * max(drawn) + times.sample * sum(drawn), {0: 1}, engine)
+    while generating:
+        generating.next()
     tokens = sum(lengths) + prompt * len(lengths)
-    return generation + sum(times.token.values()) * tokens / engines
+    return generating.now + sum(times.token.values()) * tokens / engines * sharing.slowdown(plan.cluster.size)

@@ -1,7 +1,8 @@
 """Measured part of `fusion`: generation and scoring with real vLLM engines, serial, streamed and migrated.
 
 `measure` starts the processes; this file is also their program. All modes run in one job, on the same engines, models
-and prompts. They differ in the plan's `streams` alone. The table and the command are in `fusion`.
+and prompts. They differ in the plan's `streams` alone. A run that other processes of the machine have disturbed is
+repeated (`disturbance`). The table and the command are in `fusion`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from disturbance import Disturbance, is_disturbed
 from skewed import Skewed, tokenizer
 
 
@@ -27,9 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 PER_ENGINE = 48  # samples of an engine
-SKEWED = Skewed()
+ATTEMPTS = 4  # most runs of a mode on a batch; the least disturbed one counts
 THRESHOLD = 0.2  # of the batch; the survivors move when fewer are unfinished
 MODES = ("serial", "streamed", "migrated")
+TRIALS, TRIAL_TOKENS, TRIAL_S = 5, 256, 1.0  # of the slowdown: repeats, tokens that are decoded, seconds of scoring
 STAGE = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
 
 
@@ -51,7 +55,7 @@ def _plans(processes: int) -> dict[str, Any]:
     }
 
 
-def _trainer(plan: Any, processes: int, folder: Path) -> Any:
+def _trainer(plan: Any, skewed: Skewed, processes: int, folder: Path) -> Any:
     from datasets import Dataset
 
     from trl_realloc import PPOConfig, PPOTrainer
@@ -66,7 +70,7 @@ def _trainer(plan: Any, processes: int, folder: Path) -> Any:
         per_device_train_batch_size=PER_ENGINE,
         total_episodes=episodes,
         num_ppo_epochs=1,
-        response_length=SKEWED.limit,
+        response_length=skewed.limit,
         stop_token="eos",
         temperature=1.0,
         learning_rate=0.0,
@@ -76,26 +80,37 @@ def _trainer(plan: Any, processes: int, folder: Path) -> Any:
         generation_engine="vllm",
         plan=plan,
     )
-    policy, critic, reward = SKEWED.models()
+    policy, critic, reward = skewed.models()
     return PPOTrainer(
         args=arguments,
         processing_class=tokenizer(),
         model=policy,
-        ref_model=SKEWED.models()[0],
+        ref_model=skewed.models()[0],
         reward_model=reward,
         value_model=critic,
-        train_dataset=Dataset.from_dict({"input_ids": SKEWED.prompts(episodes, 0)}),
+        train_dataset=Dataset.from_dict({"input_ids": skewed.prompts(episodes, 0)}),
     )
 
 
 class Rank:
     """One rank with its engines, which runs iterations under plans that differ in their streams."""
 
-    def __init__(self, processes: int, folder: Path) -> None:
-        self.processes, self.plans = processes, _plans(processes)
-        self.trainer = _trainer(self.plans["migrated"], processes, folder)  # with slots for samples that are moved
+    def __init__(self, processes: int, skewed: Skewed, folder: Path) -> None:
+        self.processes, self.skewed, self.plans = processes, skewed, _plans(processes)
+        # with slots for samples that are moved
+        self.trainer = _trainer(self.plans["migrated"], skewed, processes, folder)
         self.trainer._start()
         self.rank: int = self.trainer.accelerator.process_index
+
+    def least_disturbed(self, mode: str, step: int, *, trains: bool) -> dict[str, Any]:
+        """The figures of an iteration, which is repeated while other processes disturb it."""
+        runs: list[dict[str, Any]] = []
+        while True:
+            runs.append(self.run(mode, step, trains=trains))
+            is_over = [not self.rank and not is_disturbed(runs[-1]["others_core_s"], runs[-1]["wall_s"])]
+            dist.broadcast_object_list(is_over)
+            if is_over[0] or len(runs) == ATTEMPTS:
+                return {} if self.rank else min(runs, key=lambda run: run["others_core_s"] / run["wall_s"])
 
     def run(self, mode: str, step: int, *, trains: bool = False) -> dict[str, Any]:
         """One iteration: without training unless `trains`. Returns its figures."""
@@ -105,16 +120,67 @@ class Rank:
 
         executor, plan = self.trainer.executor, self.plans[mode]
         executor.plan = executor.placement.plan = executor.exchange.plan = plan
-        rows = SKEWED.prompts(PER_ENGINE * self.processes, 1 + step)
+        rows = self.skewed.prompts(PER_ENGINE * self.processes, 1 + step)
         prompts = Rollouts(index=torch.arange(len(rows)), prompts=Ragged.of(rows, torch.long))
         executor.orders = ()
+        others = None if self.rank else Disturbance(os.getppid())  # the launcher's descendants are the job
         self.trainer.accelerator.wait_for_everyone()
         start = time.perf_counter()
         rates = dict.fromkeys((Role.ACTOR, Role.CRITIC), 0.0) if trains else {}
         batch = PromptBatch(prompts, [{}] * len(rows))
         iteration = executor.run(batch, step, rates, only=None if trains else STAGE)
         wall = time.perf_counter() - start
-        return {} if self.rank else self._figures(iteration, wall, trains=trains)
+        if others is None:
+            return {}
+        return {"others_core_s": others.core_seconds(), **self._figures(iteration, wall, trains=trains)}
+
+    def slowdown(self) -> float:
+        """The factor by which rank 0's engine decodes more slowly while all other ranks score, on the same machine.
+        Measured with one sample; all ranks call this together."""
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for trial in range(2 * TRIALS):
+            others_score = trial % 2 == 1
+            dist.barrier()
+            if not self.rank:
+                seconds[others_score].append(self._decode())
+            elif others_score:
+                self._score()
+        return statistics.median(seconds[True]) / statistics.median(seconds[False]) if not self.rank else 1.0
+
+    def _decode(self) -> float:
+        """Seconds of a token of one sample, the same at each call."""
+        from trl_realloc.engines.base import GenerationRequest
+
+        executor = self.trainer.executor
+        rows = self.skewed.prompts(PER_ENGINE * self.processes, 0)
+        prompt = max(rows, key=lambda row: row[-1])  # of a long response
+        request, completions = GenerationRequest(0, tuple(prompt), 0, max_tokens=TRIAL_TOKENS), []
+        start = time.perf_counter()
+        generation = executor.placement.generators[STAGE[0]].start([request], executor.settings.sampling)
+        while generation.unfinished:
+            completions += generation.poll(1.0)
+        generation.close()
+        return (time.perf_counter() - start) / len(completions[0].token_ids)
+
+    def _score(self) -> None:
+        """Score samples of median length for `TRIAL_S` seconds."""
+        from trl_realloc.algorithms.rollout import Ragged, Rollouts
+        from trl_realloc.plan.assignment import CACHED_TOKENS
+        from trl_realloc.runtime import calls
+
+        executor, response = self.trainer.executor, [2] * self.skewed.short_mean
+        count = CACHED_TOKENS // (self.skewed.prompt + len(response))
+        prompts, responses = ([[2] * self.skewed.prompt] * count, [response] * count)
+        samples = Rollouts(
+            index=torch.arange(count),
+            prompts=Ragged.of(prompts, torch.long),
+            responses=Ragged.of(responses, torch.long),
+        )
+        end = time.perf_counter() + TRIAL_S
+        while time.perf_counter() < end:
+            for name in STAGE[1:]:
+                call = executor.plan.graph.call(name)
+                calls.forward(executor.placement, executor.settings, call, samples, calls.Step(0))
 
     def _figures(self, iteration: Any, wall: float, *, trains: bool) -> dict[str, Any]:
         from trl_realloc.planner.dispatcher import Continue, Score
@@ -136,20 +202,26 @@ class Rank:
         }
 
 
-def _rank(processes: int, repeats: int, iterations: int, out: Path) -> None:
+def _rank(processes: int, skewed: Skewed, repeats: int, iterations: int, out: Path) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     done: list[dict[str, Any]] = []
+    slowdown = 1.0
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(processes, Path(folder))
+        rank = Rank(processes, skewed, Path(folder))
         for trains, count in ((False, repeats), (True, iterations)):
-            for step in range(-1, count):  # the first warms up
+            for step in range(-1 if count else 0, count):  # the first warms up
                 order = [MODES[(step + at) % len(MODES)] for at in range(len(MODES))]
                 for mode in order:
-                    figures = rank.run(mode, step + 1 + 1000 * trains, trains=trains)
-                    if step >= 0 and not rank.rank:
+                    at = step + 1 + 1000 * trains
+                    if step < 0:
+                        rank.run(mode, at, trains=trains)
+                        continue
+                    figures = rank.least_disturbed(mode, at, trains=trains)
+                    if not rank.rank:
                         done.append({"mode": mode, "repeat": step, "trains": trains, **figures})
+            slowdown = slowdown if trains else rank.slowdown()
         if not rank.rank:
-            out.write_text(json.dumps(done))
+            out.write_text(json.dumps({"slowdown": slowdown, "runs": done}))
         rank.trainer._end_together()
         rank.trainer.close()
 
@@ -157,10 +229,11 @@ def _rank(processes: int, repeats: int, iterations: int, out: Path) -> None:
 # --- the job and its figures ----------------------------------------------------------------------------------------
 
 
-def measure(processes: int, repeats: int, iterations: int, runs: Path | None = None) -> dict[str, Any]:
+def measure(processes: int, skewed: Skewed, repeats: int, iterations: int, runs: Path | None = None) -> dict[str, Any]:
     """Run the job and return its figures.
 
     Args:
+        skewed: sizes of the models and of their samples.
         repeats: batches of generation and scoring, each in every mode.
         iterations: the same of whole iterations.
         runs: a folder for the figures, lengths and spans of every run.
@@ -172,7 +245,7 @@ def measure(processes: int, repeats: int, iterations: int, runs: Path | None = N
         out, log = Path(folder) / "runs.json", Path(folder) / "log"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += [__file__, "--processes", str(processes), "--repeats", str(repeats)]
-        command += ["--iterations", str(iterations), "--out", str(out)]
+        command += ["--iterations", str(iterations), "--out", str(out), "--skewed", json.dumps(asdict(skewed))]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
         with log.open("w") as written:
@@ -182,22 +255,27 @@ def measure(processes: int, repeats: int, iterations: int, runs: Path | None = N
         if runs is not None:
             runs.mkdir(parents=True, exist_ok=True)
             (runs / f"fusion-{processes}.json").write_text(out.read_text())
-        return _summary(processes, json.loads(out.read_text()))
+        return _summary(processes, skewed, **json.loads(out.read_text()))
 
 
-def _summary(processes: int, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _summary(processes: int, skewed: Skewed, slowdown: float, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     import fusion_expected
 
     from trl_realloc.plan.assignment import CACHED_TOKENS
 
     stage = [run for run in runs if not run["trains"]]
     lost = _lost(runs)
-    expected = fusion_expected.simulated(_plans(processes), stage, prompt=SKEWED.prompt, budget=CACHED_TOKENS)
+    expected = fusion_expected.simulated(
+        _plans(processes), stage, prompt=skewed.prompt, budget=CACHED_TOKENS, slowdown=slowdown
+    )
     simulated_s = {mode: statistics.median(seconds) for mode, seconds in expected.items()}
     migrated = [run for run in stage if run["mode"] == "migrated"]
     return {
         "processes": processes,
+        "sizes": asdict(skewed),
         "lengths": _lengths(stage),
+        "slowdown": slowdown,
+        "most": statistics.median(_most(run, processes) for run in stage if run["mode"] == "serial"),
         "rows": [{**_row(processes, mode, stage), "simulated_s": simulated_s[mode]} for mode in MODES],
         "iterations": [_row(processes, mode, [r for r in runs if r["trains"]]) for mode in MODES],
         "migration": {
@@ -207,6 +285,14 @@ def _summary(processes: int, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
             "lost": lost,
         },
     }
+
+
+def _most(serial: Mapping[str, Any], processes: int) -> float:
+    """The most that streams could gain on the batch of a serial run: the gain if the same work took as long, no device
+    ever waited, and the longest generation were not exceeded."""
+    generating = [end - start for call, _, start, end in serial["spans"] if call == STAGE[0]]
+    balanced = (sum(generating) + serial["scoring_core_s"]) / processes
+    return float(serial["seconds"] / max(*generating, balanced))
 
 
 def _lost(runs: Sequence[Mapping[str, Any]]) -> int:
@@ -252,6 +338,7 @@ def _row(processes: int, mode: str, runs: Sequence[Mapping[str, Any]]) -> dict[s
         "generate_s": median("generate_s"),
         "scoring_core_s": median("scoring_core_s"),
         "forwards": median("forwards"),
+        "others_core_s": [run["others_core_s"] for run in of_mode],
         "repeats": len(of_mode),
     }
 
@@ -262,5 +349,6 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--skewed", type=json.loads, required=True)
     given = parser.parse_args()
-    _rank(given.processes, given.repeats, given.iterations, given.out)
+    _rank(given.processes, Skewed(**given.skewed), given.repeats, given.iterations, given.out)
