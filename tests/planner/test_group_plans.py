@@ -16,6 +16,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS, separate
 from trl_realloc.plan.streams import Streams
 from trl_realloc.planner.choose import choose
+from trl_realloc.planner.overlap_worth import OverlapWorth
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.simulate import Overlap
 from trl_realloc.planner.workload import Workload
@@ -71,6 +72,24 @@ def test_without_a_staleness_the_next_generation_waits_for_the_end_of_another_li
     decision = choose(specs(1, 1, graph), pricing(1, 4, groups(1, 1)), graph=graph, time_limit_s=1.0)
     assert not decision.best.barrier and decision.best.overlap is Overlap.NONE
     assert Overlap.of(decision.best.plan) is Overlap.NONE
+
+
+def test_runs_whose_completions_take_turns_do_not_stream() -> None:
+    graph = FORMS[0]
+    decision = choose(specs(7, 7, graph), pricing(1, 4, groups(1, 1)), graph=graph, streams=False, time_limit_s=1.0)
+    assert decision.streams is None and decision.best.plan.streams is None
+
+
+def test_what_a_staleness_is_worth_is_said_in_generations_and_not_for_rloo() -> None:
+    graph, prices = FORMS[-1], pricing(1, 4, groups(1, 1))
+    decision = choose(specs(1, 1, graph), prices, graph=graph, time_limit_s=1.0)
+    for corrects in (True, False):
+        worth = OverlapWorth(decision, graph, specs(1, 1, graph), 0, time_limit_s=1.0, corrects=corrects)
+        said = " ".join((*worth.sentences, *(way.name for way in worth.ways)))
+        assert "cannot begin early, because TRL's loop asks for it" in said
+        assert "the next generation begins early" not in said
+        assert ("generations old on average" in said) == corrects
+        assert ("RLOO's loss has no correction" in said) != corrects
 
 
 def test_passes_of_the_policy_after_the_streams_take_their_time() -> None:

@@ -4,6 +4,7 @@ known."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,7 +132,8 @@ def test_a_resumed_run_draws_no_token_again() -> None:
     loop.run(0, 2)
     saved = loop.each(lambda host: host.drawn(2))
     assert saved[1:] == [None] * 3
-    drawn = DrawnSamples.from_tensors(saved[0].to_tensors())
+    drawn = DrawnSamples.from_tensors(replace(saved[0], next=2).to_tensors())
+    assert drawn.next == 2
     assert len(drawn) > sum(d.stopped is None for of in drawn.samples.values() for d in of.values()) > 0
 
     resumed = Loop(stale(PLAN, 2), lengths, step_s=1e-3, train_s=0.0)
@@ -144,6 +146,14 @@ def test_a_resumed_run_draws_no_token_again() -> None:
         for index, of_sample in drawn.samples.get(number, {}).items():
             before = [drawn.update_of[version] for version in of_sample.versions]
             assert versions[index].tolist()[: len(before)] == before, "a token was drawn again"
+
+
+def test_an_engine_that_dies_between_two_generations_is_found_at_the_next_call() -> None:
+    loop = Loop(stale(PLAN, 1), [[50] * SAMPLES] * 6, step_s=1e-3, dies=2)
+    with pytest.raises(ExceptionGroup):
+        loop.run(0, 1)
+    _, errors = loop.job.together(lambda executor: loop.ahead[executor.rank].check())
+    assert [str(error) for error in errors] == ["the engine's process was ended by SIGKILL"]
 
 
 def test_a_dead_engine_ends_the_generation_on_every_rank() -> None:

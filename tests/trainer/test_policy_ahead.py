@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_realloc import GRPOConfig, RLOOConfig
+from trl_realloc import Cluster, GRPOConfig, RLOOConfig
+from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.presets import separate
+from trl_realloc.plan.staleness import Staleness
 from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.plan_request import PlanRequest
 from trl_realloc.trainer.policy_ahead import PolicyAheadMixin, UpcomingBatches
+from trl_realloc.trainer.policy_setup import most_ahead, within_epochs
 
 
 @given(size=st.integers(0, 12), chunk=st.integers(1, 4), looks=st.lists(st.integers(0, 9), max_size=12))
@@ -89,7 +95,7 @@ def test_the_generations_after_the_current_one_are_announced_as_far_as_epoch_and
     steps: int, iterations: int, accumulated: int, versions: int
 ) -> None:
     every = steps * iterations
-    for generations, last in ((6, 100), (9, 3)):
+    for generations, last in ((6, 100), (9, 3), (20, 3)):
         trainer = Trainer(generations, steps, iterations, accumulated, versions, last)
         trainer.run()
         count = min(generations, -(-last * accumulated // every))
@@ -109,3 +115,18 @@ def test_a_staleness_without_a_correction_is_refused(config: type, settings: dic
     with pytest.raises(ConfigError, match=said):
         config("out", max_staleness=1, bf16=False, **settings)
     assert config("out", bf16=False, **settings).max_staleness == 0
+
+
+@pytest.mark.parametrize(("prompts", "asked", "most"), [(64, 3, 3), (64, 9, 7), (16, 2, 1), (8, 2, 0), (7, 1, 0)])
+def test_the_staleness_is_less_than_the_generations_of_an_epoch(
+    prompts: int, asked: int, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A generation is of 8 prompts."""
+    args: Any = SimpleNamespace(max_staleness=asked, num_generations=4, generation_batch_size=32)
+    assert most_ahead(args, range(prompts)) == most
+    assert most_ahead(args, iter(())) == asked, "of a data set without a length nothing is known"
+    plan = replace(separate(Cluster(1, 2), graph=grpo_graph()), staleness=Staleness(asked))
+    request = PlanRequest(plan, plan.cluster, "vllm", (), None)
+    found = within_epochs(request, most).plan
+    assert found is not None and found.staleness.versions == most
+    assert (f"an epoch has {most + 1} generation" in capsys.readouterr().err) == (most < asked)

@@ -52,7 +52,7 @@ def plan_table(plan: ExecutionPlan) -> Table:
     title = Text(f"{name or 'plan'}: {plan.cluster}")  # Text, so that rich does not read markup in the name
     overlap = [str(plan.streams)] if plan.streams else []
     overlap += ["an iteration begins when the one before has ended"] if plan.barrier else []
-    overlap += [str(plan.staleness)] if plan.staleness.versions else []
+    overlap += [plan.staleness.in_words(plan.graph)] if plan.staleness.versions else []
     overlap += [f"{' and '.join(plan.fused)} train together"] if plan.fused else []
     caption = Text("; ".join(overlap)) if overlap else None
     table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
@@ -234,7 +234,8 @@ def _choose(
 def _worth(recipe: Recipe, chosen: Decision, time_limit: float) -> OverlapWorth:
     """What each way to overlap calls is worth."""
     graph = recipe.stale_graph
-    return OverlapWorth(chosen, graph, recipe.specs(graph), recipe.max_staleness, recipe.engine, time_limit)
+    corrects = recipe.algorithm != "rloo"
+    return OverlapWorth(chosen, graph, recipe.specs(graph), recipe.max_staleness, recipe.engine, time_limit, corrects)
 
 
 def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None) -> Pricing:

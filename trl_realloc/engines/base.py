@@ -143,6 +143,7 @@ class Completion:
         versions: of the parameters that each token was drawn with: the engine's `version` at that time.
         cached_tokens: tokens of the prompt, with those that the request had `begun` with, whose keys and values the
             engine found in its cache; it did not compute these.
+        ended_at: when it ended, seconds of `time.time`, where the engine tells.
     """
 
     index: int
@@ -151,6 +152,7 @@ class Completion:
     stopped: bool
     versions: tuple[int, ...]
     cached_tokens: int = field(default=0, compare=False)
+    ended_at: float | None = field(default=None, compare=False)
 
 
 @runtime_checkable

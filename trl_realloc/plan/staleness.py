@@ -48,10 +48,13 @@ class Staleness:
             problems.append(f"staleness: kv_cache is {' or '.join(KV_CACHE)}, not {shown(self.kv_cache)}.")
         problems.refuse()
 
-    def __str__(self) -> str:
-        updates = "1 update" if self.versions == 1 else f"{self.versions} updates"
+    def in_words(self, graph: DataflowGraph) -> str:
+        """What runs ahead of the training, and how far, in a plan of this graph."""
+        in_turn = has_host_loop(graph)
+        unit, what = ("generation", "generation runs") if in_turn else ("update", "generation and scoring run")
+        far = f"1 {unit}" if self.versions == 1 else f"{self.versions} {unit}s"
         kept = "" if self.kv_cache == KV_CACHE[0] else "; new parameters recompute the caches"
-        return f"generation and scoring run up to {updates} ahead of the training{kept}"
+        return f"{what} up to {far} ahead of the training{kept}"
 
     def to_dict(self) -> int | dict[str, Any]:
         """The number alone where the rest is the default."""
@@ -66,6 +69,21 @@ class Staleness:
             return Staleness(value)  # type: ignore[arg-type]  # it refuses what is no number
         Problems(unknown_keys(value, [part.name for part in fields(Staleness)], "staleness has no key")).refuse()
         return Staleness(**value)
+
+
+def uncorrected(versions: int, corrects: bool | None) -> str:
+    """Why GRPO or RLOO cannot have a staleness, in a sentence; an empty text where they can.
+
+    Args:
+        corrects: `vllm_importance_sampling_correction`; `None` for RLOO, which does not have it.
+    """
+    if not versions or corrects:
+        return ""
+    what = "RLOO has none, so set it to 0" if corrects is None else "leave vllm_importance_sampling_correction on"
+    return (
+        f"max_staleness is {versions}, so older policies draw some of the completions, and without a correction the "
+        f"loss takes them for the current policy's; {what}."
+    )
 
 
 def calls_ahead(graph: DataflowGraph) -> tuple[str, ...]:

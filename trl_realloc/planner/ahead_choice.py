@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..common.errors import PlanError
+from ..plan.algorithm_graphs import has_host_loop
 from ..plan.presets import separate
 from ..plan.staleness import Staleness, calls_ahead
 from .ahead_problem import AheadProblem, splits
@@ -78,7 +79,8 @@ def saving(plan: PricedPlan, whole: PricedPlan) -> str:
 
 def ages(plan: PricedPlan) -> str:
     """The ages of a plan's tokens, in words."""
-    return f"tokens {plan.estimate.mean_age:.1f} updates old on average, {plan.estimate.oldest} at most"
+    unit = "generations" if has_host_loop(plan.space.graph) else "updates"
+    return f"tokens {plan.estimate.mean_age:.1f} {unit} old on average, {plan.estimate.oldest} at most"
 
 
 def why_none(space: Space, *, deterministic: bool = False, barrier: bool = False) -> str:

@@ -95,6 +95,7 @@ def choose(
     deterministic: bool = False,
     max_staleness: int = 0,
     fuses: bool = True,
+    streams: bool = True,
     seed: int = 0,
     time_limit_s: float = 5.0,
 ) -> Decision:
@@ -109,6 +110,7 @@ def choose(
         deterministic: two runs of the plan give the same bits.
         max_staleness: the largest staleness of a plan.
         fuses: two calls may train in fused pipelines.
+        streams: samples may stream.
         time_limit_s: of the search; where a staleness is allowed, of a second search too.
 
     Raises:
@@ -122,6 +124,7 @@ def choose(
         "barrier": barrier,
         "deterministic": deterministic,
         "fuses": fuses,
+        "may_stream": streams,
         "seed": seed,
         "time_limit_s": time_limit_s,
     }
@@ -207,6 +210,7 @@ def _choose(
     barrier: bool,
     deterministic: bool,
     fuses: bool,
+    may_stream: bool,
     seed: int,
     time_limit_s: float,
 ) -> Decision:
@@ -230,7 +234,7 @@ def _choose(
         fused = choose_fused(space, problem.candidates, plans, deadline, exact=is_small)
     best = alone if fused is None else fused.fastest
     streams = None
-    if is_small:
+    if is_small and may_stream:
         streams = _streamed([best, *presets, *ranked[:2]], time_limit_s, deterministic)
     whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
     if best is not whole:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..plan.algorithm_graphs import has_host_loop
 from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
@@ -45,6 +46,7 @@ class OverlapWorth:
         stale_graph: of a run with a staleness, which may have `actor.forward`.
         stale_specs: the models that each call of it runs, by the call's name.
         allowed: the largest staleness that the user allows.
+        corrects: the algorithm has a correction for old rollouts.
         generation_engine, time_limit_s: as of `choose`.
     """
 
@@ -54,6 +56,7 @@ class OverlapWorth:
     allowed: int
     generation_engine: str = "vllm"
     time_limit_s: float = 5.0
+    corrects: bool = True
 
     @cached_property
     def whole(self) -> PricedPlan:
@@ -84,6 +87,8 @@ class OverlapWorth:
     @cached_property
     def staleness(self) -> StalenessChoice:
         """What a staleness is worth, also of more updates than are allowed."""
+        if not self.corrects:
+            return StalenessChoice(self._synchronous, reason="RLOO's loss has no correction for old completions")
         known, most = self.decision.staleness, max(self.allowed, LOOKED_AT)
         if known is not None and (self.allowed >= most or not known.by_versions):
             return known
@@ -98,11 +103,20 @@ class OverlapWorth:
         """In the order in which they were added to plans; the first one is what the savings refer to."""
         return (
             Way("one iteration after the other", self.apart, self._verdict(self.apart)),
-            Way("the next generation begins early", self.whole, self._verdict(self.whole)),
+            *self._early(),
             *self._fused(),
             *self._streams(),
             *self._stalenesses(),
         )
+
+    def _early(self) -> Iterator[Way]:
+        """The next generation that begins while others still train; no loop of another library begins it."""
+        if not self._in_turn:
+            yield Way("the next generation begins early", self.whole, self._verdict(self.whole))
+
+    @property
+    def _in_turn(self) -> bool:
+        return has_host_loop(self.whole.space.graph)
 
     def _fused(self) -> Iterator[Way]:
         """Fused training: of the best plan without a staleness, and beside one."""
@@ -151,7 +165,8 @@ class OverlapWorth:
         """How the plan was chosen, step by step."""
         whole, best, search = self.whole, self.decision.best, self.decision.search
         early = early_call(whole.space.graph, {name: c.assignment for name, c in whole.calls.items()})
-        begins = "begins early" if early else "cannot begin early, because its engine sleeps or is not vLLM's"
+        cannot = "TRL's loop asks for it" if self._in_turn else "its engine sleeps or is not vLLM's"
+        begins = "begins early" if early and not self._in_turn else f"cannot begin early, because {cannot}"
         found = "all plans" if search.exhaustive else f"{search.evaluations:,} plans"
         lines = [
             f"Where calls run: of {found} the fastest that fits in memory, or a preset as fast as estimates can tell, "

@@ -15,6 +15,7 @@ from ..plan.algorithm_graphs import grpo_graph, ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import Head, ModelSpec
+from ..plan.staleness import uncorrected
 from .recipe_settings import DEFAULTS_OF, algorithm_of, group_workload
 from .workload import Workload
 
@@ -163,6 +164,9 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
     elif reward is not None:
         folders[Role.REWARD] = _folder(reward, path)
     known = {key: settings.get(key, default) for key, default in DEFAULTS_OF[algorithm].items()}
+    corrects = known.get("vllm_importance_sampling_correction")
+    if algorithm != "ppo" and (problem := uncorrected(known["max_staleness"], corrects)):
+        raise PlanError(f"{path}: {problem}")
     return Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS, algorithm)
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import Streams
+from .ahead_choice import ages
 from .choose import Decision, explain
 from .fused_lists import Found, schedule_timeline, stage_lists
 from .overlap_worth import OverlapWorth
@@ -43,8 +44,7 @@ def plan_cost_table(plan: PricedPlan) -> Table:
     if plan.streams is not None:
         table.add_row("streams", "", "", _migration(plan.streams), "", "")
     if plan.staleness.versions:
-        age = f"tokens {plan.estimate.mean_age:.1f} updates old on average, {plan.estimate.oldest} at most"
-        table.add_row(f"staleness {plan.staleness.versions}", "", "", age, "", "")
+        table.add_row(f"staleness {plan.staleness.versions}", "", "", ages(plan), "", "")
     table.add_section()
     fullest_device = f"{plan.estimate.memory / 1e9:.2f} GB"
     table.add_row("iteration", str(plan.space.cluster.mesh), "", "", fullest_device, f"{plan.seconds:.3f} s")

@@ -42,6 +42,7 @@ class Job:
         engines: that may score and train.
         deterministic: two runs are to give the same bits.
         max_staleness: the largest staleness of a plan.
+        streams: whether samples may stream.
         graph: of the run.
         check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
     """
@@ -58,6 +59,7 @@ class Job:
     engines: tuple[str, ...] = ("zero", "megatron")
     deterministic: bool = False
     max_staleness: int = 0
+    streams: bool = True
     graph: DataflowGraph = field(default_factory=ppo_graph)
     check: Callable[[ExecutionPlan], None] = any_plan
 
@@ -79,6 +81,7 @@ class Job:
             zero_stages=self.zero_stages,
             deterministic=self.deterministic,
             max_staleness=self.max_staleness,
+            streams=self.streams,
             time_limit_s=time_limit_s,
         )
 

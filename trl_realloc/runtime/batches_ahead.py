@@ -121,12 +121,12 @@ class BatchesAhead:
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
-    def poll(self) -> bool:
+    def poll(self, timeout_s: float = POLL_S) -> bool:
         """Take what the engine has finished. Returns whether it generates."""
         if self._generation is None or not self._generation.unfinished:
             return False
         try:
-            self._take_finished(self._generation, POLL_S)
+            self._take_finished(self._generation, timeout_s)
         except JobFailed:
             raise
         except Exception as error:
@@ -136,7 +136,12 @@ class BatchesAhead:
     def _take_finished(self, generation: Generation, timeout_s: float) -> None:
         for completion in generation.poll(timeout_s):
             iteration, sample = sample_of(completion.index)
-            self.in_flight[iteration].end(sample, completion, generation.ended_at)
+            self.in_flight[iteration].end(sample, completion, completion.ended_at or generation.ended_at)
+
+    def raise_failure(self) -> None:
+        """Raise why this rank's engine has failed, if it has."""
+        if self._error is not None:
+            raise self._error
 
     def _fail(self, error: Exception) -> None:
         """The engine has failed. What was generated is published, what is missing are failures."""
@@ -183,16 +188,16 @@ class BatchesAhead:
 
     # --- parameters of the generation ---------------------------------------------------------------------------------
 
-    def begin(self, updates: int) -> None:
+    def begin(self, updates: int) -> bool:
         """Bring the generation's parameters up to date and start the engines, unless they generate. All ranks
-        together."""
+        together. Returns whether that was done."""
         if self._is_begun:
-            return
+            return False
         self.take_update(updates)
         self._is_begun = True
         engine = self.placement.generators.get(self.generate.name)
         if engine is None or self._error is not None:
-            return
+            return True
         assert isinstance(engine, BackgroundEngine), "the plan has been checked"
         updates_as = Updates(self.plan.staleness.kv_cache)
         try:
@@ -200,6 +205,7 @@ class BatchesAhead:
             self._generation = engine.start([], self._sampling, updates_as)
         except EngineError as error:
             self._fail(error)
+        return True
 
     def take_update(self, updates: int) -> None:
         """Bring the generation's parameters up to date. On the ranks that train the role and those that generate."""

@@ -47,12 +47,14 @@ class DrawnSamples:
         checksums: of the prompts of each iteration's batch.
         update_of: by the engine's version of the parameters, the number of updates that had made them.
         sampling: how the tokens were drawn.
+        next: the iteration that a loop of another library asks for first when it goes on.
     """
 
     samples: dict[int, dict[int, Drawn]] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
     update_of: dict[int, int] = field(default_factory=dict)
     sampling: Sampling | None = None
+    next: int = 0
 
     def __len__(self) -> int:
         return sum(map(len, self.samples.values()))
@@ -79,12 +81,12 @@ class DrawnSamples:
         drawn = self.samples.get(number, {})
         if drawn and self.checksums.get(number) != checksum(batch):
             logger.warning(
-                f"update {number + 1} has other prompts than when its samples were drawn; they are drawn anew."
+                f"batch {number + 1} has other prompts than when its samples were drawn; they are drawn anew."
             )
             return {}
         if drawn and sampling != self.sampling:
             logger.warning(
-                f"the samples of update {number + 1} that were under way are drawn again, because they were drawn "
+                f"the samples of batch {number + 1} that were under way are drawn again, because they were drawn "
                 f"otherwise: {self.sampling} then, {sampling} now."
             )
             return {}
@@ -100,6 +102,7 @@ class DrawnSamples:
             "samples": {number: _columns(drawn) for number, drawn in self.samples.items() if drawn},
             "checksums": self.checksums,
             "update_of": self.update_of,
+            "next": self.next,
             "sampling": None if self.sampling is None else asdict(self.sampling),
         }
 
@@ -108,7 +111,8 @@ class DrawnSamples:
         """The inverse of `to_tensors`."""
         samples = {number: _drawn(columns) for number, columns in content["samples"].items()}
         sampling = None if content["sampling"] is None else Sampling(**content["sampling"])
-        return DrawnSamples(samples, dict(content["checksums"]), dict(content["update_of"]), sampling)
+        numbers = dict(content["checksums"]), dict(content["update_of"])
+        return DrawnSamples(samples, *numbers, sampling, content.get("next", 0))
 
 
 def _columns(drawn: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:

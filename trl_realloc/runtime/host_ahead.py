@@ -8,6 +8,7 @@ for them. The batches on their way and the engine are in `batches_ahead`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
@@ -60,8 +61,8 @@ class HostAhead:
         step = Step(number, of_iterations[0].rows)
         sampling = calls.sampling_of(self.runner.settings, batches.generate, step)
         current = batches.open(step, of_iterations, sampling)
-        batches.begin(number)
-        batches.take_update(number)
+        if not batches.begin(number):
+            batches.take_update(number)
         batches.admit()
         generates = batches.generate.name in batches.placement.generators
         while generates and not current.is_published:
@@ -76,11 +77,16 @@ class HostAhead:
             except CallsFailed as failed:
                 outcome = failed.of_job()
         self.alarm.at(f"waiting for the samples of generation {number + 1}")
-        outcome = self.exchange.spread(outcome)
-        if isinstance(outcome, JobFailed):
-            raise outcome from current.running.failure
-        assert outcome is not None, "rank 0 has collected it"
-        return outcome
+        sent = replace(outcome, spans=()) if isinstance(outcome, CallOutput) else outcome
+        received: CallOutput | JobFailed = self.exchange.spread(sent)
+        if isinstance(received, JobFailed):
+            raise received from current.running.failure
+        return outcome if isinstance(outcome, CallOutput) else received
+
+    def check(self) -> None:
+        """Take what this rank's engine has finished. Raises `EngineError` if it has died."""
+        self.batches.poll(0.0)
+        self.batches.raise_failure()
 
     def _batch(self, number: int, prompts: Rollouts) -> PromptBatch:
         """The batch of an iteration: the same object each time that its prompts are the same."""

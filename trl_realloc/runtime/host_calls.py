@@ -110,6 +110,7 @@ class HostCalls:
         return self._perform(name, own, run, finished=finished)
 
     def _generate_ahead(self, ahead: HostAhead, own: Rollouts) -> Rollouts:
+        self.executor.alarm.at(f"generation {self._generation + 1} (the prompts of all ranks)")
         announced, self._announced = self._announced[: ahead.versions], []
         (samples, first), *following = self._of_all_ranks([own, *announced], False)
         if not len(samples):
@@ -121,21 +122,32 @@ class HostCalls:
         self._spans += [replace(span, step=self._update) for span in output.spans]
         return output.samples.select(range(first, first + len(own)))
 
-    def go_on(self, generation: int, drawn: DrawnSamples | None) -> None:
-        """Go on where another run stopped. Before the first call, all ranks together.
+    def go_on_with(self, drawn: DrawnSamples | None) -> None:
+        """Use samples that were under way in another run. Before the first call, all ranks together.
 
         Args:
-            generation: the number of generations that it has trained on.
-            drawn: what was under way, on rank 0; `None` if nothing was.
+            drawn: on rank 0; `None` if nothing was.
         """
-        self._generation = generation
         if self.ahead is not None and (drawn := self.executor.exchange.spread(drawn)) is not None:
+            self._generation = drawn.next
             self.ahead.restore(drawn)
 
-    def samples_under_way(self) -> DrawnSamples | None:
+    def samples_under_way(self, *, again: bool) -> DrawnSamples | None:
         """What has been drawn for later generations, on rank 0; `None` on the others, and under a plan without a
-        staleness. All ranks together."""
-        return None if self.ahead is None else self.ahead.drawn(self._generation)
+        staleness. All ranks together.
+
+        Args:
+            again: a run that goes on asks for the latest generation again, because it has not trained on all of it.
+        """
+        if self.ahead is None:
+            return None
+        drawn = self.ahead.drawn(self._generation)
+        return drawn and replace(drawn, next=self._generation - again)
+
+    def stop(self) -> None:
+        """Stop what is generated ahead. It goes on with the next generation. All ranks together."""
+        if self.ahead is not None:
+            self.ahead.stop()
 
     def forward(self, name: str, samples: Rollouts) -> Rollouts:
         """The outputs of a call that scores, for this rank's samples.
@@ -200,6 +212,8 @@ class HostCalls:
         call, executor = self.executor.plan.graph.call(name), self.executor
         number = self._update + (EVALUATION_STEP if self._evaluates else 0)
         executor.alarm.at(f"{name} of update {self._update + 1} (the samples of all ranks)")
+        if self.ahead is not None:
+            self.ahead.check()
         ((samples, first),) = self._of_all_ranks([own], finished)
         if not len(samples):
             return Rollouts()

@@ -164,13 +164,13 @@ def sample_of(number: int) -> tuple[int, int]:
 
 
 def in_words(error: Exception, numbers: Iterable[int]) -> Exception:
-    """An engine's error about a request, with the sample and the update in place of the request's number."""
+    """An engine's error about a request, with the sample and the batch in place of the request's number."""
     message = str(error)
     if type(error) is not EngineError:
         return error
     for number in numbers:
         iteration, sample = sample_of(number)
-        message = message.replace(f"request {number}", f"sample {sample} of update {iteration + 1}")
+        message = message.replace(f"request {number}", f"sample {sample} of batch {iteration + 1}")
     return EngineError(message)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..plan.staleness import uncorrected
 from .config_checks import ConfigError
 from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
@@ -135,13 +136,8 @@ def _problems(args: Any) -> Iterator[str]:
         yield "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
     if args.vllm_model_impl != "vllm":
         yield f"vllm_model_impl {args.vllm_model_impl!r} is not supported; leave it out."
-    if args.max_staleness and not getattr(args, "vllm_importance_sampling_correction", False):
-        has_one = hasattr(args, "vllm_importance_sampling_correction")
-        what = "leave vllm_importance_sampling_correction on" if has_one else "RLOO has none, so set it to 0"
-        yield (
-            f"max_staleness is {args.max_staleness}, so older policies draw some of the completions, and without a "
-            f"correction the loss takes them for the current policy's; {what}."
-        )
+    if problem := uncorrected(args.max_staleness, getattr(args, "vllm_importance_sampling_correction", None)):
+        yield problem
     if not isinstance(args.use_vllm, bool | None):
         yield f"use_vllm must be true, false or None, not {args.use_vllm!r}."
 

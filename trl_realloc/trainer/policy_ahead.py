@@ -62,6 +62,8 @@ class PolicyAheadMixin:
     trains_by_accelerate = False  # then nothing is generated ahead
     _epoch: Iterator[Any] | None = None
     _upcoming: UpcomingBatches | None = None
+    _step_place = 0  # of the current micro-batch in its optimizer step
+    _updates_before = -1  # of the micro-batch before
     _has_begun = False  # the training has asked for the first micro-batch of those that `_upcoming` has given
 
     @property
@@ -81,7 +83,9 @@ class PolicyAheadMixin:
         if self._runs_ahead and self._upcoming is not None:
             if self._has_begun:
                 self._upcoming.advance()
-            self._has_begun = True
+            is_first = not self._has_begun or self._updates_before != self.state.global_step
+            self._step_place = 0 if is_first else self._step_place + 1
+            self._has_begun, self._updates_before = True, self.state.global_step
         return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 
     def _generate(self, prompts: Any) -> Any:
@@ -98,7 +102,8 @@ class PolicyAheadMixin:
         them. TRL's loop gives a generation's batch once for each micro-batch that is trained on it."""
         ahead, every = self.calls.ahead, self.args.steps_per_generation * self.args.num_iterations
         assert ahead is not None, "the plan has a staleness"
-        left = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+        accumulated = self.args.gradient_accumulation_steps
+        left = (self.state.max_steps - self.state.global_step) * accumulated - self._step_place
         for number in range(1, ahead.versions + 1):
             if self._upcoming is None or number * every >= left:
                 return

@@ -208,6 +208,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             check_first_weights(self.placement, "they were given")
             output = super().train(folder, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
             self._finish_save()
+            self.calls.stop()
             self.executor.exchange.flush()
             self.accelerator.wait_for_everyone()
         self.is_in_train = False

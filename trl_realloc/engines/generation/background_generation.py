@@ -120,10 +120,11 @@ class BackgroundGeneration:
         """Take the samples of a message; a message of progress has none. Returns whether it is one of the two."""
         if message[0] == "samples":
             _, samples, self._ended_at = message
+            at = self._ended_at
             for *drawn, stopped, cached in samples:
                 whole = self._with_begun(*drawn)
                 self._finished.append(
-                    Completion(whole.index, whole.token_ids, whole.logprobs, stopped, whole.versions, cached)
+                    Completion(whole.index, whole.token_ids, whole.logprobs, stopped, whole.versions, cached, at)
                 )
         return message[0] in ("samples", "progress")
 

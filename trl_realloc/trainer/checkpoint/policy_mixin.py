@@ -34,6 +34,7 @@ class PolicyCheckpointMixin(CheckpointMixin):
     setup: Any
     calls: HostCalls
     entropy_coef: float
+    _step: int  # TRL's: micro-batches that were trained on
     forget_step: Callable[[], None]
     _last_world_entropy: float
 
@@ -58,12 +59,12 @@ class PolicyCheckpointMixin(CheckpointMixin):
         )
 
     def _samples_under_way(self) -> DrawnSamples | None:
-        return self.calls.samples_under_way()
+        # TRL's loop generates again where a run goes on in the middle of a generation
+        is_within = self._step % (self.args.steps_per_generation * self.args.num_iterations) != 0
+        return self.calls.samples_under_way(again=is_within)
 
     def _go_on_with(self, drawn: DrawnSamples | None) -> None:
-        args = self.args
-        micro_batches = self.state.global_step * args.gradient_accumulation_steps
-        self.calls.go_on(micro_batches // (args.steps_per_generation * args.num_iterations), drawn)
+        self.calls.go_on_with(drawn)
 
     def _load_training_state(self, checkpoint: Checkpoint) -> None:
         super()._load_training_state(checkpoint)
