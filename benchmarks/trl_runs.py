@@ -101,18 +101,13 @@ def watched(process: subprocess.Popen[Any], mark: int) -> tuple[int, tuple[float
     return code, peak
 
 
-def gemm_flops(onednn: bool = False) -> float:
-    """This machine's float32 matrix multiplication at the models' shapes, all cores, FLOP/s: torch's own, or by oneDNN,
-    which torch has for layers that it compiles."""
+def gemm_flops() -> float:
+    """This machine's float32 matrix multiplication at the models' shapes, all cores, FLOP/s."""
     torch.set_num_threads(os.cpu_count() or 1)
     left, right = torch.randn(2048, HIDDEN), torch.randn(HIDDEN, INTERMEDIATE)
-    weight = right.t().contiguous()
     best = math.inf
     for _ in range(30):
         start = time.perf_counter()
-        if onednn:
-            torch.ops.mkldnn._linear_pointwise(left, weight, None, "none", [], "")
-        else:
-            left @ right
+        left @ right
         best = min(best, time.perf_counter() - start)
     return 2 * 2048 * HIDDEN * INTERMEDIATE / best

@@ -233,7 +233,6 @@ def main() -> None:
     result = {
         "rows": rows,
         "gemm_gflops": rate / 1e9,
-        "onednn_gflops": gemm_flops(onednn=True) / 1e9 if torch.backends.mkldnn.is_available() else None,
         "episodes_per_update": EPISODES,
         "repeats": options.repeats,
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",

@@ -22,7 +22,6 @@ from ...algorithms.rollout import Ragged, Rollouts, places
 from ...plan.batching import micro_batches
 from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
-from .onednn_linear import fastest_linear
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs
 from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced, works_in_slices
 from .token_logprobs import TokenLogprobs
@@ -226,7 +225,7 @@ def run_forward(
     inputs = samples.only(("index", "prompts", "responses"))
     batches = cut(inputs, budget, group, in_step)
     parts: list[Mapping[str, Ragged]] = []
-    with torch.no_grad(), fastest_linear():
+    with torch.no_grad():
         for batch in batches:
             micro = inputs.select(batch) if batch else _placeholder()
             out = head(micro.to(device))
@@ -280,16 +279,15 @@ def run_training(
     """
     batches = cut(samples, budget, group, in_step)
     parts: list[dict[str, Tensor]] = []
-    with fastest_linear():
-        for at, batch in enumerate(batches):
-            is_last = at == len(batches) - 1
-            if batch:
-                micro = samples.select(batch).to(device)
-                value, statistics = loss(head(micro), micro)
-                parts.append({name: sums.detach() for name, sums in statistics.items()})
-            else:  # the mesh's collectives need this rank's backward; its gradients are zero
-                out = head(_placeholder().to(device))
-                differentiable = [column.values.sum() for column in out.values() if column.values.requires_grad]
-                value = 0.0 * torch.stack(differentiable).sum()
-            backward(guarded(value), is_last)
+    for at, batch in enumerate(batches):
+        is_last = at == len(batches) - 1
+        if batch:
+            micro = samples.select(batch).to(device)
+            value, statistics = loss(head(micro), micro)
+            parts.append({name: sums.detach() for name, sums in statistics.items()})
+        else:  # the mesh's collectives need this rank's backward; its gradients are zero
+            out = head(_placeholder().to(device))
+            differentiable = [column.values.sum() for column in out.values() if column.values.requires_grad]
+            value = 0.0 * torch.stack(differentiable).sum()
+        backward(guarded(value), is_last)
     return statistics_in_order(parts, batches)
