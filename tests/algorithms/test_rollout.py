@@ -154,6 +154,14 @@ def test_bytes_carry_a_batch_whole(n: int) -> None:
     assert_equal(Rollouts.from_bytes(samples.to_bytes()), samples)
 
 
+def test_bytes_carry_a_column_that_is_a_part_of_another_tensor() -> None:
+    grid = torch.arange(30).reshape(2, 15)
+    for count in (0, 1, 2):
+        column = grid[:count, 3]
+        samples = Rollouts(index=column, responses=Ragged(column, torch.ones(count, dtype=torch.long)))
+        assert_equal(Rollouts.from_bytes(samples.to_bytes()), samples)
+
+
 def test_a_sample_that_travels_alone_takes_few_more_bytes_than_its_tokens() -> None:
     responses, drawn_eos = Ragged.of([[7] * 32], torch.long), torch.tensor([True])
     sample = Rollouts(index=torch.arange(1), responses=responses, has_eos=drawn_eos)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,11 +29,11 @@ from generating import (
     worst_difference,
 )
 from limits import patience
-from rescoring import TAKING, Models, again_if_too_late, assert_exact, the_rest, wait_for
+from rescoring import TAKING, Models, again_if_too_late, assert_exact, wait_for
 from shared_memory import left, names
 from transformers import LlamaForCausalLM
 
-from trl_realloc.engines.base import EngineDied, EngineError, GenerationRequest, Sampling, Updates
+from trl_realloc.engines.base import Completion, EngineDied, EngineError, GenerationRequest, Sampling, Updates
 from trl_realloc.engines.child_process import session_members
 from trl_realloc.engines.generation.engine_process import engine_environment
 from trl_realloc.engines.generation.transformers import TransformersEngine
@@ -272,15 +273,21 @@ def test_two_tensor_parallel_processes_hold_the_same_model(pair: VLLMEngine, mod
 def test_two_tensor_parallel_processes_take_new_parameters_while_they_generate(
     pair: VLLMEngine, models: Models, updates: Updates
 ) -> None:
-    asked = requests(24)
+    """So many requests that the engine generates for a long while: its workers may get the cores for a second, in which
+    they draw hundreds of tokens of each sample."""
+    asked = {request.index: request for request in requests(600)}
     pair.load(buckets(models[1]), 1)
-    generation = pair.start(asked, Sampling(max_tokens=100, temperature=0.7), updates)
-    wait_for(generation, 20)
+    generation = pair.start([*asked.values()], ENDLESS, updates)
+    wait_for(generation, 10)
     pair.load(buckets(models[2]), 2)
-    got = the_rest(generation)
-    assert all(set(completion.versions) == {1, 2} for completion in got)
-    assert_exact(models, asked, got, updates)
+    ended: dict[frozenset[int], list[Completion]] = defaultdict(list)
+    while frozenset({2}) not in ended:  # the first that has begun after the update
+        for completion in generation.poll(30):
+            ended[frozenset(completion.versions)].append(completion)
     generation.close()
+    assert ended.keys() - {frozenset({1})} == {frozenset({1, 2}), frozenset({2})}
+    got = [completion for of_versions in ended.values() for completion in of_versions[:40]]
+    assert_exact(models, [asked[completion.index] for completion in got], got, updates)
 
 
 def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausalLM) -> None:

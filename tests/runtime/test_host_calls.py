@@ -9,7 +9,7 @@ import torch
 from host_driven import GRAPH, PROMPTS, drive, rows, start
 
 from trl_realloc import Cluster
-from trl_realloc.algorithms.rollout import Rollouts
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.presets import flatten
 from trl_realloc.runtime.host_calls import HostCalls
 
@@ -64,6 +64,18 @@ def test_each_call_is_timed_once(calls: HostCalls) -> None:
     names = [span.call for span in calls.take_spans()]
     assert sorted(names) == ["actor.forward", "actor.generate", "actor.train", "reference.forward"]
     assert calls.take_spans() == ()
+
+
+def test_equal_samples_are_computed_once(calls: HostCalls) -> None:
+    calls.at(6)
+    columns = {
+        "prompts": Ragged.of([[5, 6], [7], [5, 6]], torch.long),
+        "responses": Ragged.of([[8], [9], [8]], torch.long),
+    }
+    calls.take_spans()
+    first, second, again = rows(calls.forward("reference.forward", Rollouts(**columns)), "ref_logprobs")
+    assert first == again != second
+    assert [span.samples for span in calls.take_spans()] == [2]
 
 
 def test_the_context_is_around_each_call() -> None:

@@ -114,7 +114,7 @@ def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_t
     tmp_path: Path,
 ) -> None:
     plan = replace(separate(Cluster(1, 2), generation_engine="vllm"), staleness=Staleness(1))
-    costs = replace(pricing(1, 2, work(episodes=8, response_tokens=(40, 80), epochs=1)), memory=None)
+    costs = replace(pricing(1, 2, work(episodes=8, response_tokens=(60,), epochs=1)), memory=None)
     expected = estimate_plan(plan, specs(1, 1), costs)
     iteration, known = expected.seconds, rows([0.1] * 10)
     ages = [

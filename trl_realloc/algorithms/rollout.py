@@ -245,8 +245,10 @@ class Rollouts(Mapping[str, Column]):
             tensors += [(name, column.values), (_LENGTHS, column.lengths)] if isinstance(column, Ragged) else []
             tensors += [(name, column)] if isinstance(column, Tensor) else []
         header = json.dumps([(name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors]).encode()
-        # a tensor without elements may have a stride that `view` refuses
-        values = (t.detach().reshape(-1).view(torch.uint8).numpy().data for _, t in tensors if t.numel())
+        # a tensor without elements, or of one, may have a stride that `view` refuses
+        flat = (t.detach().reshape(-1) for _, t in tensors if t.numel())
+        dense = (t if t.stride(0) == 1 else t.clone(memory_format=torch.contiguous_format) for t in flat)
+        values = (t.view(torch.uint8).numpy().data for t in dense)
         return b"".join([_SIZE.pack(len(header)), header, *values])
 
     @staticmethod

@@ -150,7 +150,7 @@ class HostCalls:
             self.ahead.stop()
 
     def forward(self, name: str, samples: Rollouts) -> Rollouts:
-        """The outputs of a call that scores, for this rank's samples.
+        """The outputs of a call that scores, for this rank's samples. Equal samples are computed once.
 
         Args:
             samples: with `prompts` and `responses`, each of one token or more.
@@ -158,9 +158,7 @@ class HostCalls:
         Raises:
             JobFailed: the call failed on some rank.
         """
-        known = self._streamed.get(name)
-        if known is None:  # on every rank
-            return self._perform(name, samples, self._run)
+        known = self._streamed.get(name, KnownOutputs())
         missing = samples.select(known.missing(samples))  # such as those that the loop has changed since
         known.add(missing, self._perform(name, missing, self._run))
         return known.of(samples) if len(samples) else Rollouts()
