@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.errors import PlanError
-from ..plan.algorithm_graphs import has_host_loop, ppo_graph
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.fused import Fused, joined, parted
@@ -217,8 +217,7 @@ def _choose(
     stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
     able = (generation_engine, *engines)
     space = Space(pricing.cluster, graph, specs, pricing, able, offload=pricing.memory is not None, zero_stages=stages)
-    in_turn = has_host_loop(graph)
-    problem = Problem(space, space.candidates(), Overlap.NONE if barrier or in_turn else Overlap.GENERATION)
+    problem = Problem(space, space.candidates(), Overlap.of_runs(graph, barrier=barrier))
     is_small = pricing.cluster.size <= MANY
     presets, alternatives = _price_presets(problem, stages, generation_engine, is_small=is_small)
     starts = [tuple(preset.calls.values()) for preset in presets]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..plan.algorithm_graphs import has_host_loop
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import Fused, joined, parted, together
 from ..plan.staleness import Staleness
@@ -78,7 +77,7 @@ class PricedPlan:
     @property
     def overlap(self) -> Overlap:
         """Of its iterations."""
-        return Overlap.NONE if self.barrier or has_host_loop(self.space.graph) else Overlap.GENERATION
+        return Overlap.of_runs(self.space.graph, barrier=self.barrier)
 
     @property
     def costs(self) -> dict[str, CallCost]:

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.cluster import DeviceMesh
+from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import joined
 from ..plan.streams import early_call
@@ -29,8 +30,12 @@ class Overlap(StrEnum):
 
     @staticmethod
     def of(plan: ExecutionPlan) -> Overlap:
-        in_turn = plan.barrier or has_host_loop(plan.graph)
-        return Overlap.NONE if in_turn else Overlap.GENERATION
+        return Overlap.of_runs(plan.graph, barrier=plan.barrier)
+
+    @staticmethod
+    def of_runs(graph: DataflowGraph, *, barrier: bool) -> Overlap:
+        """In runs of a graph, by plans with or without a barrier."""
+        return Overlap.NONE if barrier or has_host_loop(graph) else Overlap.GENERATION
 
 
 @dataclass(frozen=True)

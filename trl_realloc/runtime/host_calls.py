@@ -106,7 +106,7 @@ class HostCalls:
             return self._generate_ahead(self.ahead, own)
         if self.ahead is not None:
             self.ahead.stop()
-        run = self._run_streamed if self.executor.plan.streamed else self._run
+        run = self._run_streamed if self.executor.plan.streamed else self.executor.perform
         return self._perform(name, own, run, finished=finished)
 
     def _generate_ahead(self, ahead: HostAhead, own: Rollouts) -> Rollouts:
@@ -160,7 +160,7 @@ class HostCalls:
         """
         known = self._streamed.get(name, KnownOutputs())
         missing = samples.select(known.missing(samples))  # such as those that the loop has changed since
-        known.add(missing, self._perform(name, missing, self._run))
+        known.add(missing, self._perform(name, missing, self.executor.perform))
         return known.of(samples) if len(samples) else Rollouts()
 
     def train(self, samples: Rollouts, rate: Rate) -> Rollouts:
@@ -180,7 +180,7 @@ class HostCalls:
         for call, known in self._streamed.items():
             if self.executor.plan.graph.call(call).role == role:
                 known.forget()
-        return self._perform(name, samples, self._run, {role: rate})
+        return self._perform(name, samples, self.executor.perform, {role: rate})
 
     def take_ages(self) -> dict[str, float]:
         """How old the tokens of the latest generation are (`results.ages`), on every rank; empty where none was
@@ -220,9 +220,6 @@ class HostCalls:
             outputs = run(name, samples)
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
         return outputs if call.trains else outputs.select(range(first, first + len(own)))
-
-    def _run(self, name: str, samples: Rollouts) -> Rollouts:
-        return self.executor.perform(name, samples)
 
     def _run_streamed(self, name: str, samples: Rollouts) -> Rollouts:
         """Generate, and keep what the streamed calls make of the samples."""

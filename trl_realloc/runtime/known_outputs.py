@@ -1,4 +1,4 @@
-"""`KnownOutputs`: outputs of a scoring call that were computed before another library's loop asks for them."""
+"""`KnownOutputs`: the outputs of a scoring call by the token ids of its samples, so that none is computed twice."""
 
 from __future__ import annotations
 

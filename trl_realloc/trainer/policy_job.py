@@ -60,6 +60,12 @@ def make_policy_job(
     return make_job(args, plugin, request.cluster, rank, request.engine, models, graph, workload, options)
 
 
+def turn_makers(inputs: Mapping[str, Any]) -> list[str]:
+    """The given arguments of the trainer's constructor that make prompts, or parts of them, while the run goes on: a
+    completion may then be made in several turns."""
+    return [name for name in ("tools", "environment_factory", "rollout_func") if inputs.get(name)]
+
+
 def _lengths(inputs: Mapping[str, Any], tokenizer: Any, template: Mapping[str, Any]) -> Lengths:
     """The lengths of the training prompts, and the longest of all data sets."""
     lengths = measure_lengths(inputs.get("train_dataset"), tokenizer, template)
@@ -77,9 +83,7 @@ def _context_length(args: PolicyConfig, lengths: Lengths, config: Any, inputs: M
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if args.vllm_max_model_length is not None:
         return int(args.vllm_max_model_length)
-    makers = ("rollout_func", "environment_factory", "tools")  # of prompts, or of parts of them
-    makes_prompts = any(inputs.get(name) for name in makers)
-    if limit is not None and (makes_prompts or lengths.longest is None):
+    if limit is not None and (turn_makers(inputs) or lengths.longest is None):
         return int(limit)
     needed = (lengths.longest or int(4 * lengths.mean)) + int(args.max_completion_length)
     return needed if limit is None else min(needed, int(limit))

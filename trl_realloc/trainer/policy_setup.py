@@ -46,7 +46,7 @@ from .grpo_config import PolicyConfig, check_init_kwargs, given_dtype
 from .job_builder import compute_dtype
 from .optimizers import LearningRates, check_optimizer
 from .plan_request import PlanRequest, read_plan_request
-from .policy_job import make_policy_job
+from .policy_job import make_policy_job, turn_makers
 from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
@@ -125,7 +125,8 @@ def prepare_policy(
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
     check_turns(args, inputs)
     request = of_host_loop(read_plan_request(args, plugin, world, model, graph), inputs)
-    request = within_epochs(request, most_ahead(args, inputs.get("train_dataset")))
+    most = most_ahead(args, inputs.get("train_dataset"))
+    request = within_epochs(request, most)
     configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
     check_optimizer(args, optimizer, scheduler, {"model": model})
     processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
@@ -142,8 +143,7 @@ def prepare_policy(
     specs = specs_of(configs, graph, dtype, adapts_head=in_head)
     models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head)
     job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
-    most = most_ahead(args, inputs.get("train_dataset"))
-    job = replace(job, check=check, max_staleness=most, streams=not _turns(inputs))
+    job = replace(job, check=check, max_staleness=most, streams=not turn_makers(inputs))
     job_plan = (
         plan_job(job, measure_first=plugin.measure == "first")
         if request.plan is None
@@ -199,7 +199,7 @@ def check_turns(args: PolicyConfig, inputs: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: for that.
     """
-    by = _turns(inputs)
+    by = turn_makers(inputs)
     if args.max_staleness and by:
         raise ConfigError(
             f"max_staleness is {args.max_staleness}, but with {by[0]} the next turn of a completion is known only when "
@@ -228,18 +228,13 @@ def within_epochs(request: PlanRequest, most: int) -> PlanRequest:
     return replace(request, plan=replace(plan, staleness=replace(plan.staleness, versions=most)))
 
 
-def _turns(inputs: Mapping[str, Any]) -> list[str]:
-    """The given arguments by which a completion may be made in several turns."""
-    return [name for name in ("tools", "environment_factory", "rollout_func") if inputs.get(name)]
-
-
 def of_host_loop(request: PlanRequest, inputs: Mapping[str, Any]) -> PlanRequest:
     """The request with a plan that TRL's loop can follow.
 
     Args:
         inputs: the arguments of the trainer's constructor, by name.
     """
-    plan, by = request.plan, _turns(inputs)
+    plan, by = request.plan, turn_makers(inputs)
     if plan is None or not by:
         return request
     if plan.streams is not None:
