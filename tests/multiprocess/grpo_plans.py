@@ -11,7 +11,7 @@ from typing import Any
 
 import tiny
 import trl
-from recorded_rollouts import make, recorded, result
+from recorded_rollouts import make, recorded, result, unequal
 
 import trl_realloc
 
@@ -23,7 +23,13 @@ def zero_stage(library: Any, made: Any) -> int:
 
 
 def train(
-    folder: Path, by: str, resumes: str | None = None, generates: bool = False, evaluates: bool = False, **settings: Any
+    folder: Path,
+    by: str,
+    resumes: str | None = None,
+    generates: bool = False,
+    evaluates: bool = False,
+    reward_model: bool = False,
+    **settings: Any,
 ) -> None:
     """One run.
 
@@ -32,10 +38,13 @@ def train(
         resumes: the folder of a checkpoint.
         generates: the plan's engines generate, in the place of fixed responses.
         evaluates: there are prompts for evaluations.
+        reward_model: there is a reward model beside the function.
     """
     library = {"trl": trl, "trl_realloc": trl_realloc}[by]
     base = (lambda trainer: trainer) if generates else recorded
-    given = {"eval_dataset": tiny.prompts(8)} if evaluates else {}
+    given: dict[str, Any] = {"eval_dataset": tiny.prompts(8)} if evaluates else {}
+    if reward_model:
+        given |= {"reward_funcs": [tiny.classifier(), unequal], "reward_processing_classes": [tiny.tokenizer(), None]}
     made = make(library, folder, base=base, given=given, **settings)
     made.train(resume_from_checkpoint=None if resumes is None else str(folder.parent / resumes))
     made.save_model(str(folder / "model"))

@@ -110,8 +110,11 @@ def test_launched_with_deepspeed_it_logs_and_learns_what_trl_does(
 @pytest.mark.vllm
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
 def test_vllm_on_the_other_process_draws_from_the_policy_as_it_is_after_every_update(run: Callable[..., Path]) -> None:
-    settings = {"by": "trl_realloc", "use_vllm": True, "generates": True, "max_steps": 3, "beta": 0.04}
-    runs = {"vllm": {**settings, "plan": "separate"}, "streamed": {**settings, "plan": {**APART, "streams": True}}}
+    settings: dict[str, Any] = {"by": "trl_realloc", "use_vllm": True, "generates": True, "max_steps": 3, "beta": 0.04}
+    settings["reward_model"] = True
+    calls = {**APART["calls"], "reward.forward": {"mesh": "1", "engine": "zero"}}
+    streamed = {**APART, "calls": calls, "streams": True}
+    runs = {"vllm": {**settings, "plan": "separate"}, "streamed": {**settings, "plan": streamed}}
     folder = run("grpo_plans.py", 2, runs, "vllm", limit_s=150)
     *rows, _ = json.loads((folder / "vllm" / "log.json").read_text())
     assert len(rows) == 3 and rows[-1]["kl"] > 1e-3, "the policy has changed"

@@ -11,10 +11,10 @@ from host_driven import GRAPH, PROMPTS, drive, rows, start
 
 from trl_realloc import Cluster
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Streams
+from trl_realloc.runtime.calls import TEXTS
 from trl_realloc.runtime.host_calls import HostCalls
 from trl_realloc.runtime.known_outputs import KnownOutputs
 
@@ -65,12 +65,28 @@ def test_the_policy_is_asked_again_after_its_training_and_the_reference_is_not()
     assert after != before.logprobs
 
 
-def test_reward_models_are_asked_when_the_texts_are_there() -> None:
-    graph = grpo_graph()
+def as_text(samples: Rollouts) -> dict[str, Ragged]:
+    """What the reward model reads of samples: a letter of the prompt's text, and the response backwards."""
+    rows = zip(samples.ragged(TEXTS).rows(), samples.ragged("responses").rows(), strict=True)
+    return {"model": Ragged.of([torch.cat([text[:1].long() - 90, row.flip(0)]) for text, row in rows], torch.long)}
+
+
+def test_a_reward_model_scores_texts_with_the_generation_and_others_when_they_are_asked_for() -> None:
+    graph, texts = grpo_graph(), [bytes([97 + at]) for at in range(len(PROMPTS))]
     plan = replace(flatten(Cluster(1, 1), generation_engine="transformers", graph=graph), streams=Streams())
-    assert set(plan.streamed) == {"actor.generate", *SCORING}
-    with pytest.raises(PlanError, match=r"reward\.forward cannot be streamed, because reward models read texts"):
-        replace(plan, streams=Streams(("reward.forward",)))
+    calls = start(plan, 0)
+    calls.executor.settings = replace(calls.executor.settings, reward_tokens=as_text)
+    calls.at(0)
+    responses = rows(calls.generate(PROMPTS, texts), "responses")
+    assert {span.call for span in calls.take_spans()} == {"actor.generate", "reward.forward", *SCORING}
+    tokens = [[7 + at, *row[::-1]] for at, row in enumerate(responses)]
+    scores = calls.score("reward.forward", "model", tokens)
+    assert calls.take_spans() == ()
+    others = [[9, 9], [8]]
+    again = calls.score("reward.forward", "model", [others[0], tokens[2], others[1]])
+    assert [span.samples for span in calls.take_spans()] == [2], "the texts that were not scored before"
+    later = start(replace(plan, streams=None), 0).score("reward.forward", "model", [*tokens, *others])
+    assert [*scores, again[0], again[2]] == pytest.approx(later, abs=1e-5) and again[1] == scores[2]
 
 
 def test_outputs_are_known_by_the_tokens_of_their_samples() -> None:
@@ -81,9 +97,16 @@ def test_outputs_are_known_by_the_tokens_of_their_samples() -> None:
     first, second, third = ([1], [2, 3]), ([1, 2], [3]), ([1], [2])
     known = KnownOutputs()
     known.add(of(first, second), Rollouts(found=torch.tensor([1.0, 2.0])))
-    assert known.missing(of(first, third, second, third)) == [3]
-    known.add(of(third), Rollouts(found=torch.tensor([3.0])))
-    assert known.of(of(third, first, second, first)).tensor("found").tolist() == [3.0, 1.0, 2.0, 1.0]
-    assert known.missing(Rollouts()) == []
+    asked: list[list[int]] = []
+
+    def compute(samples: Rollouts) -> Rollouts:
+        asked.append(samples.ragged("responses").values.tolist() if len(samples) else [])
+        return Rollouts(found=torch.full((len(samples),), 3.0))
+
+    found = known.complete(of(third, first, third, second), compute)
+    assert found.tensor("found").tolist() == [3.0, 1.0, 3.0, 2.0]
+    assert known.complete(of(third, first), compute).tensor("found").tolist() == [3.0, 1.0]
+    assert not len(known.complete(Rollouts(), compute))
     known.forget()
-    assert known.missing(of(first, second)) == [0, 1]
+    known.complete(of(first, second), compute)
+    assert asked == [[2], [], [], [2, 3, 3]]

@@ -226,16 +226,24 @@ class ModelReward:
         forward: from samples to the column `scores`, (n,).
         processing_class: the model's own tokenizer, by which the decoded samples are tokenized again; `None` to use the
             policy's token ids.
+        tokens: what the model reads of each sample in place of its prompt and response.
     """
 
     def __init__(
-        self, name: str, forward: Callable[[Rollouts], Mapping[str, Ragged]], processing_class: Any | None = None
+        self,
+        name: str,
+        forward: Callable[[Rollouts], Mapping[str, Ragged]],
+        processing_class: Any | None = None,
+        tokens: Ragged | None = None,
     ) -> None:
-        self.name, self.forward, self.processing_class = name, forward, processing_class
+        self.name, self.forward, self.processing_class, self.tokens = name, forward, processing_class, tokens
 
     def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor:
         """Scores of the samples, (n,) float32. Raises `NonFiniteScore`."""
-        inputs = self._retokenized(samples, texts()) if self.processing_class is not None else samples
+        if self.tokens is not None:
+            inputs = whole_texts(self.tokens).plus(index=samples.tensor("index"))
+        else:
+            inputs = self._retokenized(samples, texts()) if self.processing_class is not None else samples
         outputs = self.forward(inputs)
         scores = outputs["scores"].values if outputs else torch.empty(0)
         _check_finite(f"reward model {self.name!r} gave", scores, scores.tolist(), samples, texts)
@@ -243,22 +251,23 @@ class ModelReward:
 
     def _retokenized(self, samples: Rollouts, texts: Texts) -> Rollouts:
         tokenizer: Any = self.processing_class
-        whole_texts = [
+        joined = [
             prompt + completion
             if isinstance(prompt, str)
             else tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
             for prompt, completion in zip(texts.prompts, texts.completions, strict=True)
         ]
-        ids = tokenizer(text=whole_texts, add_special_tokens=all(isinstance(p, str) for p in texts.prompts))[
-            "input_ids"
-        ]
+        ids = tokenizer(text=joined, add_special_tokens=all(isinstance(p, str) for p in texts.prompts))["input_ids"]
         limit = getattr(tokenizer, "model_max_length", None) or 1 << 30
-        no_tokens = Ragged.of([[] for _ in ids], torch.long)
-        return Rollouts(
-            index=samples.tensor("index"),
-            prompts=no_tokens,
-            responses=Ragged.of([row[:limit] for row in ids], torch.long),
-        )
+        cut = Ragged.of([row[:limit] for row in ids], torch.long)
+        return whole_texts(cut).plus(index=samples.tensor("index"))
+
+
+def whole_texts(tokens: Ragged) -> Rollouts:
+    """Samples for a reward model that reads a prompt and its completion as one text: `responses`, the text's token ids,
+    after an empty prompt."""
+    lengths = torch.zeros_like(tokens.lengths)
+    return Rollouts(prompts=Ragged(tokens.values[:0], lengths), responses=tokens)
 
 
 def weighted_scores(

@@ -11,9 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
-from .algorithm_graphs import has_host_loop
 from .assignment import Assignment, sleeps
-from .dataflow import CallKind, DataflowGraph, Role
+from .dataflow import CallKind, DataflowGraph
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,6 @@ def why_not_streamed(graph: DataflowGraph, assignments: Mapping[str, Assignment]
         return "it does not score"
     if name in assignments and assignments[name].drop:
         return "drop frees its parameters while samples are generated"
-    if has_host_loop(graph) and graph.call(name).role is Role.REWARD:
-        return "reward models read texts here, which TRL makes when all samples have been generated"
     return ""
 
 

@@ -28,6 +28,8 @@ from .shares import as_responses
 
 logger = logging.get_logger(__name__)
 POLL_S = 1.0  # most time without a look for another rank's failure
+TEXTS = "texts"  # column of bytes, from which `CallSettings.reward_tokens` makes what reward models read
+TOKENS_READ = "tokens/"  # begins the name of a column of what a reward model has read of each sample
 EVALUATION_STEP = 1 << 40  # steps from here on are evaluations, which draw from seeds of their own
 
 
@@ -44,6 +46,8 @@ class CallSettings:
         reward_weights: by the name of each reward model and function.
         skip_nonfinite: skip an update that is not finite; otherwise it ends the run.
         sampling_of: by call name, the sampling of calls that do not use `sampling`.
+        reward_tokens: from samples with the column `TEXTS` to what each reward model reads of them, by its name: token
+            ids, int64; `None` where reward models read prompts and responses.
         context_length: most tokens of a prompt and its response; 0 where no prompt leaves less room than the sampling's
             `max_tokens`.
     """
@@ -57,6 +61,7 @@ class CallSettings:
     skip_nonfinite: bool = False
     sampling_of: Mapping[str, Sampling] = field(default_factory=dict)
     context_length: int = 0
+    reward_tokens: Callable[[Rollouts], Mapping[str, Ragged]] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Step:
         learning_rates: of each role that is trained.
         sampling: replaces the run's sampling in this iteration.
         draw: which of the iteration's generations by the same call this is, where there are several.
+        model: the reward model that is run; empty for all.
     """
 
     number: int
@@ -76,6 +82,7 @@ class Step:
     learning_rates: Mapping[Role, Rate] = field(default_factory=dict)
     sampling: Sampling | None = None
     draw: int = 0
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -206,7 +213,7 @@ def forward(placement: Placement, settings: CallSettings, call: Call, samples: R
     per sample from a role of the kind `score`. The second output of a policy is the entropy at each token."""
     samples = as_responses(call, samples)
     if placement.roles[call.role].kind == "score":
-        return score(placement, settings, call, samples, step.rows)
+        return score(placement, settings, call, samples, step)
     with placement.scoring(call.name) as (engine,):
         out = engine.forward(samples, placement.budget(call.name))
     if not out:
@@ -216,24 +223,21 @@ def forward(placement: Placement, settings: CallSettings, call: Call, samples: R
     return Rollouts(index=samples.tensor("index"), **made)
 
 
-def score(
-    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, rows: Sequence[Mapping[str, Any]]
-) -> Rollouts:
-    """Score this rank's samples by all reward models and functions.
-
-    Args:
-        rows: the other columns of every sample of the global batch.
+def score(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:
+    """Score this rank's samples by the reward models and functions.
 
     Returns:
         The call's first output column, the weighted sum of all scores, (n,) float32. Where there are several scores,
-        also `reward/<name>` for each.
+        also `reward/<name>` for each. Where models read other tokens than the samples', these too (`TOKENS_READ`).
     """
-    budget, roles = placement.budget(call.name), placement.roles[call.role]
+    budget, roles, rows = placement.budget(call.name), placement.roles[call.role], step.rows
+    tokens = settings.reward_tokens(samples) if settings.reward_tokens is not None and TEXTS in samples else {}
     models = [
-        ModelReward(name, partial(engine.forward, micro_batch_tokens=budget), processing_class)
+        ModelReward(name, partial(engine.forward, micro_batch_tokens=budget), processing_class, tokens.get(name))
         for name, engine, processing_class in zip(
             roles.names, placement.engines.get(call.name, ()), roles.processing_classes, strict=True
         )
+        if step.model in ("", name)
     ]
     # the ranks of a replica have the same samples, so only the first calls the functions, which may cost money
     is_source = placement.rank in sources(placement.plan, call.name)
@@ -243,10 +247,11 @@ def score(
         settings.functions if is_source else (),
         settings.reward_weights,
         samples,
-        lambda: decode(samples, [rows[at] for at in index], settings.processing_class),
+        lambda: decode(samples, [rows[at] if rows else {} for at in index], settings.processing_class),
         refuse=not settings.skip_nonfinite,
     )
     if not len(samples) or not is_source:
         return Rollouts()
     parts = {f"reward/{name}": scores for name, scores in table.items()} if len(table) > 1 else {}
-    return Rollouts(index=samples.tensor("index"), **{call.outputs[0]: scores}, **parts)
+    read = {f"{TOKENS_READ}{name}": of_model for name, of_model in tokens.items()}
+    return Rollouts(index=samples.tensor("index"), **{call.outputs[0]: scores}, **parts, **read)

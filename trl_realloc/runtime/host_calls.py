@@ -18,11 +18,12 @@ from dataclasses import replace
 import torch
 
 from ..algorithms.prompt_batches import PromptBatch
+from ..algorithms.rewards import whole_texts
 from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Rate
 from ..plan.dataflow import CallKind, Role
 from ..plan.timeline import Span
-from .calls import EVALUATION_STEP, Step
+from .calls import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
 from .drawn_samples import DrawnSamples
 from .executor import Executor
 from .host_ahead import HostAhead
@@ -54,7 +55,8 @@ class HostCalls:
         self._generation = 0  # the number of the next one of the training
         self._announced: list[Rollouts] = []  # this rank's prompts of the generations after it
         self._spans: list[Span] = []
-        self._streamed: dict[str, KnownOutputs] = defaultdict(KnownOutputs)  # by call that has run with the generation
+        # by call that has run with the generation, and by reward model where texts were scored
+        self._streamed: dict[tuple[str, str], KnownOutputs] = defaultdict(KnownOutputs)
         self._all_finished = False  # all ranks take part in a generation without a wish to generate more
 
     def at(self, update: int, *, evaluates: bool = False) -> None:
@@ -76,8 +78,17 @@ class HostCalls:
         """
         self._announced = [Rollouts(prompts=Ragged.of(of_one, torch.long)) for of_one in prompts]
 
-    def generate(self, prompts: Sequence[Sequence[int]]) -> Rollouts:
+    @property
+    def reads_texts(self) -> bool:
+        """Whether a streamed call reads the texts of `generate`."""
+        graph = self.executor.plan.graph
+        return any(graph.call(name).role is Role.REWARD for name in self.executor.plan.streamed)
+
+    def generate(self, prompts: Sequence[Sequence[int]], texts: Sequence[bytes] | None = None) -> Rollouts:
         """Responses to this rank's prompts.
+
+        Args:
+            texts: of each prompt what `CallSettings.reward_tokens` reads, if `reads_texts`.
 
         Returns:
             Columns `responses` (token ids) and `logprobs`, in the order of the prompts; in a training under a plan with
@@ -86,7 +97,11 @@ class HostCalls:
         Raises:
             JobFailed: the call failed on some rank.
         """
-        return self._generate(Rollouts(prompts=Ragged.of(prompts, torch.long)))
+        own = Rollouts(prompts=Ragged.of(prompts, torch.long))
+        if texts is not None and self.reads_texts:
+            of_bytes = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
+            own = own.plus(**{TEXTS: Ragged.of(of_bytes, torch.uint8)})
+        return self._generate(own)
 
     def finish_turns(self) -> None:
         """Take part in the generations of other ranks until all ranks have called this. A rank calls it when it has no
@@ -158,10 +173,28 @@ class HostCalls:
         Raises:
             JobFailed: the call failed on some rank.
         """
-        known = self._streamed.get(name, KnownOutputs())
-        missing = samples.select(known.missing(samples))  # such as those that the loop has changed since
-        known.add(missing, self._perform(name, missing, self.executor.perform))
-        return known.of(samples) if len(samples) else Rollouts()
+        return self._known_or_performed(name, samples)
+
+    def score(self, name: str, model: str, tokens: Sequence[Sequence[int]]) -> list[float]:
+        """The scores of one reward model for this rank's texts. Equal texts are computed once.
+
+        Args:
+            name: of a call of reward models.
+            tokens: the token ids of each text.
+
+        Raises:
+            JobFailed: the call failed on some rank.
+        """
+        texts = whole_texts(Ragged.of(tokens, torch.long))
+        (column,) = self.executor.plan.graph.call(name).outputs
+        outputs = self._known_or_performed(name, texts, model)
+        scores: list[float] = outputs.tensor(column).tolist() if len(outputs) else []
+        return scores
+
+    def _known_or_performed(self, name: str, samples: Rollouts, model: str = "") -> Rollouts:
+        known = self._streamed.get((name, model), KnownOutputs())
+        # computed are those, for example, that the loop has changed since
+        return known.complete(samples, lambda missing: self._perform(name, missing, self.executor.perform, model=model))
 
     def train(self, samples: Rollouts, rate: Rate) -> Rollouts:
         """One optimizer step on the samples of all ranks.
@@ -177,7 +210,7 @@ class HostCalls:
         """
         (name,) = [call.name for call in self.executor.plan.graph.calls if call.trains]
         role = self.executor.plan.graph.call(name).role
-        for call, known in self._streamed.items():
+        for (call, _), known in self._streamed.items():
             if self.executor.plan.graph.call(call).role == role:
                 known.forget()
         return self._perform(name, samples, self.executor.perform, {role: rate})
@@ -201,6 +234,7 @@ class HostCalls:
         rates: Mapping[Role, Rate] | None = None,
         *,
         finished: bool = False,
+        model: str = "",
     ) -> Rollouts:
         """Run a call on the samples of all ranks; the outputs for this rank's samples, or the statistics of a training.
 
@@ -215,7 +249,7 @@ class HostCalls:
         ((samples, first),) = self._of_all_ranks([own], finished)
         if not len(samples):
             return Rollouts()
-        executor.begin(Step(number, learning_rates=rates or {}, draw=self._round))
+        executor.begin(Step(number, learning_rates=rates or {}, draw=self._round, model=model))
         with self.around():
             outputs = run(name, samples)
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
@@ -228,8 +262,18 @@ class HostCalls:
         generated = samples.plus(**outputs[name])
         for call, of_call in outputs.items():
             if call != name:
-                self._streamed[call].add(generated, of_call)
+                self._keep(call, generated, of_call)
         return outputs[name]
+
+    def _keep(self, call: str, samples: Rollouts, outputs: Rollouts) -> None:
+        """Keep what a streamed call has made of the samples, or of the texts that it has read instead."""
+        texts = [column for column in outputs if column.startswith(TOKENS_READ)]
+        if not texts:
+            self._streamed[call, ""].add(samples, outputs)
+        for column in texts:
+            model, (name,) = column.removeprefix(TOKENS_READ), self.executor.plan.graph.call(call).outputs
+            scores = outputs[f"reward/{model}" if len(texts) > 1 else name]
+            self._streamed[call, model].add(whole_texts(outputs.ragged(column)), Rollouts(**{name: scores}))
 
     def _of_all_ranks(self, own: Sequence[Rollouts], finished: bool) -> list[tuple[Rollouts, int]]:
         """Of each batch: the samples of all ranks in the order of the ranks, numbered; and the number of this rank's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..algorithms.rollout import Rollouts
 
@@ -24,20 +24,25 @@ class KnownOutputs:
             samples: with `prompts` and `responses`.
             outputs: of the same samples in the same order.
         """
-        if not len(samples):
-            return
-        first = len(self._outputs)
-        self._outputs = Rollouts.cat([self._outputs, outputs])
-        self._at |= {key: first + at for at, key in enumerate(_keys(samples))}
+        self._keep(_keys(samples), outputs)
 
-    def missing(self, samples: Rollouts) -> list[int]:
-        """The positions of the samples whose outputs are not known; of equal ones the last."""
-        by_key = {key: at for at, key in enumerate(_keys(samples))}
-        return [at for key, at in by_key.items() if key not in self._at]
+    def _keep(self, keys: Sequence[Key], outputs: Rollouts) -> None:
+        if keys:
+            first = len(self._outputs)
+            self._outputs = Rollouts.cat([self._outputs, outputs])
+            self._at |= {key: first + at for at, key in enumerate(keys)}
 
-    def of(self, samples: Rollouts) -> Rollouts:
-        """The outputs for these samples, all of which are known, in their order."""
-        return self._outputs.select([self._at[key] for key in _keys(samples)])
+    def complete(self, samples: Rollouts, compute: Callable[[Rollouts], Rollouts]) -> Rollouts:
+        """The outputs for these samples, in their order.
+
+        Args:
+            compute: makes the outputs of those that are not known, of equal ones once. It is also called without any,
+                because all ranks run a call together.
+        """
+        keys = _keys(samples)
+        missing = list({key: at for at, key in enumerate(keys) if key not in self._at}.values())
+        self._keep([keys[at] for at in missing], compute(samples.select(missing)))
+        return self._outputs.select([self._at[key] for key in keys]) if keys else Rollouts()
 
     def forget(self) -> None:
         """Forget all of them: the parameters that computed them have changed, or nobody will ask for them again."""

@@ -17,6 +17,7 @@ from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
 from ..engines.base import BackgroundEngine, Completion, EngineError, Generation
 from ..plan.assignment import sleeps
+from ..plan.dataflow import Role
 from ..plan.generation_spans import GenerationSpans
 from ..plan.timeline import Span
 from ..planner.dispatcher import Release, Withdraw
@@ -306,9 +307,10 @@ class StreamWorker:
         for of_call in rows.values():
             made = Rollouts.cat([Rollouts.from_bytes(of_call[index]) for index in sorted(of_call)])
             columns |= made if task.samples else made.select([])
-        inputs = self.plan.graph.call(task.call).inputs
+        call = self.plan.graph.call(task.call)
         of_data = rows_of(self.batch.prompts, task.samples)
-        return of_data.plus(**columns).only(("index", *inputs))
+        texts = (calls.TEXTS,) if call.role is Role.REWARD and calls.TEXTS in of_data else ()
+        return of_data.plus(**columns).only(("index", *call.inputs, *texts))
 
     @contextlib.contextmanager
     def _catching(self, name: str, *, is_collective: bool = False) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +16,12 @@ class HostGeneration:
 
     Args:
         calls: runs the generation.
+        texts: of so many prompts of this rank, in order, what calls read that score while the generation runs.
         max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
     """
 
-    def __init__(self, calls: HostCalls, max_model_len: int) -> None:
-        self.calls = calls
+    def __init__(self, calls: HostCalls, max_model_len: int, texts: Callable[[int], Sequence[bytes]]) -> None:
+        self.calls, self.texts = calls, texts
         config = SimpleNamespace(max_model_len=max_model_len)
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
 
@@ -55,7 +56,8 @@ class HostGeneration:
                 "text alone; leave the columns image and images out of the dataset, or give a policy that reads images."
             )
         with profiler or contextlib.nullcontext():
-            outputs = self.calls.generate(prompts)
+            texts = self.texts(len(prompts)) if self.calls.reads_texts else None
+            outputs = self.calls.generate(prompts, texts)
         if not len(outputs):
             return [], [], [], []
         responses = [row.tolist() for row in outputs.ragged("responses").rows()]

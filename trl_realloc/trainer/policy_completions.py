@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -99,7 +100,7 @@ class PolicyCompletionsMixin:
         prompts = [row["prompt"] for row in rows]
         near_greedy = replace(self.setup.call_settings.sampling, temperature=NEAR_GREEDY)
         with self._drawing_by(near_greedy):
-            made = self.calls.generate(self._tokenize_prompts(prompts)[0])
+            made = self.calls.generate(self._tokenize_prompts(prompts)[0], [pickle.dumps(of) for of in prompts])
         ids = [row.tolist() for row in made.ragged("responses").rows()]
         tokenizer: PreTrainedTokenizerBase = getattr(self.processing_class, "tokenizer", self.processing_class)
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -7,17 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoTokenizer
 
 from ..algorithms.rewards import RewardModelSource
-from ..algorithms.rollout import Ragged, Rollouts
 from ..plan.dataflow import Role
 from .config_checks import ConfigError
 
 
 REWARD = f"{Role.REWARD}.forward"
+Score = Callable[[str, Sequence[Sequence[int]]], list[float]]
 
 
 class PlannedRewardModel:
@@ -25,35 +24,32 @@ class PlannedRewardModel:
 
     Args:
         name: in TRL's metrics.
-        column: of the outputs of `reward.forward` with its scores.
+        model: its name among the models of `reward.forward`.
         processing_class: the model's tokenizer.
         template: further arguments of the chat template.
-        forward: runs `reward.forward` on this rank's samples.
+        score: runs a model of `reward.forward` on the token ids of this rank's texts.
     """
 
-    def __init__(
-        self,
-        name: str,
-        column: str,
-        processing_class: Any,
-        template: Mapping[str, Any],
-        forward: Callable[[Rollouts], Rollouts],
-    ) -> None:
-        self.__name__, self.column, self.processing_class = name, column, processing_class
-        self.template, self.forward = template, forward
+    def __init__(self, name: str, model: str, processing_class: Any, template: Mapping[str, Any], score: Score) -> None:
+        self.__name__, self.model, self.processing_class = name, model, processing_class
+        self.template, self.score = template, score
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """The scores of texts or conversations, tokenized as TRL does."""
+        """The scores of texts or conversations."""
+        return self.score(self.model, self.tokens(prompts, completions))
+
+    def tokens(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:
+        """The token ids of each text or conversation, as TRL makes them."""
         texts = [
             prompt + completion
             if isinstance(prompt, str)
             else self.processing_class.apply_chat_template([*prompt, *completion], tokenize=False, **self.template)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        ids = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
-        samples = Rollouts(prompts=Ragged.of([[] for _ in ids], torch.long), responses=Ragged.of(ids, torch.long))
-        scores: list[float] = self.forward(samples).tensor(self.column).tolist()
-        return scores
+        if not texts:
+            return []
+        ids: list[list[int]] = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 def reward_models(reward_funcs: Any) -> list[Any]:
@@ -62,16 +58,14 @@ def reward_models(reward_funcs: Any) -> list[Any]:
     return [reward for reward in given if _is_model(reward)]
 
 
-def planned_rewards(
-    arguments: Mapping[str, Any], sources: Sequence[RewardModelSource], forward: Callable[[Rollouts], Rollouts]
-) -> dict[str, Any]:
+def planned_rewards(arguments: Mapping[str, Any], sources: Sequence[RewardModelSource], score: Score) -> dict[str, Any]:
     """The arguments `reward_funcs` and `reward_processing_classes` for TRL's class, with functions in the place of
     models.
 
     Args:
         arguments: of the constructor, by name.
         sources: of the models, in their order.
-        forward: runs `reward.forward`.
+        score: as of `PlannedRewardModel`.
 
     Raises:
         ConfigError: there are not as many tokenizers as rewards.
@@ -94,10 +88,10 @@ def planned_rewards(
         if _is_model(reward):
             source = next(models)
             name = reward if isinstance(reward, str) else reward.config._name_or_path
-            column = "scores" if len(sources) == 1 else f"reward/{source.name}"
             if classes[at] is None:
                 classes[at] = AutoTokenizer.from_pretrained(name)
-            rewards[at] = PlannedRewardModel(name.rstrip("/").split("/")[-1], column, classes[at], template, forward)
+            short = name.rstrip("/").split("/")[-1]
+            rewards[at] = PlannedRewardModel(short, source.name, classes[at], template, score)
     return {"reward_funcs": rewards, "reward_processing_classes": classes}
 
 

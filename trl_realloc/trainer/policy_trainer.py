@@ -41,6 +41,7 @@ from .planned_generation import PlannedGeneration
 from .plug import finish_turns, takes_turns
 from .policy_modules import ModelInEngine, ReferenceInEngine
 from .policy_rewards import REWARD, planned_rewards
+from .policy_scoring import PolicyScoringMixin
 from .policy_setup import PolicySetup, prepare_policy
 from .policy_window import Leaves, Rows, Window
 from .trainable import why_not_trained
@@ -49,7 +50,7 @@ from .trainable import why_not_trained
 logger = logging.get_logger(__name__)
 
 
-class PlannedPolicyTrainer(PolicyCheckpointMixin):
+class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin):
     """The methods of a trainer of TRL's that a plan replaces. To be mixed in before TRL's class."""
 
     args: Any
@@ -104,7 +105,7 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             self.setup = prepare_policy(args, self.plugin, world, arguments)
         return {
             **arguments,
-            **planned_rewards(arguments, self.setup.reward_models, lambda samples: self.calls.forward(REWARD, samples)),
+            **planned_rewards(arguments, self.setup.reward_models, lambda *texts: self.calls.score(REWARD, *texts)),
             # TRL's class would add an adapter to a model that has some
             "model": base_of(self.setup.model_before_start),
             "peft_config": None,
@@ -160,11 +161,12 @@ class PlannedPolicyTrainer(PolicyCheckpointMixin):
             folder = self.placement.stack.enter_context(TemporaryDirectory(prefix="trl_realloc_"))
             self.setup.processing_class.save_pretrained(folder)
             self.placement.options = replace(options, vllm={**options.vllm, "tokenizer": folder})
-        self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.call_settings)
+        settings = replace(self.setup.call_settings, reward_tokens=self.tokens_for_reward_models)
+        self.executor = make_executor(self.placement, self.setup.algorithm, settings)
         self.alarm = self.executor.alarm
         self.calls = HostCalls(self.executor, self._mode_kept)
         self._window = Window(self.calls, self.accelerator.device)
-        self.vllm_generation = HostGeneration(self.calls, options.context_length)
+        self.vllm_generation = HostGeneration(self.calls, options.context_length, self.prompts_of)
 
     def _start(self) -> None:
         """Load the models and start the engines, unless it has been done. Puts this rank's module into `self.model`."""

@@ -105,11 +105,12 @@ class Window:
             following: micro-batches that will be asked for before the policy changes. They are computed in the same
                 forward.
         """
-        self._compute([rows, *following])
+        samples = Rollouts.cat([part.samples for part in (rows, *following)])
+        known = self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
         if not len(rows.samples):
             nothing = rows.padded(Ragged.of([], torch.float32), self.device)
             return nothing, nothing.clone()
-        known = self._known.of(rows.samples)
+        known = known.select(range(len(rows.samples)))
         columns = (known.ragged(name) for name in ("policy_logprobs", "entropies"))
         logprobs, entropies = (rows.padded(column, self.device) for column in columns)
         return logprobs, entropies
@@ -156,9 +157,3 @@ class Window:
     def forget_logprobs(self) -> None:
         """Forget the policy's log-probabilities and entropies."""
         self._known.forget()
-
-    def _compute(self, parts: Sequence[Rows]) -> None:
-        """Compute what is not known of micro-batches. All ranks together, also where all of a rank's is known."""
-        samples = Rollouts.cat([part.samples for part in parts])
-        missing = samples.select(self._known.missing(samples))
-        self._known.add(missing, self.calls.forward(FORWARD, missing))

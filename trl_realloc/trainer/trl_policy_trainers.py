@@ -5,7 +5,10 @@ Importing them imports vLLM, if it is installed, so a run of PPO does without th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import trl.chat_template_utils
 
 
 if TYPE_CHECKING:
@@ -15,5 +18,8 @@ else:
     from trl import GRPOTrainer as TRLGRPOTrainer
     from trl import RLOOTrainer as TRLRLOOTrainer
 
+# from the token ids of a response to a message; not in every release
+parse_response: Callable[..., Any] | None = getattr(trl.chat_template_utils, "parse_response", None)
 
-__all__ = ["TRLGRPOTrainer", "TRLRLOOTrainer"]
+
+__all__ = ["TRLGRPOTrainer", "TRLRLOOTrainer", "parse_response"]
