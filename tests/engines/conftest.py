@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from generating import LENGTH, llama
+from holding import holdable
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from trl_realloc.engines.generation.vllm import VLLMEngine
@@ -26,7 +27,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             # the model's own taste, which must not leak into the samples: every log-probability below would be off
             GenerationConfig(do_sample=True, repetition_penalty=1.5, top_k=3).save_pretrained(folder)
             settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, **settings}
-            engine = VLLMEngine(folder, max_model_len=LENGTH, **settings)  # type: ignore[arg-type]
+            engine = holdable(lambda: VLLMEngine(folder, max_model_len=LENGTH, **settings), folder)  # type: ignore[arg-type]
             stack.callback(engine.close)
             return engine
 

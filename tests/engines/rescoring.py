@@ -3,12 +3,10 @@ changed while it generated."""
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import ParamSpec
 
 import numpy as np
 import torch
@@ -20,41 +18,16 @@ from trl_realloc.engines.generation.vllm import VLLMEngine
 
 Models = Mapping[int, LlamaForCausalLM]  # by version
 
-P = ParamSpec("P")
-
 TEMPERATURE = 0.7
 TAKING = [Updates.KEEP, Updates.RECOMPUTE]
-ATTEMPTS = 5
-
-
-class TooLate(Exception):
-    """A generation has ended before the test could do anything while it ran: this process was not given a core."""
-
-
-def again_if_too_late(test: Callable[P, None]) -> Callable[P, None]:
-    """Run a test again where its generation ended before it was looked at."""
-
-    @functools.wraps(test)
-    def attempts(*args: P.args, **kwargs: P.kwargs) -> None:
-        for _ in range(ATTEMPTS):
-            try:
-                return test(*args, **kwargs)
-            except TooLate:
-                continue
-        raise AssertionError(f"the generation ended before it was looked at, {ATTEMPTS} times")
-
-    return attempts
 
 
 def wait_for(generation: Generation, tokens: int) -> list[Unfinished]:
-    """Look at a generation until a request has drawn so many tokens. Raises `TooLate` and closes the generation if all
-    requests have ended."""
-    deadline = time.monotonic() + 30
+    """Look at a generation, whose engine is `held`, until a request has drawn so many tokens."""
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         so_far = generation.peek()
-        if not so_far:
-            generation.close()
-            raise TooLate
+        assert so_far, "the generation has ended"
         if max(len(unfinished.token_ids) for unfinished in so_far) >= tokens:
             return so_far
     raise AssertionError(f"no request has {tokens} tokens")

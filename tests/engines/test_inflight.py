@@ -6,17 +6,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from generating import buckets, requests, samples
+from holding import held
 from limits import patience
 from rescoring import (
     TAKING,
     TEMPERATURE,
     Models,
-    TooLate,
-    again_if_too_late,
     assert_exact,
     error_of,
     kept_keys,
@@ -58,18 +58,19 @@ def engine(shared: VLLMEngine, models: Models) -> VLLMEngine:
 
 
 @pytest.mark.parametrize("updates", TAKING)
-@again_if_too_late
 def test_every_token_is_of_its_version_and_those_before_an_update_are_as_if_it_had_not_come(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
     asked = requests(ROWS + 12)  # the last ones wait until others have finished
     untouched = samples(engine, asked, LONG)
-    generation = engine.start(asked, LONG, updates)
-    for version in (2, 3):
-        wait_for(generation, 60 * (version - 1))
-        engine.load(buckets(models[version]), version)
-        assert engine.version == version
-        assert 0 < engine.stopped_s < patience(5)
+    with held(engine, 60) as hold:
+        generation = engine.start(asked, LONG, updates)
+        for version in (2, 3):
+            hold(60 * (version - 1))
+            wait_for(generation, 60 * (version - 1))
+            engine.load(buckets(models[version]), version)
+            assert engine.version == version
+            assert 0 < engine.stopped_s < patience(5)
     got = the_rest(generation)
     assert [completion.versions[0] for completion in got] == [1] * ROWS + [3] * 12
     assert all(set(completion.versions) == {1, 2, 3} for completion in got[:ROWS])
@@ -85,7 +86,6 @@ def test_every_token_is_of_its_version_and_those_before_an_update_are_as_if_it_h
 
 
 @pytest.mark.parametrize("updates", TAKING)
-@again_if_too_late
 def test_updates_come_with_and_without_requests_and_several_one_after_the_other(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
@@ -94,10 +94,11 @@ def test_updates_come_with_and_without_requests_and_several_one_after_the_other(
         engine.load(buckets(models[version]), version)
         assert engine.stopped_s == 0
     asked = requests(8)
-    generation.add(asked)
-    wait_for(generation, 20)
-    for version in (4, 5):
-        engine.load(buckets(models[version]), version)
+    with held(engine, 20):
+        generation.add(asked)
+        wait_for(generation, 20)
+        for version in (4, 5):
+            engine.load(buckets(models[version]), version)
     got = the_rest(generation)
     assert {version for completion in got for version in completion.versions} <= {3, 4, 5}
     assert all({3, 5} <= set(completion.versions) for completion in got)
@@ -111,7 +112,6 @@ def test_updates_come_with_and_without_requests_and_several_one_after_the_other(
 
 
 @pytest.mark.parametrize("updates", TAKING)
-@again_if_too_late
 def test_a_new_request_finds_no_keys_of_earlier_parameters(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
@@ -119,9 +119,10 @@ def test_a_new_request_finds_no_keys_of_earlier_parameters(
     short = Sampling(max_tokens=60, temperature=TEMPERATURE)
     asked = requests(ROWS, length=150)
     waiting = [replace(request, index=request.index + 500) for request in asked]
-    generation = engine.start([*asked, *waiting], short, updates)
-    wait_for(generation, 5)
-    engine.load(buckets(models[2]), 2)
+    with held(engine, 5):
+        generation = engine.start([*asked, *waiting], short, updates)
+        wait_for(generation, 5)
+        engine.load(buckets(models[2]), 2)
     later = [replace(request, index=request.index + 1000) for request in asked]
     generation.add(later)
     got = the_rest(generation)
@@ -131,21 +132,22 @@ def test_a_new_request_finds_no_keys_of_earlier_parameters(
 
 
 @pytest.mark.parametrize("updates", TAKING)
-@again_if_too_late
 def test_samples_are_withdrawn_and_come_back_after_an_update(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
     asked = requests(8)
-    generation = engine.start(asked, LONG, updates)
-    wait_for(generation, 50)
-    moved = generation.withdraw([request.index for request in asked[:4]])
-    assert all(set(unfinished.versions) == {1} for unfinished in moved)
-    assert all(len(unfinished.versions) == len(unfinished.token_ids) >= 40 for unfinished in moved)
-    engine.load(buckets(models[2]), 2)
-    by_index = {request.index: request for request in asked}
-    generation.add([replace(by_index[unfinished.index], begun=unfinished) for unfinished in moved])
-    wait_for(generation, 120)
-    engine.load(buckets(models[3]), 3)
+    with held(engine, 50) as hold:
+        generation = engine.start(asked, LONG, updates)
+        wait_for(generation, 50)
+        moved = generation.withdraw([request.index for request in asked[:4]])
+        assert all(set(unfinished.versions) == {1} for unfinished in moved)
+        assert all(len(unfinished.versions) == len(unfinished.token_ids) >= 40 for unfinished in moved)
+        engine.load(buckets(models[2]), 2)
+        by_index = {request.index: request for request in asked}
+        generation.add([replace(by_index[unfinished.index], begun=unfinished) for unfinished in moved])
+        hold(120)
+        wait_for(generation, 120)
+        engine.load(buckets(models[3]), 3)
     got = the_rest(generation)
     assert_exact(models, asked[4:], got[4:], updates)
     for request, completion, unfinished in zip(asked, got[:4], moved, strict=False):
@@ -163,26 +165,25 @@ def test_samples_are_withdrawn_and_come_back_after_an_update(
     generation.close()
 
 
-@again_if_too_late
 def test_peek_shows_all_that_is_unfinished_and_stops_nothing(engine: VLLMEngine, models: Models) -> None:
     asked = requests(ROWS + 4)
     expected = samples(engine, asked, STOPPING)
-    generation = engine.start(asked, STOPPING, Updates.KEEP)
-    finished = {completion.index: completion for completion in generation.poll(0)}
-    peeks = 0
-    while generation.unfinished:
-        so_far = generation.peek()
-        finished |= {completion.index: completion for completion in generation.poll(0)}
-        peeks += len(so_far)
-        assert {unfinished.index for unfinished in so_far} | finished.keys() == {r.index for r in asked}
-        for unfinished in so_far:
-            whole = expected[unfinished.index - asked[0].index]
-            count = len(unfinished.token_ids)
-            assert unfinished.token_ids == whole.token_ids[:count]
-            assert unfinished.logprobs == whole.logprobs[:count]
-            assert unfinished.versions == (1,) * count
-    if peeks <= ROWS:
-        raise TooLate
+    finished, peeks = {}, 0
+    with held(engine, 5) as hold:
+        generation = engine.start(asked, STOPPING, Updates.KEEP)
+        while generation.unfinished:
+            so_far = generation.peek()
+            finished |= {completion.index: completion for completion in generation.poll(0)}
+            peeks += len(so_far)
+            assert {unfinished.index for unfinished in so_far} | finished.keys() == {r.index for r in asked}
+            for unfinished in so_far:
+                whole = expected[unfinished.index - asked[0].index]
+                count = len(unfinished.token_ids)
+                assert unfinished.token_ids == whole.token_ids[:count]
+                assert unfinished.logprobs == whole.logprobs[:count]
+                assert unfinished.versions == (1,) * count
+            hold(1 + max((len(unfinished.token_ids) for unfinished in so_far), default=0))
+    assert peeks > 10 * ROWS
     assert [finished[request.index] for request in asked] == expected
     assert generation.peek() == []
     generation.close()
@@ -207,20 +208,23 @@ def test_samples_that_finish_before_the_first_bucket_comes_are_not_lost(engine: 
 
 
 @pytest.mark.parametrize("updates", TAKING)
-@again_if_too_late
 def test_no_token_is_drawn_while_the_engine_has_a_part_of_the_parameters(
     engine: VLLMEngine, models: Models, updates: Updates
 ) -> None:
     asked = requests(ROWS)
-    generation = engine.start(asked, LONG, updates)
-    wait_for(generation, 20)
 
     def slow() -> Iterator[list[tuple[str, torch.Tensor]]]:
         for number, bucket in enumerate(buckets(models[2])):
+            if number == 1:  # from the first bucket on it would be wrong to decode
+                decode_on()
             time.sleep(0.3 if number in (1, 2) else 0)
             yield bucket
 
-    engine.load(slow(), 2)
+    with held(engine, 20) as hold:
+        decode_on = partial(hold, LONG.max_tokens)
+        generation = engine.start(asked, LONG, updates)
+        wait_for(generation, 20)
+        engine.load(slow(), 2)
     assert 0.6 <= engine.stopped_s < patience(3)
     got = the_rest(generation)
     assert all(set(completion.versions) == {1, 2} for completion in got)
@@ -256,7 +260,6 @@ def nothing(model: LlamaForCausalLM) -> Iterator[list[tuple[str, torch.Tensor]]]
     ],
 )
 @pytest.mark.parametrize("updates", TAKING)
-@again_if_too_late
 def test_a_failed_update_closes_the_generation_with_its_reason(
     engine: VLLMEngine,
     models: Models,
@@ -265,10 +268,11 @@ def test_a_failed_update_closes_the_generation_with_its_reason(
     reason: str,
     updates: Updates,
 ) -> None:
-    generation = engine.start(requests(ROWS + 4), LONG, updates)
-    wait_for(generation, 20)
-    with pytest.raises(error, match=reason):
-        engine.load(broken(models[2]), 2)
+    with held(engine, 20):
+        generation = engine.start(requests(ROWS + 4), LONG, updates)
+        wait_for(generation, 20)
+        with pytest.raises(error, match=reason):
+            engine.load(broken(models[2]), 2)
     assert engine.version == -1
     for call in (lambda: generation.poll(1), lambda: generation.add(requests(1, seed=9)), generation.peek):
         with pytest.raises(EngineError, match=f"(?s)did not get the weights of version 2.*{reason}"):

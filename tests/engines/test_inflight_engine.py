@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from generating import buckets, llama, requests
-from rescoring import TAKING, TEMPERATURE, Models, again_if_too_late, assert_exact, the_rest, wait_for
+from holding import held
+from rescoring import TAKING, TEMPERATURE, Models, assert_exact, the_rest, wait_for
 
 from trl_realloc.engines.base import Sampling, Updates
 from trl_realloc.engines.generation.engine_process import engine_environment
@@ -29,34 +29,14 @@ pytestmark = [
 
 Start = Callable[..., VLLMEngine]
 
-# In the engine's process: vLLM launches a step while another is under way, as with asynchronous scheduling on a GPU. A
-# step has then the requests that are not in the other one. The numbers of steps under way at updates go into the log.
-TWO_BATCHES = """
-    import sys
-
-    if "trl_realloc.engines.generation.vllm_host" in sys.orig_argv:
-        from vllm.config.vllm import VllmConfig
-        from trl_realloc.engines.generation import vllm_compat
-
-        def counted(engine, drain=vllm_compat.drain):
-            print("under way:", len(engine.engine_core.engine_core.batch_queue), file=sys.stderr, flush=True)
-            return drain(engine)
-
-        VllmConfig.max_concurrent_batches = property(lambda config: 2)
-        vllm_compat.drain = counted
-    """
-
 
 @pytest.fixture
 def two_batches(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VLLMEngine, Path]:
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(TWO_BATCHES))
-    before = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), before))))
+    monkeypatch.setenv("TWO_STEPS_AT_A_TIME", "1")
     return start(max_num_seqs=16, log_path=tmp_path / "log"), tmp_path / "log"
 
 
 @pytest.mark.newest  # what is used of vLLM to wait for steps is private
-@again_if_too_late
 def test_steps_under_way_are_waited_for_and_their_tokens_are_of_the_version_before(
     two_batches: tuple[VLLMEngine, Path], models: Models
 ) -> None:
@@ -65,11 +45,13 @@ def test_steps_under_way_are_waited_for_and_their_tokens_are_of_the_version_befo
     for updates in TAKING:
         engine.load(buckets(models[1]), 1)
         asked = requests(24)
-        generation = engine.start(asked[:5], sampling, updates)
-        for version in range(2, 7):
-            wait_for(generation, 10)
-            generation.add(asked[4 * version - 3 : 4 * version + 1] if version < 6 else asked[21:])
-            engine.load(buckets(models[version]), version)
+        with held(engine, 10) as hold:
+            generation = engine.start(asked[:5], sampling, updates)
+            for version in range(2, 7):
+                hold(10 * (version - 1))
+                wait_for(generation, 10 * (version - 1))
+                generation.add(asked[4 * version - 3 : 4 * version + 1] if version < 6 else asked[21:])
+                engine.load(buckets(models[version]), version)
         got = the_rest(generation)
         assert_exact(models, asked, got, updates)
         assert {version for completion in got for version in completion.versions} >= {1, 3, 6}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -17,8 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 from generating import ENDLESS, MANY, buckets, llama, requests, samples, worst_difference
+from holding import held
 from limits import patience
-from rescoring import TooLate, again_if_too_late
+from rescoring import wait_for
 from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.base import (
@@ -88,7 +90,7 @@ def assert_same(got: dict[int, Completion], expected: Sequence[Completion]) -> N
 
 
 class Moves:
-    """Two generations between which samples move at random moments. Counts the tokens that the engines decode."""
+    """Two generations between which samples move. Counts the tokens that the engines decode."""
 
     def __init__(self, engines: Sequence[VLLMEngine], asked: Sequence[GenerationRequest], sampling: Sampling) -> None:
         self.asked = asked
@@ -122,11 +124,16 @@ def test_samples_that_move_at_random_moments_are_those_that_do_not_move(engines:
     for number in range(200):
         asked = requests(48, seed=1000 * number)
         expected = samples(engines[number % 2], asked, STOPPING)
-        moves = Moves(engines, asked, STOPPING)
+        with held(engines[0], 0) as hold, held(engines[1], 0) as hold_other:
+            moves = Moves(engines, asked, STOPPING)
+            for limit in itertools.accumulate(chance.choice([1, 2, 9]) for _ in range(STOPPING.max_tokens)):
+                hold(limit)
+                hold_other(limit)
+                moves.poll(chance.choice([0.0, 0.002, 0.01]))
+                unfinished = [request.index for request in asked if request.index not in moves.completions]
+                moves.move(chance.randrange(2), chance.sample(unfinished, min(len(unfinished), chance.randrange(12))))
         while len(moves.completions) < len(asked):
-            moves.poll(chance.choice([0.0, 0.002, 0.01]))
-            unfinished = [request.index for request in asked if request.index not in moves.completions]
-            moves.move(chance.randrange(2), chance.sample(unfinished, min(len(unfinished), chance.randrange(12))))
+            moves.poll(30)
         assert_same(moves.completions, expected)
         assert all(decoded >= 0 for decoded in moves.decoded)
         assert sum(moves.decoded) == sum(len(completion.token_ids) for completion in expected)
@@ -151,32 +158,31 @@ def test_a_sample_can_be_continued_after_each_of_its_tokens(one: VLLMEngine) -> 
     generation.close()
 
 
-@again_if_too_late
 def test_what_is_withdrawn_before_it_is_decoded_has_no_tokens(engines: list[VLLMEngine]) -> None:
     asked = requests(ROWS + 24)
     expected = samples(engines[0], asked, LONG)
-    source, target = engines[0].start(asked, LONG), engines[1].start([], LONG)
-    withdrawn = source.withdraw([request.index for request in asked])
-    if len(withdrawn) < len(asked):
-        raise TooLate
+    with held(engines[0], 2):
+        source, target = engines[0].start(asked, LONG), engines[1].start([], LONG)
+        wait_for(source, 2)
+        withdrawn = source.withdraw([request.index for request in asked])
+    assert len(withdrawn) == len(asked)
     assert source.unfinished == 0
     assert [unfinished.token_ids for unfinished in withdrawn[ROWS:]] == [()] * 24
     target.add(continued(asked, withdrawn))
     assert_same(the_rest(target), expected)
 
 
-@again_if_too_late
 def test_what_has_finished_comes_out_of_poll_and_not_of_withdraw(one: VLLMEngine) -> None:
     asked = requests(12)
-    began = time.time()
-    generation = one.start(asked, STOPPING)
-    started = generation.ended_at
-    assert began - 0.01 <= started <= time.time()
-    (first, *others) = generation.poll(30)
-    assert generation.unfinished == 11 - len(others)
-    if not generation.unfinished:
-        raise TooLate
-    assert generation.withdraw([first.index, 999]) == []
+    shortest = min(len(completion.token_ids) for completion in samples(one, asked, STOPPING))
+    with held(one, shortest):
+        began = time.time()
+        generation = one.start(asked, STOPPING)
+        started = generation.ended_at
+        assert began - 0.01 <= started <= time.time()
+        (first, *others) = generation.poll(30)
+        assert generation.unfinished == 11 - len(others) > 0
+        assert generation.withdraw([first.index, 999]) == []
     indices = [request.index for request in asked]
     while len(generation._finished) < generation.unfinished:  # which a call that withdraws nothing learns too
         assert generation.withdraw(indices, LONG.max_tokens + 1) == []
@@ -190,20 +196,19 @@ def test_what_has_finished_comes_out_of_poll_and_not_of_withdraw(one: VLLMEngine
     assert time.time() - ended < patience(10)
 
 
-@again_if_too_late
 def test_what_has_few_tokens_left_goes_on(engines: list[VLLMEngine]) -> None:
     asked, longer = requests(8), replace(LONG, max_tokens=200)
     indices = [request.index for request in asked]
     expected = samples(engines[0], asked, longer)
-    generation = engines[0].start(asked, longer)
-    assert generation.withdraw(indices, 201) == []
-    withdrawn = generation.withdraw(indices[:4], 40)
-    if len(withdrawn) < 4:
-        raise TooLate
-    assert all(len(unfinished.token_ids) <= 160 for unfinished in withdrawn)
-    other = engines[1].start(continued(asked, withdrawn), longer)
-    # a sample's tokens count from its beginning, not from its move
-    assert other.withdraw(indices, 201 - min(len(unfinished.token_ids) for unfinished in withdrawn)) == []
+    with held(engines[0], 161), held(engines[1], 1):
+        generation = engines[0].start(asked, longer)
+        wait_for(generation, 160)
+        assert generation.withdraw(indices, 41) == []
+        withdrawn = generation.withdraw(indices[:4], 39)
+        assert len(withdrawn) == 4
+        other = engines[1].start(continued(asked, withdrawn), longer)
+        # a sample's tokens count from its beginning, not from its move
+        assert other.withdraw(indices, 201 - min(len(unfinished.token_ids) for unfinished in withdrawn)) == []
     assert_same(the_rest(generation) | the_rest(other), expected)
 
 
@@ -230,9 +235,10 @@ def test_a_generation_that_is_closed_in_the_middle_leaves_the_engine_free(
     one: VLLMEngine, model: LlamaForCausalLM
 ) -> None:
     expected = samples(one, requests(8), LONG)
-    generation = one.start(requests(64), LONG)
-    generation.poll(0)
-    generation.close()
+    with held(one, 8):
+        generation = one.start(requests(64), LONG)
+        wait_for(generation, 8)
+        generation.close()
     generation.close()
     for call in (lambda: generation.poll(1), lambda: generation.add(requests(1)), lambda: generation.withdraw([100])):
         with pytest.raises(EngineError, match="this generation was closed"):
@@ -240,7 +246,7 @@ def test_a_generation_that_is_closed_in_the_middle_leaves_the_engine_free(
     other = llama(2)
     one.load(buckets(other), 2)
     assert worst_difference(other, requests(8), samples(one, requests(8), LONG), 0.7) < 1e-4
-    left = one.start(requests(64), LONG)
+    left = one.start(requests(MANY), LONG)
     one.load(buckets(model), 1)
     with pytest.raises(EngineError, match="was ended by a later call"):
         left.poll(1)
@@ -415,7 +421,7 @@ def test_a_killed_engine_is_reported_by_its_generation_at_once(
 
 
 def test_an_engine_that_is_closed_while_it_generates_ends_at_once(engines: list[VLLMEngine]) -> None:
-    generation = engines[1].start(requests(500), ENDLESS)
+    generation = engines[1].start(requests(MANY), ENDLESS)
     generation.poll(0)
     engines[1].close()
     assert engines[1]._process._process.returncode == 0, "it was not waited for in vain, and then killed"

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from generating import LENGTH, SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens
-from rescoring import TooLate, again_if_too_late
+from holding import held, holdable
+from rescoring import wait_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaForCausalLM,
@@ -76,9 +77,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     options = VLLMOptions(torch.device("cpu"), LENGTH, vllm={**settings, "tokenizer": folder})
     plan = flatten(Cluster(1, 2))  # of two ranks, this is the first
     with contextlib.ExitStack() as stack:
-        engine = start_vllm(plan, "actor.generate", 0, llama(0).config, options, stack)
-        assert engine is not None
-        yield engine
+        yield holdable(lambda: start_vllm(plan, "actor.generate", 0, llama(0).config, options, stack), folder)
 
 
 @pytest.fixture
@@ -166,22 +165,18 @@ def test_a_response_ends_with_any_of_the_stop_tokens_or_at_its_own_limit(
 
 
 @pytest.mark.parametrize("updates", [Updates.KEEP, Updates.RECOMPUTE])
-@again_if_too_late
 def test_a_moved_sample_goes_on_with_its_penalty_and_its_limit(
     loaded: VLLMEngine, model: LlamaForCausalLM, updates: Updates
 ) -> None:
     sampling = replace(SAMPLINGS["all together"], max_tokens=100, stop_token_ids=())
     asked = [replace(request, max_tokens=90 + i % 11) for i, request in enumerate(requests(16))]
     expected = samples(loaded, asked, sampling)
-    generation = loaded.start(asked, sampling, updates)
-    moved = []
-    while not moved or min(len(part.token_ids) for part in moved) < 20:
-        generation.add([replace(asked[part.index - 100], begun=part) for part in moved])
-        generation.poll(0.01)
+    with held(loaded, 20):
+        generation = loaded.start(asked, sampling, updates)
+        wait_for(generation, 20)
         moved = generation.withdraw([request.index for request in asked[:8]])
-        if len(moved) < 8:
-            raise TooLate
-    loaded.load(buckets(model), 2)  # the same parameters: keys that are kept are right
+        assert len(moved) == 8
+        loaded.load(buckets(model), 2)  # the same parameters: keys that are kept are right
     generation.add([replace(asked[part.index - 100], begun=part) for part in moved])
     got = []
     while generation.unfinished:

@@ -28,8 +28,9 @@ from generating import (
     tokens,
     worst_difference,
 )
+from holding import held
 from limits import patience
-from rescoring import TAKING, Models, again_if_too_late, assert_exact, wait_for
+from rescoring import TAKING, Models, assert_exact, wait_for
 from shared_memory import left, names
 from transformers import LlamaForCausalLM
 
@@ -269,25 +270,42 @@ def test_two_tensor_parallel_processes_hold_the_same_model(pair: VLLMEngine, mod
 
 
 @pytest.mark.parametrize("updates", TAKING)
-@again_if_too_late
 def test_two_tensor_parallel_processes_take_new_parameters_while_they_generate(
     pair: VLLMEngine, models: Models, updates: Updates
 ) -> None:
-    """So many requests that the engine generates for a long while: its workers may get the cores for a second, in which
-    they draw hundreds of tokens of each sample."""
-    asked = {request.index: request for request in requests(600)}
+    asked = {request.index: request for request in requests(100)}  # of which 64 are decoded at the same time
     pair.load(buckets(models[1]), 1)
-    generation = pair.start([*asked.values()], ENDLESS, updates)
-    wait_for(generation, 10)
-    pair.load(buckets(models[2]), 2)
+    with held(pair, 10):
+        generation = pair.start([*asked.values()], ENDLESS, updates)
+        wait_for(generation, 10)
+        pair.load(buckets(models[2]), 2)
     ended: dict[frozenset[int], list[Completion]] = defaultdict(list)
     while frozenset({2}) not in ended:  # the first that has begun after the update
         for completion in generation.poll(30):
             ended[frozenset(completion.versions)].append(completion)
     generation.close()
-    assert ended.keys() - {frozenset({1})} == {frozenset({1, 2}), frozenset({2})}
+    assert ended.keys() == {frozenset({1, 2}), frozenset({2})}
     got = [completion for of_versions in ended.values() for completion in of_versions[:40]]
     assert_exact(models, [asked[completion.index] for completion in got], got, updates)
+
+
+def test_processes_that_wait_for_each_other_do_not_give_up_their_core_between_two_looks() -> None:
+    """Linux 6.18 lets processes that do so win: the engine's owner had no core for seconds. In a process of its own,
+    because vLLM stays out of this one."""
+    code = """
+        import os
+        from vllm.distributed import utils
+        from trl_realloc.engines.generation.vllm_compat import wait_without_yielding
+
+        yielded = []
+        os.sched_yield = lambda: yielded.append(True)
+        utils.sched_yield()
+        assert yielded == [True]
+        wait_without_yielding()
+        utils.sched_yield()
+        assert yielded == [True]
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
 
 def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausalLM) -> None:

@@ -102,7 +102,7 @@ def build(settings: dict[str, Any]) -> LLM:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
-    from .vllm_compat import WeightTransferConfig
+    from .vllm_compat import WeightTransferConfig, wait_without_yielding
 
     package, on_cpu = "trl_realloc.engines.generation", current_platform.is_cpu()
     arguments: dict[str, Any] = {
@@ -134,6 +134,9 @@ def build(settings: dict[str, Any]) -> LLM:
     llm = LLM(**{**arguments, **settings["engine_kwargs"]})
     if by_seed:
         llm.collective_rpc("draw_by_seed")
+    if on_cpu and settings["tensor_parallel_size"] > 1:  # this process and its workers wait for each other
+        wait_without_yielding()
+        llm.collective_rpc("share_cores")
     params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, **seed_arguments(0, 0, by_seed, True))
     llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
     return llm

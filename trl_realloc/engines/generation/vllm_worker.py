@@ -28,6 +28,7 @@ from .vllm_compat import (
     packed_ipc_consumer,
     register_transfer,
     replace_draw,
+    wait_without_yielding,
 )
 from .vllm_sampler import SeededDraw, SeededRows
 
@@ -185,6 +186,10 @@ class RolloutWorker:
     def draw_by_seed(self) -> None:
         """Replace the sampler by `SeededDraw`. Called once, after the engine's start."""
         replace_draw(self.model_runner, SeededRows, SeededDraw)
+
+    def share_cores(self) -> None:
+        """See `wait_without_yielding`. Called once, after the engine's start."""
+        wait_without_yielding()
 
     def weight_dtypes(self) -> tuple[str, list[str]]:
         """The name of the dtype that the model computes in, and the parameters that it holds in a wider one."""
