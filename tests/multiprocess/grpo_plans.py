@@ -11,9 +11,12 @@ from typing import Any
 
 import tiny
 import trl
+from moved import Forced
 from recorded_rollouts import make, recorded, result, unequal
 
 import trl_realloc
+from trl_realloc.plan.presets import resolve_plan
+from trl_realloc.profiling import late_measuring, profile_cache
 
 
 def zero_stage(library: Any, made: Any) -> int:
@@ -29,6 +32,9 @@ def train(
     generates: bool = False,
     evaluates: bool = False,
     reward_model: bool = False,
+    moves_to: Any = None,
+    after: int = 1,
+    measures: bool = False,
     **settings: Any,
 ) -> None:
     """One run.
@@ -39,6 +45,8 @@ def train(
         generates: the plan's engines generate, in the place of fixed responses.
         evaluates: there are prompts for evaluations.
         reward_model: there is a reward model beside the function.
+        moves_to: the plan that the run changes to after so many generations, whatever the planner thinks.
+        measures: as soon as the run may measure its machine, it does.
     """
     library = {"trl": trl, "trl_realloc": trl_realloc}[by]
     base = (lambda trainer: trainer) if generates else recorded
@@ -46,11 +54,27 @@ def train(
     if reward_model:
         given |= {"reward_funcs": [tiny.classifier(), unequal], "reward_processing_classes": [tiny.tokenizer(), None]}
     made = make(library, folder, base=base, given=given, **settings)
+    if moves_to is not None:
+        made.replanner = Forced(resolve_plan(moves_to, made.plan.cluster, graph=made.plan.graph), after)
+    measured = 0
+
+    def measure(*arguments: Any, **named: Any) -> Any:
+        nonlocal measured
+        measured += 1
+        return measure_now(*arguments, **named)
+
+    measure_now, cost = profile_cache.measure, late_measuring.LateMeasuring.cost
+    profile_cache.measure = measure
+    if measures:
+        late_measuring.LateMeasuring.cost = lambda *given: 0.0  # type: ignore[method-assign]
     made.train(resume_from_checkpoint=None if resumes is None else str(folder.parent / resumes))
     made.save_model(str(folder / "model"))
     if made.accelerator.is_main_process:
         (folder / "log.json").write_text(json.dumps(result(made).logs))
         (folder / "engine.json").write_text(json.dumps({"zero_stage": zero_stage(library, made)}))
+        if library is trl_realloc:
+            (folder / "plan.json").write_text(json.dumps({"plan": made.plan.to_dict(), "measured": measured}))
+    profile_cache.measure, late_measuring.LateMeasuring.cost = measure_now, cost  # type: ignore[method-assign]
     made.accelerator.wait_for_everyone()
     if library is trl_realloc:
         made.close()

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tiny
 
@@ -18,10 +17,10 @@ from trl_realloc.trainer import plan_change
 
 
 class Forced:
-    """In a replanner's place."""
+    """In a replanner's place. Finds a plan after so many iterations."""
 
-    def __init__(self, plan: dict[str, Any]) -> None:
-        self.plan, self.updates = ExecutionPlan.from_dict(plan), 0
+    def __init__(self, plan: ExecutionPlan, after: int = 2) -> None:
+        self.plan, self.after, self.iterations = plan, after, 0
 
     def note(self, lengths: Sequence[int]) -> None:
         pass
@@ -30,8 +29,8 @@ class Forced:
         """The plan that comes next is written."""
 
     def better(self, updates_left: int, move_seconds: float) -> JobPlan | None:
-        self.updates += 1
-        return JobPlan(self.plan) if self.updates == 2 else None
+        self.iterations += 1
+        return JobPlan(self.plan) if self.iterations == self.after else None
 
 
 class Counted(plan_change.RunState):
@@ -57,7 +56,7 @@ def main() -> None:
     plan_change.RunState = Counted  # type: ignore[misc]
     to = options.pop("to", None)
     made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
-    made.replanner = Forced(to) if to else None
+    made.replanner = Forced(ExecutionPlan.from_dict(to)) if to else None
     made.train()
     if made.accelerator.is_main_process:
         (folder / "log.json").write_text(json.dumps({"updates": tiny.updates(made), "plan": made.plan.to_dict()}))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_zero import LAUNCHED
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.planner.profile import Profile
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -89,6 +90,70 @@ def test_every_plan_logs_and_learns_what_trl_does_under_ddp(run: Callable[..., P
 
 
 @pytest.mark.deepspeed
+def test_a_run_that_changes_its_plan_between_two_generations_learns_what_it_would_have_learned(
+    run: Callable[..., Path],
+) -> None:
+    """Also where two updates train on a generation; and a checkpoint of the second plan is resumed from."""
+    settings = {
+        "by": "trl_realloc",
+        **GRPO,
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
+    # with the usual epsilon, AdamW makes whole steps of gradients that are rounding alone
+    settings |= {"optim": "adamw_torch", "adam_epsilon": 1e-2, "learning_rate": 1e-2, "lr_scheduler_type": "linear"}
+    runs: dict[str, Any] = {
+        "stayed": {**settings, "plan": "flatten"},
+        "moved": {**settings, "plan": "flatten", "moves_to": "separate"},
+        "back": {**settings, "plan": "separate", "moves_to": plan(engine="zero", dp=2, zero_stage=2), "after": 2},
+        "split": {**settings, "plan": plan(engine="megatron", tp=2), "moves_to": plan(engine="megatron", pp=2)},
+        "resumed": {**settings, "plan": "flatten", "resumes": "moved/checkpoint-4"},
+        "RLOO": {"plan": "flatten", "by": "trl_realloc", **RLOO},
+        "RLOO moved": {"plan": "flatten", "by": "trl_realloc", **RLOO, "moves_to": "separate"},
+    }
+    folder = run("grpo_plans.py", 2, runs, "moved", limit_s=200)
+    for name in ("moved", "back", "split", "resumed"):
+        check_equal(folder / name, folder / "stayed")
+    check_equal(folder / "RLOO moved", folder / "RLOO")
+    plans = {name: json.loads((folder / name / "plan.json").read_text())["plan"] for name in runs}
+    assert plans["moved"]["calls"] == plans["RLOO moved"]["calls"] != plans["stayed"]["calls"], "it has moved"
+    assert plans["split"]["calls"]["actor.train"]["pp"] == 2
+    text = (folder / "log.txt").read_text()
+    assert text.count("update 2: the plan is now") == 3 and text.count("update 4: the plan is now") == 1
+
+
+def test_a_run_begins_unmeasured_measures_between_two_generations_and_its_times_teach_the_planner(
+    run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates train on a generation. The responses are generated, and are the same under every plan."""
+    monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "cache"))
+    settings = {"by": "trl_realloc", "generates": True, "steps_per_generation": 4, "num_generations": 8}
+    settings |= {"max_steps": 14, "learning_rate": 0.01}
+    runs: dict[str, Any] = {
+        "stayed": {**settings, "plan": "flatten"},
+        "at once": {**settings, "plan": "auto"},
+        "measured": {**settings, "plan": "auto", "measures": True},
+    }
+    folder = run("grpo_plans.py", 2, runs, "auto", limit_s=200)
+    for name in ("at once", "measured"):
+        check_equal(folder / name, folder / "stayed")
+    counts = [json.loads((folder / name / "plan.json").read_text())["measured"] for name in runs]
+    assert counts == [0, 0, 1]
+    text = " ".join((folder / "log.txt").read_text(errors="replace").split())
+    assert "by specification" in text
+    assert "this run's own times against those expected: " in text
+    assert "and corrected by the times of earlier runs" in text
+    assert "generation 5: measuring this machine for a better plan" in text
+    assert "in the 2 generations left a better plan might save" in text
+    assert "update 10: the plan is now" in text
+    taught = text.partition("this run's own times against those expected: ")[2].partition(". Estimates")[0]
+    assert "actor.train x" in taught, "no specification of a CPU is within 5 % of it"
+    (kept,) = (tmp_path / "cache").glob("profile-*.json")
+    assert Profile.load(kept).observations, "it was measured"
+
+
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
 def test_launched_with_deepspeed_it_logs_and_learns_what_trl_does(
     run: Callable[..., Path], tmp_path: Path, stage: int
@@ -151,3 +216,31 @@ def test_the_next_generations_are_drawn_while_one_is_trained_and_a_resumed_run_g
         assert all(0 < mean <= oldest == 1 for mean, oldest in ages[1:]), (name, ages)
         assert all(math.isfinite(row["loss"]) for row in rows)
     assert (folder / "stale" / "checkpoint-2" / "samples_under_way.pt").exists()
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+def test_a_change_of_plan_keeps_what_has_been_generated_ahead(run: Callable[..., Path]) -> None:
+    """From vLLM on one process to vLLM on the other one; and to a plan that generates nothing ahead, and back."""
+    other = {
+        **APART,
+        "calls": {name: {**call, "mesh": str(1 - int(call["mesh"]))} for name, call in APART["calls"].items()},
+    }
+    settings = {"by": "trl_realloc", "use_vllm": True, "generates": True, "max_staleness": 1, "max_steps": 5}
+    settings |= {"max_completion_length": 64, "plan": {**APART, "staleness": 1}, "after": 2}
+    runs: dict[str, Any] = {
+        "other": {**settings, "moves_to": {**other, "staleness": 1}},
+        "without": {**settings, "moves_to": other},
+        "with": {**settings, "plan": APART, "moves_to": {**other, "staleness": 1}},
+    }
+    folder = run("grpo_plans.py", 2, runs, "kept", limit_s=200)
+    ages = {}
+    for name in runs:
+        *rows, _ = json.loads((folder / name / "log.json").read_text())
+        assert len(rows) == 5 and all(math.isfinite(row["loss"]) for row in rows), name
+        assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows if not row.get("staleness/mean"))
+        ages[name] = [row.get("staleness/mean", -1.0) for row in rows]
+    assert ages["other"][0] == 0 and all(0 < age <= 1 for age in ages["other"][1:]), ages
+    assert all(0 < age <= 1 for age in ages["without"][1:2]) and ages["without"][2:] == [-1.0] * 3, ages
+    assert ages["with"][:3] == [-1.0, -1.0, 0.0] and all(0 < age <= 1 for age in ages["with"][3:]), ages
+    assert (folder / "log.txt").read_text().count("update 2: the plan is now") == 3

@@ -234,3 +234,23 @@ def test_a_run_that_generates_ahead_corrects_nothing() -> None:
     ahead = replace(plan("separate"), staleness=Staleness(2))
     assert learned(machine, ahead, before) == before
     assert learned(machine, plan("separate"), before) != before
+
+
+def test_of_an_iteration_with_several_optimizer_steps_the_seconds_of_each_call_are_added() -> None:
+    """A generation on device 0, and two steps that train on it on both devices."""
+    spans = [
+        Span("actor.generate", 0, 0.0, 4.0, 0),
+        Span("actor.train", 0, 4.0, 5.0, 0),
+        Span("actor.train", 1, 4.0, 6.0, 0),
+        Span("actor.train", 0, 9.0, 10.0, 1),
+        Span("actor.train", 1, 9.0, 12.0, 1),
+        Span("actor.train -> actor.generate", 0, 12.0, 13.0, 1),
+        Span("actor.train -> actor.generate", 1, 10.0, 13.0, 1),
+    ]
+    expected = {"actor.generate": 4.0, "actor.train": 5.0, "actor.train -> actor.generate": 2.0}
+    whole = MeasuredUpdate.of(spans, LENGTHS)
+    assert whole.spans == expected
+    assert whole.seconds == 6.0 + 4.0, "without what is between the steps, such as an evaluation"
+    half = MeasuredUpdate.of(spans, LENGTHS, iterations=2)
+    assert half.spans == {name: seconds / 2 for name, seconds in expected.items()}
+    assert half.seconds == 5.0

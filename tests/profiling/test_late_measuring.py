@@ -122,5 +122,5 @@ def test_a_run_that_saves_has_saved_its_state_before_it_measures() -> None:
         made.observer = SimpleNamespace(note=lambda *_: None, job_plan=None)
         made.replanner = SimpleNamespace(note=lambda lengths: None)
         made.measuring = SimpleNamespace(is_over=False, note=lambda seconds: None, budget=lambda *_: 1.0)
-        made._replan(SimpleNamespace(samples={}), 1.0)
+        made._replan([], [], 1.0, 9 - step)
         assert done == [*saved, "measured"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
-from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.common.errors import PlanError
 from trl_realloc.engines.training import deepspeed_compat
 from trl_realloc.plan.algorithm_graphs import ppo_graph
@@ -20,6 +19,7 @@ from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.staleness import Staleness
+from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Observation, Profile, model_key
@@ -32,7 +32,6 @@ from trl_realloc.profiling.late_measuring import LateMeasuring
 from trl_realloc.profiling.profile_cache import cache_path, keep_corrections, known_profile, starting_profile
 from trl_realloc.profiling.replanning import Replanner, suits
 from trl_realloc.profiling.run_observer import RunObserver
-from trl_realloc.runtime.results import Iteration
 from trl_realloc.trainer.job_builder import ppo_job
 
 
@@ -77,13 +76,12 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return made
 
 
-def three_times_slower(job: Job, job_plan: JobPlan) -> Iteration:
+def three_times_slower(job: Job, job_plan: JobPlan) -> tuple[Span, ...]:
     """An update that takes three times as long as was measured."""
     assert job_plan.profile is not None
     costs = replace(job.pricing(job_plan.profile), corrections=Corrections(dict.fromkeys(SPECS, 3.0)))
     costs = replace(costs, workload=costs.workload.of_lengths(LENGTHS))
-    timeline = estimate_plan(job_plan.plan, job.models.specs, costs).timeline
-    return SimpleNamespace(spans=timeline.spans)  # type: ignore[return-value]
+    return estimate_plan(job_plan.plan, job.models.specs, costs).timeline.spans
 
 
 def test_the_next_run_begins_with_what_the_last_one_has_learned(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +231,7 @@ def test_a_run_that_generates_ahead_learns_nothing_and_may_change_its_plan(
     observer = RunObserver(stale, job_plan)
     for _ in range(8):
         spans = tuple(replace(span, end=span.start + 3 * span.seconds) for span in chosen.timeline.spans)
-        observer.note(Iteration({}, {}, 1, Rollouts(), spans), LENGTHS)
+        observer.note(spans, LENGTHS)
     assert observer.job_plan.profile == profile
     expected = observer.end(LENGTHS)
     assert expected is not None and expected.staleness.versions == 2 and 0 <= expected.estimate.mean_age <= 2

@@ -29,12 +29,13 @@ ROUNDS = 4  # calls that share processors change each other's seconds, so that f
 
 @dataclass(frozen=True)
 class MeasuredUpdate:
-    """The seconds of one update of a run.
+    """The seconds of one iteration of a run.
 
     Args:
         spans: by the name of a call, of the device that took longest; by that of a reallocation, the median of the
             devices, because devices that arrive early wait for the others.
-        seconds: from the first span's start to the last one's end.
+        seconds: from the first span's start to the last one's end; where an iteration has several optimizer steps of
+            another library's loop, their sum.
         lengths: of the responses, tokens.
     """
 
@@ -43,13 +44,18 @@ class MeasuredUpdate:
     lengths: tuple[int, ...]
 
     @staticmethod
-    def of(spans: Iterable[Span], lengths: Sequence[int]) -> MeasuredUpdate:
-        """Of the spans of all devices in one update."""
+    def of(spans: Iterable[Span], lengths: Sequence[int], iterations: int = 1) -> MeasuredUpdate:
+        """Of the spans of all devices in so many iterations: the mean of these."""
         timeline = Timeline(spans)
-        seconds = timeline.by_call()
-        for name in (name for name in seconds if " -> " in name):
-            seconds[name] = float(median(span.seconds for span in timeline.spans if span.call == name))
-        return MeasuredUpdate(seconds, timeline.seconds_per_step, tuple(lengths))
+        busy: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        for span in timeline.spans:
+            busy[span.call][span.device] += span.seconds
+        seconds = {
+            name: float(median(of_device.values()) if " -> " in name else max(of_device.values())) / iterations
+            for name, of_device in busy.items()
+        }
+        whole = sum(timeline.of_step(step).seconds_per_step for step in timeline.steps)
+        return MeasuredUpdate(seconds, whole / iterations, tuple(lengths))
 
 
 class PlanEvidence:

@@ -38,19 +38,22 @@ class Verdict(NamedTuple):
 class LateMeasuring:
     """Whether and for how long a run measures its machine.
 
+    Args:
+        unit: what an iteration is called in messages.
+
     Attributes:
         is_over: it has measured, or measuring cannot pay any more. The same on all ranks.
     """
 
-    def __init__(self, job: Job, observer: RunObserver) -> None:
-        self.job, self.observer = job, observer
+    def __init__(self, job: Job, observer: RunObserver, unit: str = "update") -> None:
+        self.job, self.observer, self.unit = job, observer, unit
         profile = observer.job_plan.profile
         measured = observer.job_plan.refused or profile
         self.is_over = measured is None or bool(measured.observations and measured.complete)
         self._seconds: list[float] = []
 
     def note(self, seconds: float) -> None:
-        """Add the seconds of an update."""
+        """Add the seconds of an iteration."""
         self._seconds.append(seconds)
 
     def budget(self, updates_left: int, start_s: float) -> float | None:
@@ -74,7 +77,7 @@ class LateMeasuring:
             if cost_s < math.inf:
                 notice(
                     f"this machine is not measured for a better plan: measuring takes about {cost_s:.0f} s, and in the "
-                    f"{updates_left} updates left a better plan might save {saved_s:.0f} s"
+                    f"{updates_left} {self.unit}s left a better plan might save {saved_s:.0f} s"
                 )
             return Verdict(None, True)
         trained_s = sum(self._seconds)
@@ -82,8 +85,8 @@ class LateMeasuring:
             return Verdict(None, False)
         budget_s = min(saved_s, trained_s)
         notice(
-            f"update {len(self._seconds)}: measuring this machine for a better plan, for {budget_s:.0f} s at most; "
-            f"in the {updates_left} updates left a better plan might save {saved_s:.0f} s"
+            f"{self.unit} {len(self._seconds)}: measuring this machine for a better plan, for {budget_s:.0f} s at "
+            f"most; in the {updates_left} {self.unit}s left a better plan might save {saved_s:.0f} s"
         )
         return Verdict(budget_s - start_s, True)  # the run's engines are started again after it
 

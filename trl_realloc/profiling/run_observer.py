@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from ..common.errors import PlanError
 from ..common.notices import notice
+from ..plan.timeline import Span
 from ..planner.learning import MeasuredUpdate, PlanEvidence
 from ..planner.priced_plan import PricedPlan
 from ..planner.profile import Profile
-from ..runtime.results import Iteration
 from .auto_plan import JobPlan, estimate_at_lengths
 from .job import Job
 from .profile_cache import cache_path, keep_corrections
@@ -47,16 +47,17 @@ class RunObserver:
             except PlanError:  # the plan splits a model as was not measured
                 return
 
-    def note(self, iteration: Iteration, lengths: Sequence[int]) -> None:
-        """Add an update, and correct the profile.
+    def note(self, spans: Sequence[Span], lengths: Sequence[int], iterations: int = 1) -> None:
+        """Add the mean of so many iterations, and correct the profile.
 
         Args:
+            spans: of all devices in them; on rank 0.
             lengths: of the responses, tokens.
         """
         profile = self.job_plan.profile
-        if self._evidence is None or profile is None or not iteration.spans:
+        if self._evidence is None or profile is None or not spans:
             return
-        self._evidence.add(MeasuredUpdate.of(iteration.spans, lengths))
+        self._evidence.add(MeasuredUpdate.of(spans, lengths, iterations))
         corrected = replace(profile, corrections=self._evidence.corrections())
         self.job_plan = replace(self.job_plan, profile=corrected)
         if self._kept is None or _differ(corrected, self._kept):

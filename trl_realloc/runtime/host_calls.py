@@ -38,12 +38,16 @@ class HostCalls:
     Args:
         executor: of this rank; its plan's graph has one call that generates and one that trains.
         around: makes a context around each call.
+        generation: the number of the next generation of the training.
     """
 
     def __init__(
-        self, executor: Executor, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self,
+        executor: Executor,
+        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        generation: int = 0,
     ) -> None:
-        self.executor, self.around = executor, around
+        self.executor, self.around, self.generation = executor, around, generation
         self._update, self._round, self._evaluates = 0, 0, False
         plan = executor.plan
         self.ahead = (
@@ -52,7 +56,6 @@ class HostCalls:
             else None
         )
         self._ages: dict[str, float] = {}
-        self._generation = 0  # the number of the next one of the training
         self._announced: list[Rollouts] = []  # this rank's prompts of the generations after it
         self._spans: list[Span] = []
         # by call that has run with the generation, and by reward model where texts were scored
@@ -121,19 +124,20 @@ class HostCalls:
             return self._generate_ahead(self.ahead, own)
         if self.ahead is not None:
             self.ahead.stop()
+        self.generation += not self._evaluates
         run = self._run_streamed if self.executor.plan.streamed else self.executor.perform
         return self._perform(name, own, run, finished=finished)
 
     def _generate_ahead(self, ahead: HostAhead, own: Rollouts) -> Rollouts:
-        self.executor.alarm.at(f"generation {self._generation + 1} (the prompts of all ranks)")
+        self.executor.alarm.at(f"generation {self.generation + 1} (the prompts of all ranks)")
         announced, self._announced = self._announced[: ahead.versions], []
         (samples, first), *following = self._of_all_ranks([own, *announced], False)
         if not len(samples):
             return Rollouts()
         with self.around():
-            output = ahead.generate(self._generation, [samples, *(of_one for of_one, _ in following)])
-        self._ages = ages(output.samples, self._generation)
-        self._generation += 1
+            output = ahead.generate(self.generation, [samples, *(of_one for of_one, _ in following)])
+        self._ages = ages(output.samples, self.generation)
+        self.generation += 1
         self._spans += [replace(span, step=self._update) for span in output.spans]
         return output.samples.select(range(first, first + len(own)))
 
@@ -144,7 +148,7 @@ class HostCalls:
             drawn: on rank 0; `None` if nothing was.
         """
         if self.ahead is not None and (drawn := self.executor.exchange.spread(drawn)) is not None:
-            self._generation = drawn.next
+            self.generation = drawn.next
             self.ahead.restore(drawn)
 
     def samples_under_way(self, *, again: bool) -> DrawnSamples | None:
@@ -156,8 +160,8 @@ class HostCalls:
         """
         if self.ahead is None:
             return None
-        drawn = self.ahead.drawn(self._generation)
-        return drawn and replace(drawn, next=self._generation - again)
+        drawn = self.ahead.drawn(self.generation)
+        return drawn and replace(drawn, next=self.generation - again)
 
     def stop(self) -> None:
         """Stop what is generated ahead. It goes on with the next generation. All ranks together."""

@@ -45,6 +45,11 @@ class Iteration:
     samples: Rollouts
     spans: tuple[Span, ...] = ()
 
+    @property
+    def lengths(self) -> list[int]:
+        """Of the responses, tokens; on rank 0, empty on the others."""
+        return self.samples.ragged("responses").lengths.tolist() if "responses" in self.samples else []
+
     def for_other_ranks(self) -> Iteration:
         """What rank 0 sends to the other ranks."""
         return replace(self, samples=Rollouts(), spans=())

@@ -28,7 +28,7 @@ from .roles import Roles
 
 
 BUCKET_BYTES = 64 << 20  # of a move; two are in flight at a time, beside the parts of both plans
-EXTRA_ATTRIBUTES = ("generation_config", "model_tags", "packs_rows")
+EXTRA_ATTRIBUTES = ("generation_config", "model_tags", "packs_rows", "warnings_issued")
 
 
 @dataclass

@@ -5,7 +5,7 @@ The search for a faster plan is in `profiling.replanning`, the state that is mov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 from transformers.utils import logging
 
 from ..plan.dataflow import Role
+from ..plan.timeline import Span
 from ..profiling.auto_plan import JobPlan, measured_plan
 from ..profiling.late_measuring import LateMeasuring
 from ..profiling.replanning import Replanner, suits
 from ..profiling.run_observer import RunObserver
+from ..runtime.drawn_samples import DrawnSamples
 from ..runtime.executor import Executor
 from ..runtime.failures.alarm import Alarm
 from ..runtime.placement import Placement
-from ..runtime.results import Iteration
 from ..runtime.run_state import RunState
 from .accelerate_plugin import ReallocationPlugin
 from .optimizer_sharding import can_be_sharded
@@ -66,6 +67,10 @@ class PlanChangeMixin:
     _let_go: Callable[[], None]
     _finish_save: Callable[[], None]
     _save_unsaved: Callable[[], None]
+    _samples_under_way: Callable[[], DrawnSamples | None]
+    _go_on_with: Callable[[DrawnSamples | None], None]
+
+    _unit = "update"  # what an iteration is called in messages
 
     _start_seconds = 0.0  # what loading the models and starting the engines took
 
@@ -76,31 +81,33 @@ class PlanChangeMixin:
         replans = self.setup.job_plan.decision is not None and threshold > 0 and can_change_plan(self.setup)
         self.replanner = Replanner(self.setup.job, self.observer, threshold) if replans else None
         measures = replans and plugin.measure == "between"
-        self.measuring = LateMeasuring(self.setup.job, self.observer) if measures else None
+        self.measuring = LateMeasuring(self.setup.job, self.observer, self._unit) if measures else None
 
-    def _replan(self, iteration: Iteration, seconds: float) -> None:
-        """Compare an update with the estimate, and move to another plan where it is now faster. Collective over the
-        job.
+    def _replan(
+        self, spans: Sequence[Span], lengths: Sequence[int], seconds: float, left: int, iterations: int = 1
+    ) -> None:
+        """Compare so many iterations with the estimate, and move to another plan where it is now faster. Collective
+        over the job.
 
         Args:
-            seconds: of the update.
+            spans: of the iterations; on rank 0, which decides.
+            lengths: of their responses, tokens; on rank 0.
+            seconds: that they took.
+            left: the number of iterations that are left.
         """
-        has_samples = "responses" in iteration.samples  # on rank 0, which decides
-        lengths = iteration.samples.ragged("responses").lengths.tolist() if has_samples else []
-        self.observer.note(iteration, lengths)
+        self.observer.note(spans, lengths, iterations)
         if self.replanner is None:
             return
-        if has_samples:
+        if lengths:
             self.replanner.note(lengths)
-        updates_left = self.state.max_steps - self.state.global_step
         if self.measuring is not None and not self.measuring.is_over:
-            self.measuring.note(seconds)
-            budget_s = self.measuring.budget(updates_left, self._start_seconds)
+            self.measuring.note(seconds / iterations)
+            budget_s = self.measuring.budget(left, self._start_seconds)
             if budget_s is not None:
                 self._save_unsaved()  # a short run that fails in a collective ends the job
                 self._rebuild(partial(measured_plan, self.setup.job, budget_s, self.observer.job_plan))
                 return
-        job_plan = self.replanner.better(updates_left, self._start_seconds)
+        job_plan = self.replanner.better(left, self._start_seconds)
         if job_plan is not None:
             self._move_to(job_plan)
 
@@ -118,10 +125,10 @@ class PlanChangeMixin:
         """Move to the plan that `next_plan` returns. It is called on all ranks together, while no engine exists and the
         run's state is in host memory."""
         self.alarm.at(f"the move to another plan after update {self.state.global_step}")
-        self.executor.cancel_early()
+        self._stop_early()
         self.executor.exchange.flush()
         self._finish_save()  # over a process group of the old plan
-        under_way = self.executor.samples_under_way(self.state.global_step)
+        under_way = self._samples_under_way()
         run_state = RunState(self.placement)
         self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
         self._let_go()
@@ -132,8 +139,12 @@ class PlanChangeMixin:
         self._place()
         self._start()
         run_state.load_into(self.placement)
-        self.executor.go_on_with(under_way)
+        self._go_on_with(under_way)
         self._follow(job_plan)
+
+    def _stop_early(self) -> None:
+        """Stop what has been begun for later iterations."""
+        self.executor.cancel_early()
 
     def _follow(self, job_plan: JobPlan) -> None:
         """Watch the plan that the run has now, and say so."""

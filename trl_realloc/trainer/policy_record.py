@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..algorithms.rollout import Rollouts
 from ..plan.timeline import Span, Timeline
 from ..planner.priced_plan import PricedPlan
-from ..profiling.auto_plan import estimate_at_lengths
+from ..profiling.run_observer import RunObserver
 from ..runtime.host_calls import HostCalls
 from ..runtime.results import observed
 from .metrics import LENGTHS, SPANS
@@ -37,6 +37,8 @@ class PolicyRecordMixin:
     accelerator: Any
     calls: HostCalls
     setup: PolicySetup
+    observer: RunObserver
+    _note_update: Callable[[Sequence[Span], float], None]
 
     trains_by_accelerate = False  # then there are no calls, and no times of them
     _updates: deque[tuple[Span, ...]]  # spans of the latest updates; on rank 0, empty on the others
@@ -62,12 +64,12 @@ class PolicyRecordMixin:
         return output
 
     def _expected(self) -> PricedPlan | None:
-        """The plan's estimate for the lengths of this run's responses. The planner estimates a generation with all its
-        optimizer steps, so there is no estimate of an update where a generation has more or less than one."""
+        """The plan's estimate, corrected by this run's times, for the lengths of its responses. The planner estimates a
+        generation with all its optimizer steps, so there is no estimate of an update where a generation has more or
+        less than one."""
         args = self.args
-        if args.num_iterations * args.steps_per_generation != args.gradient_accumulation_steps:
-            return None
-        return estimate_at_lengths(self.setup.job, self.setup.job_plan, list(self._lengths or ()))
+        expected = self.observer.end(list(self._lengths or ()))
+        return expected if args.num_iterations * args.steps_per_generation == args.gradient_accumulation_steps else None
 
     def _take_spans(self) -> tuple[Span, ...]:
         return () if self.trains_by_accelerate else self.calls.take_spans()
@@ -88,7 +90,8 @@ class PolicyRecordMixin:
         """After an update: keep its times, then what Trainer does."""
         if self._times.runs:
             spans = self._take_spans()
-            self._times.stop(self.state.num_input_tokens_seen, observed(Rollouts(), spans))
+            seconds = self._times.stop(self.state.num_input_tokens_seen, observed(Rollouts(), spans))
+            self._note_update(spans, seconds)
             if spans:
                 self._updates.append(spans)
             while sum(map(len, self._updates)) > SPANS and len(self._updates) > 1:
@@ -120,17 +123,19 @@ class _Times:
         self.runs, self._start = True, time.perf_counter()
         self._tokens -= tokens
 
-    def stop(self, tokens: int, values: Mapping[str, float]) -> None:
-        """The update has ended.
+    def stop(self, tokens: int, values: Mapping[str, float]) -> float:
+        """The update has ended. Returns its seconds.
 
         Args:
             values: of the update, of which the means are logged.
         """
         self.runs = False
-        self._seconds += time.perf_counter() - self._start
+        seconds = time.perf_counter() - self._start
+        self._seconds += seconds
         self._tokens += tokens
         self._updates += 1
         self._sums.update(values)
+        return seconds
 
     def means(self) -> dict[str, float]:
         """Of every value; empty without updates."""

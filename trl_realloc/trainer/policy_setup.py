@@ -50,7 +50,7 @@ from .policy_job import make_policy_job, turn_makers
 from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
-from .setup import check_plan_of_run, optimizer_maker
+from .setup import check_plan_of_run, frozen_in_part, optimizer_maker
 from .trainer_inputs import path_as_text
 from .trl_sampling import generation_config, sampling_of, stop_token_ids
 
@@ -72,6 +72,7 @@ class PolicySetup:
         train_dataset: as the user gave it.
         processing_class: the policy's tokenizer.
         reward_models: those among the reward functions.
+        is_frozen_in_part: the user has given a policy of which some parameters are not trained.
     """
 
     plan: ExecutionPlan
@@ -87,6 +88,7 @@ class PolicySetup:
     train_dataset: Any
     processing_class: Any
     reward_models: Sequence[RewardModelSource]
+    is_frozen_in_part: bool
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -174,6 +176,7 @@ def prepare_policy(
         job=job,
         train_dataset=inputs.get("train_dataset"),
         processing_class=processing_class,
+        is_frozen_in_part=frozen_in_part(model),
     )
 
 

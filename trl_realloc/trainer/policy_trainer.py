@@ -11,6 +11,7 @@ Everything here replaces a method of TRL's or Trainer's. From inputs to a plan i
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from .host_generation import HostGeneration
 from .planned_generation import PlannedGeneration
 from .plug import finish_turns, takes_turns
 from .policy_modules import ModelInEngine, ReferenceInEngine
+from .policy_plan_change import PolicyPlanChangeMixin
 from .policy_rewards import REWARD, planned_rewards
 from .policy_scoring import PolicyScoringMixin
 from .policy_setup import PolicySetup, prepare_policy
@@ -50,7 +52,7 @@ from .trainable import why_not_trained
 logger = logging.get_logger(__name__)
 
 
-class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin):
+class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlanChangeMixin):
     """The methods of a trainer of TRL's that a plan replaces. To be mixed in before TRL's class."""
 
     args: Any
@@ -130,6 +132,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # the engines do what the launcher asked for
         self.accelerator.backward = self._backward
         self._place()
+        self._observe_run(self.plugin)
         self.beta = args.beta
         self.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
         if not self.setup.corrects:
@@ -138,7 +141,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin):
         self._last_loaded_step = -1
         self.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         if takes_turns(self):
-            finish_turns(self, self.calls.finish_turns)
+            finish_turns(self, lambda: self.calls.finish_turns())  # a plan change replaces `self.calls`
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -164,7 +167,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin):
         settings = replace(self.setup.call_settings, reward_tokens=self.tokens_for_reward_models)
         self.executor = make_executor(self.placement, self.setup.algorithm, settings)
         self.alarm = self.executor.alarm
-        self.calls = HostCalls(self.executor, self._mode_kept)
+        self.calls = HostCalls(self.executor, self._mode_kept, self._first_generation)
         self._window = Window(self.calls, self.accelerator.device)
         self.vllm_generation = HostGeneration(self.calls, options.context_length, self.prompts_of)
 
@@ -176,7 +179,9 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin):
         engine = self.placement.trained(Role.ACTOR)
         if engine is not None:
             self.model = engine.head.model
-        self.model_wrapped = self.callback_handler.model = self.model
+        self.callback_handler.model = self.model
+        if not isinstance(self.model_wrapped, ModelInEngine):
+            self.model_wrapped = self.model
         self.placement.roles = self.setup.roles.loaded()
         self.setup = self.setup.started(self.model)
 
@@ -205,7 +210,9 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin):
         self.is_in_train = True
         with self._failing_together():
             self._resumed = self._find_checkpoint(resume_from_checkpoint)
+            load_start = time.time()
             self._start()
+            self._start_seconds = time.time() - load_start
             folder = None if self._resumed is None else str(self._resumed.folder)
             check_first_weights(self.placement, "they were given")
             output = super().train(folder, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]

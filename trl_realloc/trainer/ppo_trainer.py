@@ -298,7 +298,8 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
                 self._log_evaluate_save()
             if self.control.should_training_stop:
                 break
-            self._replan(iteration, update_seconds)
+            left = self.state.max_steps - self.state.global_step
+            self._replan(iteration.spans, iteration.lengths, update_seconds, left)
         self.executor.cancel_early()  # a callback has stopped the run
         self._log_metrics()
         self._finish_save()

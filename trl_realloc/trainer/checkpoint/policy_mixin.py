@@ -60,8 +60,12 @@ class PolicyCheckpointMixin(CheckpointMixin):
 
     def _samples_under_way(self) -> DrawnSamples | None:
         # TRL's loop generates again where a run goes on in the middle of a generation
-        is_within = self._step % (self.args.steps_per_generation * self.args.num_iterations) != 0
-        return self.calls.samples_under_way(again=is_within)
+        return self.calls.samples_under_way(again=self._is_within_generation)
+
+    @property
+    def _is_within_generation(self) -> bool:
+        """Whether the training goes on with responses that have been generated."""
+        return self._step % (self.args.steps_per_generation * self.args.num_iterations) != 0
 
     def _go_on_with(self, drawn: DrawnSamples | None) -> None:
         self.calls.go_on_with(drawn)
