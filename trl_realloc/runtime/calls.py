@@ -48,6 +48,7 @@ class CallSettings:
         sampling_of: by call name, the sampling of calls that do not use `sampling`.
         reward_tokens: from samples with the column `TEXTS` to what each reward model reads of them, by its name: token
             ids, int64; `None` where reward models read prompts and responses.
+        finished: called on the rank that generates, with samples as they end and the columns generated of them.
         context_length: most tokens of a prompt and its response; 0 where no prompt leaves less room than the sampling's
             `max_tokens`.
     """
@@ -62,6 +63,7 @@ class CallSettings:
     sampling_of: Mapping[str, Sampling] = field(default_factory=dict)
     context_length: int = 0
     reward_tokens: Callable[[Rollouts], Mapping[str, Ragged]] | None = None
+    finished: Callable[[Rollouts], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,13 @@ def generate(
     if placement.generators.get(call.name) is None:
         return Rollouts()
     made = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun, poll)
-    return completed(list(_polled(made, poll)), settings.eos_token_id, call.outputs)
+    tells = settings.finished if placement.rank in sources(placement.plan, call.name) else None
+    ended: list[Completion] = []
+    for completion in _polled(made, poll):
+        ended.append(completion)
+        if tells is not None:
+            tells(completed([completion], settings.eos_token_id, call.outputs))
+    return completed(ended, settings.eos_token_id, call.outputs)
 
 
 def _rest_of(generation: Generation, poll: Callable[[], None]) -> Iterator[Completion]:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -26,10 +27,14 @@ from ..plan.timeline import Span
 from .calls import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
 from .drawn_samples import DrawnSamples
 from .executor import Executor
+from .finished_samples import FinishedSamples
 from .host_ahead import HostAhead
 from .known_outputs import KnownOutputs
 from .process_groups import from_every_rank
 from .results import ages
+
+
+Run = Callable[[str, Rollouts], Rollouts]  # makes the outputs of a call for the samples of all ranks
 
 
 class HostCalls:
@@ -58,6 +63,8 @@ class HostCalls:
         self._ages: dict[str, float] = {}
         self._announced: list[Rollouts] = []  # this rank's prompts of the generations after it
         self._spans: list[Span] = []
+        self._sizes: Sequence[int] = ()  # of each rank's samples in the latest call
+        self._finished: FinishedSamples | None = None
         # by call that has run with the generation, and by reward model where texts were scored
         self._streamed: dict[tuple[str, str], KnownOutputs] = defaultdict(KnownOutputs)
         self._all_finished = False  # all ranks take part in a generation without a wish to generate more
@@ -87,11 +94,18 @@ class HostCalls:
         graph = self.executor.plan.graph
         return any(graph.call(name).role is Role.REWARD for name in self.executor.plan.streamed)
 
-    def generate(self, prompts: Sequence[Sequence[int]], texts: Sequence[bytes] | None = None) -> Rollouts:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        texts: Sequence[bytes] | None = None,
+        ended: Callable[[int, Rollouts], None] | None = None,
+    ) -> Rollouts:
         """Responses to this rank's prompts.
 
         Args:
             texts: of each prompt what `CallSettings.reward_tokens` reads, if `reads_texts`.
+            ended: called for each of this rank's samples as it ends, as of `FinishedSamples.begin`. On all ranks or on
+                none. Not where batches are generated ahead.
 
         Returns:
             Columns `responses` (token ids) and `logprobs`, in the order of the prompts; in a training under a plan with
@@ -104,7 +118,7 @@ class HostCalls:
         if texts is not None and self.reads_texts:
             of_bytes = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
             own = own.plus(**{TEXTS: Ragged.of(of_bytes, torch.uint8)})
-        return self._generate(own)
+        return self._generate(own, ended)
 
     def finish_turns(self) -> None:
         """Take part in the generations of other ranks until all ranks have called this. A rank calls it when it has no
@@ -117,7 +131,9 @@ class HostCalls:
             self._generate(Rollouts(), finished=True)
         self._all_finished = False
 
-    def _generate(self, own: Rollouts, *, finished: bool = False) -> Rollouts:
+    def _generate(
+        self, own: Rollouts, ended: Callable[[int, Rollouts], None] | None = None, *, finished: bool = False
+    ) -> Rollouts:
         (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
         self._round += 1  # on every rank, whether it has prompts or not: any may draw for the others
         if self.ahead is not None and not self._evaluates:
@@ -126,7 +142,21 @@ class HostCalls:
             self.ahead.stop()
         self.generation += not self._evaluates
         run = self._run_streamed if self.executor.plan.streamed else self.executor.perform
+        if ended is not None:
+            run = partial(self._run_followed, run, ended)
         return self._perform(name, own, run, finished=finished)
+
+    def _run_followed(self, run: Run, ended: Callable[[int, Rollouts], None], name: str, samples: Rollouts) -> Rollouts:
+        """Generate, and tell every rank of its samples as they end."""
+        executor = self.executor
+        if self._finished is None:
+            messages, tag = executor.exchange.messages.twin(), executor.exchange.free_tag
+            self._finished = FinishedSamples(messages, executor.plan.cluster.size, executor.rank, tag)
+            executor.settings = replace(executor.settings, finished=self._finished.add)
+        self._finished.begin(self._sizes, ended)
+        outputs = run(name, samples)
+        self._finished.end()
+        return outputs
 
     def _generate_ahead(self, ahead: HostAhead, own: Rollouts) -> Rollouts:
         self.executor.alarm.at(f"generation {self.generation + 1} (the prompts of all ranks)")
@@ -234,17 +264,13 @@ class HostCalls:
         self,
         name: str,
         own: Rollouts,
-        run: Callable[[str, Rollouts], Rollouts],
+        run: Run,
         rates: Mapping[Role, Rate] | None = None,
         *,
         finished: bool = False,
         model: str = "",
     ) -> Rollouts:
-        """Run a call on the samples of all ranks; the outputs for this rank's samples, or the statistics of a training.
-
-        Args:
-            run: makes the outputs for the samples of all ranks.
-        """
+        """Run a call on all ranks' samples; the outputs for this rank's samples, or the statistics of a training."""
         call, executor = self.executor.plan.graph.call(name), self.executor
         number = self._update + (EVALUATION_STEP if self._evaluates else 0)
         executor.alarm.at(f"{name} of update {self._update + 1} (the samples of all ranks)")
@@ -285,6 +311,7 @@ class HostCalls:
         content = [(len(batch), batch.to_bytes() if len(batch) else b"") for batch in own]
         parts = from_every_rank((content, finished), self.executor.placement.control)
         self._all_finished = all(rank_finished for _, rank_finished in parts)
+        self._sizes = [batches[0][0] for batches, _ in parts]
         return [self._joined(of_ranks) for of_ranks in zip(*(batches for batches, _ in parts), strict=False)]
 
     def _joined(self, of_ranks: Sequence[tuple[int, bytes]]) -> tuple[Rollouts, int]:

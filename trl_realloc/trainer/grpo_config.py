@@ -39,6 +39,11 @@ class GenerationSettings(PlanSettings):
             Most generations by which the next completions may be drawn ahead: they are drawn while the policy is
             trained, on devices of their own, by a policy that lacks up to so many trainings on a generation. With
             GRPO alone, whose loss is corrected for it (`vllm_importance_sampling_correction`). See docs/old_rollouts.md
+        score_groups_early (`bool`, *optional*, defaults to `False`):
+            Call reward functions for each group of completions when its last one has ended, in a thread, while other
+            groups are generated; by default TRL calls them on the process's whole batch after the generation. A
+            function that compares completions of different prompts, or must run in the main thread, gets the attribute
+            `reads_whole_batch = True`. See docs/streams.md
     """
 
     use_vllm: bool | None = field(
@@ -53,6 +58,11 @@ class GenerationSettings(PlanSettings):
     max_staleness: int = field(
         default=0,
         metadata={"help": "Most generations by which the next completions may be drawn ahead of the training."},
+    )
+
+    score_groups_early: bool = field(
+        default=False,
+        metadata={"help": "Call reward functions for each group of completions when its last one has ended."},
     )
 
     if TYPE_CHECKING:  # TRL's own

@@ -5,10 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
+from ..algorithms.rollout import Rollouts
 from ..engines.models import ModelError
 from ..runtime.host_calls import HostCalls
+
+
+class Scoring(Protocol):
+    """What scores samples while others are generated."""
+
+    def prompts_of(self, count: int) -> list[bytes]:
+        """Of this rank's prompts, in order, what calls read that score them (`HostCalls.generate`)."""
+
+    def follow(self, prompts: Sequence[Sequence[int]]) -> Callable[[int, Rollouts], None] | None:
+        """What is to be called when a sample ends (`HostCalls.generate`)."""
 
 
 class HostGeneration:
@@ -16,12 +27,12 @@ class HostGeneration:
 
     Args:
         calls: runs the generation.
-        texts: of so many prompts of this rank, in order, what calls read that score while the generation runs.
+        scoring: of samples while others are generated.
         max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
     """
 
-    def __init__(self, calls: HostCalls, max_model_len: int, texts: Callable[[int], Sequence[bytes]]) -> None:
-        self.calls, self.texts = calls, texts
+    def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scoring) -> None:
+        self.calls, self.scoring = calls, scoring
         config = SimpleNamespace(max_model_len=max_model_len)
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
 
@@ -56,8 +67,8 @@ class HostGeneration:
                 "text alone; leave the columns image and images out of the dataset, or give a policy that reads images."
             )
         with profiler or contextlib.nullcontext():
-            texts = self.texts(len(prompts)) if self.calls.reads_texts else None
-            outputs = self.calls.generate(prompts, texts)
+            texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
+            outputs = self.calls.generate(prompts, texts, self.scoring.follow(prompts))
         if not len(outputs):
             return [], [], [], []
         responses = [row.tolist() for row in outputs.ragged("responses").rows()]

@@ -1,5 +1,6 @@
-"""`PolicyScoringMixin`: what TRL's GRPO and RLOO trainers will give to reward models for a completion, made from the
-completion alone, so that it can be scored while others are generated.
+"""`PolicyScoringMixin`: what TRL's GRPO and RLOO trainers will give to reward models and functions for a completion,
+made from the completion alone, so that it can be scored while others are generated. When functions are called is in
+`policy_groups`.
 
 TRL's loop asks for the scores later, by the texts that it makes itself (`policy_rewards`). A text that is not among
 those that were scored is scored then.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,8 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..algorithms.rollout import Ragged, Rollouts
 from ..runtime.calls import TEXTS
+from ..runtime.host_calls import HostCalls
+from .plug import takes_turns
+from .policy_groups import Batch, GroupScores, groupable, groups_of
 from .policy_rewards import PlannedRewardModel
 from .trl_policy_trainers import TRLGRPOTrainer, parse_response
+
+
+_TOKENIZING = threading.Lock()  # a tokenizer must not change its padding in one thread and be used in another
 
 
 class PolicyScoringMixin:
@@ -27,8 +35,28 @@ class PolicyScoringMixin:
 
     processing_class: Any
     reward_funcs: Sequence[Any]
+    num_generations: int
+    num_generations_eval: int
+
+    args: Any
+    state: Any
+    model: Any
+    accelerator: Any
+    calls: HostCalls
+    async_loop: Any  # TRL's, where there are async functions
 
     _prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
+    _rows: Sequence[Mapping[str, Any]] = ()
+    _group_scores: GroupScores | None = None
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self._rows = inputs
+        try:
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        finally:
+            self._rows = ()
+            if self._group_scores is not None:
+                self._group_scores.drop()
 
     def _generate(self, prompts: Any) -> Any:
         self._prompts = prompts
@@ -43,6 +71,43 @@ class PolicyScoringMixin:
         prompts = self._prompts if len(self._prompts) == count else [None] * count
         return [pickle.dumps(prompt) for prompt in prompts]
 
+    def follow(self, prompts: Sequence[Sequence[int]]) -> Callable[[int, Rollouts], None] | None:
+        """Call the reward functions for each group of this rank's prompts as its last sample ends, if the settings say
+        so.
+
+        Returns:
+            What is to be called when a sample ends; `None` if nothing is.
+        """
+        if not self.args.score_groups_early or self.calls.ahead is not None or takes_turns(self):
+            return None
+        if self._group_scores is None:
+            self._group_scores = GroupScores(groupable(self.reward_funcs), getattr(self, "async_loop", None))
+            self.reward_funcs = [
+                self._group_scores.wrapped(at) if at in self._group_scores.functions else reward
+                for at, reward in enumerate(self.reward_funcs)
+            ]
+        scores, rows = self._group_scores, self._rows
+        if not len(prompts) == len(rows) == len(self._prompts):
+            return lambda at, sample: None
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")] if rows else []
+        batch = Batch(
+            rows,
+            self._prompts,
+            groups_of(len(rows), size, self.accelerator.process_index * len(rows)),
+            {key: [row[key] for row in rows] for key in keys},
+            {"trainer_state": self.state},
+        )
+        texts, ids = list(self._prompts), [list(map(int, prompt)) for prompt in prompts]
+
+        def ended(at: int, sample: Rollouts) -> None:
+            response: list[int] = sample.ragged("responses").values.tolist()
+            (completion,) = self._completions([texts[at]], [ids[at]], [response])
+            scores.add(at, response, completion)
+
+        scores.begin(batch)
+        return ended
+
     def tokens_for_reward_models(self, samples: Rollouts) -> Mapping[str, Ragged]:
         """What each reward model reads of samples, by its name (`CallSettings.reward_tokens`)."""
         # safe: from a rank of this job
@@ -55,14 +120,16 @@ class PolicyScoringMixin:
         decoded = self.processing_class.batch_decode(ids[0], skip_special_tokens=True) if None in prompts else prompts
         prompts = [text if prompt is None else prompt for prompt, text in zip(prompts, decoded, strict=True)]
         models = [reward for reward in self.reward_funcs if isinstance(reward, PlannedRewardModel)]
-        return {model.model: Ragged.of(model.tokens(prompts, completions), torch.long) for model in models}
+        with _TOKENIZING:
+            return {model.model: Ragged.of(model.tokens(prompts, completions), torch.long) for model in models}
 
     def _completions(
         self, prompts: Sequence[Any], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
     ) -> list[Any]:
         """The completions as TRL gives them to reward functions: texts, or to conversations conversations of one
         message."""
-        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        with _TOKENIZING:
+            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         if not prompts or prompts[0] is None or isinstance(prompts[0], str):
             return list(texts)
         tokenizer: PreTrainedTokenizerBase = getattr(self.processing_class, "tokenizer", self.processing_class)

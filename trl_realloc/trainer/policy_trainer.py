@@ -169,7 +169,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
         self.alarm = self.executor.alarm
         self.calls = HostCalls(self.executor, self._mode_kept, self._first_generation)
         self._window = Window(self.calls, self.accelerator.device)
-        self.vllm_generation = HostGeneration(self.calls, options.context_length, self.prompts_of)
+        self.vllm_generation = HostGeneration(self.calls, options.context_length, self)
 
     def _start(self) -> None:
         """Load the models and start the engines, unless it has been done. Puts this rank's module into `self.model`."""

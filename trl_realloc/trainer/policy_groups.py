@@ -1,0 +1,257 @@
+"""`GroupScores`: reward functions of TRL's GRPO and RLOO trainers, called for each group of completions when its last
+one has ended, while other groups are generated.
+
+TRL calls the functions later, for the whole batch. It then gets what they have returned, if it gives them what the
+groups were given; otherwise they are called as TRL calls them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from .policy_rewards import PlannedRewardModel
+
+
+READS_WHOLE_BATCH = "reads_whole_batch"  # attribute of a reward function that is to be called on the whole batch
+RewardFunction = Callable[..., Any]
+
+
+@dataclass
+class Answer:
+    """What a function returned for one group, and what it logged."""
+
+    scores: list[Any]
+    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt on this rank.
+
+    Args:
+        start, stop: their positions.
+    """
+
+    start: int
+    stop: int
+
+
+@dataclass
+class Batch:
+    """This rank's samples of one generation.
+
+    Args:
+        rows: of the data set.
+        prompts: as TRL gives them to reward functions.
+        columns: further arguments of reward functions, with an entry for each sample.
+        others: arguments that are the same for all groups.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    prompts: Sequence[Any]
+    groups: Sequence[Group]
+    columns: Mapping[str, Sequence[Any]]
+    others: Mapping[str, Any]
+    answers: dict[tuple[int, Group], Future[Answer]] = field(default_factory=dict)
+    ready: queue.SimpleQueue[Group] = field(default_factory=queue.SimpleQueue)
+    is_dropped: bool = False  # nobody will ask for its scores
+
+    def __post_init__(self) -> None:
+        self.completions: list[Any] = [None] * len(self.rows)
+        self.ids: list[list[int] | None] = [None] * len(self.rows)
+        self.group_of = {at: group for group in self.groups for at in range(group.start, group.stop)}
+
+    def add(self, at: int, ids: list[int], completion: Any) -> Group | None:
+        """A sample has ended. Returns its group if it was the last one of it."""
+        self.ids[at], self.completions[at] = ids, completion
+        group = self.group_of[at]
+        return None if None in self.ids[group.start : group.stop] else group
+
+    def arguments_of(self, group: Group, logged: list[Any]) -> dict[str, Any]:
+        """The arguments of a reward function for one group. What it logs is added to `logged`."""
+
+        def log(name: str, *values: Any, **named: Any) -> None:
+            logged.append((name, values, named))
+
+        part = slice(group.start, group.stop)
+        return {
+            "prompts": self.prompts[part],
+            "completions": self.completions[part],
+            "completion_ids": self.ids[part],
+            **{name: column[part] for name, column in self.columns.items()},
+            **self.others,
+            "log_extra": functools.partial(log, "log_extra"),
+            "log_metric": functools.partial(log, "log_metric"),
+        }
+
+    def is_of(self, given: Mapping[str, Any]) -> bool:
+        """Whether a function is given the samples of this batch, and nothing else."""
+        own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.ids}
+        if self.is_dropped or given.keys() != {*own, *self.columns, *self.others, "log_extra", "log_metric"}:
+            return False
+        columns = (zip(given[name], column, strict=True) for name, column in self.columns.items())
+        return (
+            all(len(given[name]) == len(self.rows) for name in (*own, *self.columns))
+            and all(list(given[name]) == list(value) for name, value in own.items())
+            and all(value is other for column in columns for value, other in column)
+            and all(given[name] is value for name, value in self.others.items())
+        )
+
+
+class GroupScores:
+    """Calls reward functions of this rank for groups of its samples. Functions that are not async run one after the
+    other in a thread.
+
+    Args:
+        functions: by their place among TRL's.
+        loop: in which async functions run; `None` without any.
+    """
+
+    def __init__(self, functions: Mapping[int, RewardFunction], loop: asyncio.AbstractEventLoop | None) -> None:
+        self.functions, self.loop = functions, loop
+        self._batch: Batch | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """A generation begins. What was computed for the one before is dropped."""
+        self.drop()
+        self._batch = batch
+        in_turn = [at for at, function in self.functions.items() if not inspect.iscoroutinefunction(function)]
+        for at in in_turn:
+            for group in batch.groups:
+                batch.answers[at, group] = Future()
+        if in_turn:
+            threading.Thread(target=self._work, args=(batch, in_turn), daemon=True, name="reward-functions").start()
+
+    def drop(self) -> None:
+        """Call no function any more for the groups of the latest generation."""
+        if self._batch is not None:
+            self._batch.is_dropped = True
+            self._batch = None
+
+    def add(self, at: int, ids: list[int], completion: Any) -> None:
+        """A sample of the generation has ended."""
+        batch = self._batch
+        assert batch is not None, "a generation has begun"
+        group = batch.add(at, ids, completion)
+        if group is None:
+            return
+        batch.ready.put(group)
+        for place, function in self.functions.items():
+            if inspect.iscoroutinefunction(function):
+                assert self.loop is not None, "TRL has a loop for async functions"
+                answer = asyncio.run_coroutine_threadsafe(_awaited(function, batch, group), self.loop)
+                batch.answers[place, group] = answer
+
+    def _work(self, batch: Batch, places: Sequence[int]) -> None:
+        for _ in batch.groups:
+            group = batch.ready.get()
+            for at in places:
+                if batch.is_dropped:
+                    return
+                try:
+                    batch.answers[at, group].set_result(_called(self.functions[at], batch, group))
+                except BaseException as error:  # raised where TRL calls the function
+                    batch.answers[at, group].set_exception(error)
+
+    def wrapped(self, at: int) -> RewardFunction:
+        """The function in this place as TRL calls it."""
+        function = self.functions[at]
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def scored_async(**given: Any) -> Any:
+                batch = self._known(given)
+                if batch is None:
+                    return await function(**given)
+                with _dropping(self):
+                    answers = [await asyncio.wrap_future(batch.answers[at, group]) for group in batch.groups]
+                return _joined(answers, given)
+
+            return scored_async
+
+        @functools.wraps(function)
+        def scored(**given: Any) -> Any:
+            batch = self._known(given)
+            if batch is None:
+                return function(**given)
+            with _dropping(self):
+                answers = [batch.answers[at, group].result() for group in batch.groups]
+            return _joined(answers, given)
+
+        return scored
+
+    def _known(self, given: Mapping[str, Any]) -> Batch | None:
+        return self._batch if self._batch is not None and self._batch.is_of(given) else None
+
+
+class _dropping:
+    """Around the use of answers: after a failure no further group is scored."""
+
+    def __init__(self, scores: GroupScores) -> None:
+        self.scores = scores
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            self.scores.drop()
+
+
+def groupable(rewards: Sequence[Any]) -> dict[int, RewardFunction]:
+    """The reward functions that are called for each group, by their place."""
+    return {
+        at: reward
+        for at, reward in enumerate(rewards)
+        if not isinstance(reward, PlannedRewardModel) and not getattr(reward, READS_WHOLE_BATCH, False)
+    }
+
+
+def groups_of(count: int, size: int, first: int) -> list[Group]:
+    """The groups of a rank's samples, of which the first and the last may be parts of a group.
+
+    Args:
+        count: of the samples.
+        size: of a group.
+        first: the number of the first sample among those of all ranks.
+    """
+    parts = [list(part) for _, part in groupby(range(count), lambda at: (first + at) // size)]
+    return [Group(part[0], part[-1] + 1) for part in parts]
+
+
+def _called(function: RewardFunction, batch: Batch, group: Group) -> Answer:
+    logged: list[Any] = []
+    return _checked(function, function(**batch.arguments_of(group, logged)), group, logged)
+
+
+async def _awaited(function: RewardFunction, batch: Batch, group: Group) -> Answer:
+    logged: list[Any] = []
+    return _checked(function, await function(**batch.arguments_of(group, logged)), group, logged)
+
+
+def _checked(function: RewardFunction, returned: Any, group: Group, logged: list[Any]) -> Answer:
+    scores, expected = list(returned), group.stop - group.start
+    if len(scores) != expected:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"the reward function {name!r} returned {len(scores)} rewards for a group of {expected} completions; it "
+            f"must return one for each, or have the attribute {READS_WHOLE_BATCH} = True if it is for whole batches."
+        )
+    return Answer(scores, logged)
+
+
+def _joined(answers: Sequence[Answer], given: Mapping[str, Any]) -> list[Any]:
+    """The scores of all groups. What the function logged is logged in the order of the samples."""
+    for answer in answers:
+        for name, values, named in answer.logged:
+            given[name](*values, **named)
+    return [score for answer in answers for score in answer.scores]
