@@ -1,4 +1,5 @@
-"""Every launcher gives the same cluster: real jobs of two processes, each by its launcher; `srun` by its variables."""
+"""Every launcher gives the same cluster: real jobs of two processes, each by its launcher; `srun` by its variables
+(Slurm itself: tests/hosts/test_slurm_on_hosts.py)."""
 
 from __future__ import annotations
 
