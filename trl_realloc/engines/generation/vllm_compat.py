@@ -1,7 +1,7 @@
 """What this package uses of vLLM beyond its documented interface, and what differs between its releases. No other file
 does. Imported in vLLM's process alone.
 
-Run with vLLM 0.27.1, 0.28.0 and 0.32.0 (docs/versions.md).
+Run with vLLM 0.27.1 and 0.28.0 to 0.32.0 (docs/versions.md).
 """
 
 from __future__ import annotations
