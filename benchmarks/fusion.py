@@ -36,16 +36,23 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3, help="the same of whole iterations")
     parser.add_argument("--simulated", action="store_true", help="the planner's simulation of other clusters alone")
     parser.add_argument("--runs", type=Path, help="folder for the figures and spans of every run")
-    parser.add_argument("--hidden", type=int, default=Skewed.hidden, help="hidden size of the models")
-    parser.add_argument("--prompt", type=int, default=Skewed.prompt, help="tokens of a prompt")
+    parser.add_argument("--hidden", type=int, default=192, help="hidden size of the models")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
+    parser.add_argument("--limit", type=int, default=1024, help="most tokens of a response")
+    parser.add_argument("--samples", type=int, default=64, help="samples of each engine")
+    parser.add_argument("--long", type=float, default=1 / 64, help="share of the samples that are long")
     options = parser.parse_args()
-    skewed = Skewed(hidden=options.hidden, prompt=options.prompt)
+    skewed = Skewed(hidden=options.hidden, prompt=options.prompt, limit=options.limit, long_share=options.long)
     console, jobs = Console(), []
     if options.simulated:
         fusion_simulated.simulate(options.json, console)
         return
     for processes in options.processes:
-        jobs.append(fusion_measured.measure(processes, skewed, options.repeats, options.iterations, options.runs))
+        jobs.append(
+            fusion_measured.measure(
+                processes, skewed, options.samples, options.repeats, options.iterations, options.runs
+            )
+        )
         show(jobs[-1], console)
     result = {
         "rows": [row for job in jobs for row in job["rows"]],

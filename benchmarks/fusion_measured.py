@@ -29,9 +29,8 @@ from skewed import Skewed, tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-PER_ENGINE = 48  # samples of an engine
 ATTEMPTS = 4  # most runs of a mode on a batch; the least disturbed one counts
-THRESHOLD = 0.2  # of the batch; the survivors move when fewer are unfinished
+THRESHOLD = 0.1  # of the batch; the survivors move when fewer are unfinished
 MODES = ("serial", "streamed", "migrated")
 TRIALS, TRIAL_TOKENS, TRIAL_S = 5, 256, 1.0  # of the slowdown: repeats, tokens that are decoded, seconds of scoring
 STAGE = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
@@ -55,19 +54,19 @@ def _plans(processes: int) -> dict[str, Any]:
     }
 
 
-def _trainer(plan: Any, skewed: Skewed, processes: int, folder: Path) -> Any:
+def _trainer(plan: Any, skewed: Skewed, samples: int, processes: int, folder: Path) -> Any:
     from datasets import Dataset
 
     from trl_realloc import PPOConfig, PPOTrainer
 
-    episodes = PER_ENGINE * processes
+    episodes = samples * processes
     arguments = PPOConfig(
         output_dir=str(folder),
         report_to=[],
         bf16=False,
         use_cpu=True,
         disable_tqdm=True,
-        per_device_train_batch_size=PER_ENGINE,
+        per_device_train_batch_size=samples,
         total_episodes=episodes,
         num_ppo_epochs=1,
         response_length=skewed.limit,
@@ -93,12 +92,17 @@ def _trainer(plan: Any, skewed: Skewed, processes: int, folder: Path) -> Any:
 
 
 class Rank:
-    """One rank with its engines, which runs iterations under plans that differ in their streams."""
+    """One rank with its engines, which runs iterations under plans that differ in their streams.
 
-    def __init__(self, processes: int, skewed: Skewed, folder: Path) -> None:
-        self.processes, self.skewed, self.plans = processes, skewed, _plans(processes)
+    Args:
+        samples: of each engine.
+    """
+
+    def __init__(self, processes: int, skewed: Skewed, samples: int, folder: Path) -> None:
+        self.skewed, self.plans = skewed, _plans(processes)
+        self.episodes = samples * processes
         # with slots for samples that are moved
-        self.trainer = _trainer(self.plans["migrated"], skewed, processes, folder)
+        self.trainer = _trainer(self.plans["migrated"], skewed, samples, processes, folder)
         self.trainer._start()
         self.rank: int = self.trainer.accelerator.process_index
 
@@ -120,7 +124,7 @@ class Rank:
 
         executor, plan = self.trainer.executor, self.plans[mode]
         executor.plan = executor.placement.plan = executor.exchange.plan = plan
-        rows = self.skewed.prompts(PER_ENGINE * self.processes, 1 + step)
+        rows = self.skewed.prompts(self.episodes, 1 + step)
         prompts = Rollouts(index=torch.arange(len(rows)), prompts=Ragged.of(rows, torch.long))
         executor.orders = ()
         others = None if self.rank else Disturbance(os.getppid())  # the launcher's descendants are the job
@@ -152,7 +156,7 @@ class Rank:
         from trl_realloc.engines.base import GenerationRequest
 
         executor = self.trainer.executor
-        rows = self.skewed.prompts(PER_ENGINE * self.processes, 0)
+        rows = self.skewed.prompts(self.episodes, 0)
         prompt = max(rows, key=lambda row: row[-1])  # of a long response
         request, completions = GenerationRequest(0, tuple(prompt), 0, max_tokens=TRIAL_TOKENS), []
         start = time.perf_counter()
@@ -202,12 +206,12 @@ class Rank:
         }
 
 
-def _rank(processes: int, skewed: Skewed, repeats: int, iterations: int, out: Path) -> None:
+def _rank(processes: int, skewed: Skewed, samples: int, repeats: int, iterations: int, out: Path) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     done: list[dict[str, Any]] = []
     slowdown = 1.0
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(processes, skewed, Path(folder))
+        rank = Rank(processes, skewed, samples, Path(folder))
         for trains, count in ((False, repeats), (True, iterations)):
             for step in range(-1 if count else 0, count):  # the first warms up
                 order = [MODES[(step + at) % len(MODES)] for at in range(len(MODES))]
@@ -229,11 +233,14 @@ def _rank(processes: int, skewed: Skewed, repeats: int, iterations: int, out: Pa
 # --- the job and its figures ----------------------------------------------------------------------------------------
 
 
-def measure(processes: int, skewed: Skewed, repeats: int, iterations: int, runs: Path | None = None) -> dict[str, Any]:
+def measure(
+    processes: int, skewed: Skewed, samples: int, repeats: int, iterations: int, runs: Path | None = None
+) -> dict[str, Any]:
     """Run the job and return its figures.
 
     Args:
         skewed: sizes of the models and of their samples.
+        samples: of each engine.
         repeats: batches of generation and scoring, each in every mode.
         iterations: the same of whole iterations.
         runs: a folder for the figures, lengths and spans of every run.
@@ -244,7 +251,7 @@ def measure(processes: int, skewed: Skewed, repeats: int, iterations: int, runs:
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "runs.json", Path(folder) / "log"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command += [__file__, "--processes", str(processes), "--repeats", str(repeats)]
+        command += [__file__, "--processes", str(processes), "--samples", str(samples), "--repeats", str(repeats)]
         command += ["--iterations", str(iterations), "--out", str(out), "--skewed", json.dumps(asdict(skewed))]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
@@ -346,9 +353,10 @@ def _row(processes: int, mode: str, runs: Sequence[Mapping[str, Any]]) -> dict[s
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--skewed", type=json.loads, required=True)
     given = parser.parse_args()
-    _rank(given.processes, Skewed(**given.skewed), given.repeats, given.iterations, given.out)
+    _rank(given.processes, Skewed(**given.skewed), given.samples, given.repeats, given.iterations, given.out)

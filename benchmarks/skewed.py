@@ -12,7 +12,6 @@ import torch
 
 VOCABULARY, HEAD = 1000, 64  # tokens; width of an attention head
 PAD, EOS, LONG_WORDS = 0, 1, 500  # words from LONG_WORDS on are those of long responses
-LONG_SHARE = 1 / 48  # of the prompts ask for a long response
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class Skewed:
     Args:
         limit, prompt: most tokens of a response, tokens of a prompt.
         short_mean: mean tokens of a short response. A long one has a mean of twice the limit, if there were none.
+        long_share: of the prompts ask for a long response.
     """
 
     hidden: int = 256
@@ -29,6 +29,7 @@ class Skewed:
     limit: int = 768
     prompt: int = 64
     short_mean: int = 32
+    long_share: float = 1 / 48
 
     def models(self) -> tuple[Any, Any, Any]:
         """Policy, and a model each for critic and reward, all of one size.
@@ -75,10 +76,10 @@ class Skewed:
         return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
 
     def prompts(self, episodes: int, seed: int) -> list[list[int]]:
-        """The prompts of a batch. `LONG_SHARE` of them, anywhere in the batch, end in a long word."""
+        """The prompts of a batch. `long_share` of them, anywhere in the batch, end in a long word."""
         draw = torch.Generator().manual_seed(seed)
         rows = torch.randint(2, LONG_WORDS, (episodes, self.prompt), generator=draw)
-        long_rows = torch.randperm(episodes, generator=draw)[: round(LONG_SHARE * episodes)]
+        long_rows = torch.randperm(episodes, generator=draw)[: round(self.long_share * episodes)]
         rows[long_rows, -1] += VOCABULARY - LONG_WORDS
         answer: list[list[int]] = rows.tolist()
         return answer

@@ -23,12 +23,13 @@ from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.plan.streams import Streams
+from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.corrections import Corrections, layout_name
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.learning import LEAST, WARM_UP, MeasuredUpdate, PlanEvidence
+from trl_realloc.planner.learning import LEAST, MOST_STREAMED, WARM_UP, PlanEvidence
 from trl_realloc.planner.measured_rates import MeasuredRates
+from trl_realloc.planner.measured_update import MeasuredUpdate
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Profile
 
@@ -220,12 +221,46 @@ def test_layouts_are_named_by_all_that_their_seconds_depend_on() -> None:
     assert layout_name(Assignment(mesh, ParallelStrategy(2, 2), "megatron", offload=True)) == "megatron dp2 tp2 offload"
 
 
-def test_a_run_that_streams_corrects_nothing() -> None:
-    """A call's seconds in it depend on when its samples were there."""
-    machine, before = Machine(lambda _: 3.0), Corrections({"actor.train": 1.5})
+@pytest.mark.parametrize("processors", [None, 2.0])
+@pytest.mark.parametrize("migration", [None, Migration(0.3)])
+def test_a_run_that_streams_corrects_each_call_by_its_own_factor(
+    migration: Migration | None, processors: float | None
+) -> None:
+    """Also where its devices slow each other down. What is learned holds for the plan without streams."""
+    slower = {"actor.generate": 3.0, "reference.forward": 4.0, "reward.forward": 0.5, "actor.train": 2.0}
+    slower |= {"move to actor.generate": 20.0}
+    machine = Machine(lambda name: slower.get(name, 1.0), handover=0.0, processors=processors)
+    streaming = replace(plan("separate"), streams=Streams(migration=migration))
+    corrections = learned(machine, streaming, Corrections(handover=0.0))
+    for of in (streaming, plan("separate")):
+        after = errors(machine, of, corrections, LENGTHS)
+        assert {call: error for call, error in after.items() if abs(error) > 0.1} == {}
+
+
+def test_reward_functions_of_a_run_that_streams_get_the_seconds_that_they_took() -> None:
+    specs = {**SPECS, "reward.forward": ()}
+    costs = pricing(Corrections(functions={"reward.forward": 7.0}, handover=0.0))
     streaming = replace(plan("flatten"), streams=Streams())
-    assert learned(machine, streaming, before) == before
-    assert learned(machine, plan("flatten"), before) != before
+    evidence = PlanEvidence(streaming, specs, pricing(Corrections(handover=0.0)))
+    workload = costs.workload.of_lengths(LENGTHS)
+    spans = estimate_plan(streaming, specs, replace(costs, workload=workload)).timeline.spans
+    for _ in range(WARM_UP + LEAST):
+        evidence.add(MeasuredUpdate.of(spans, LENGTHS))
+    assert evidence.corrections().functions == {"reward.forward": pytest.approx(7.0, rel=0.01)}
+
+
+def test_a_run_that_streams_keeps_the_handover_and_a_batch_of_thousands_is_not_simulated() -> None:
+    machine, before = Machine(lambda _: 3.0, handover=0.0), Corrections({"actor.train": 1.5}, handover=0.02)
+    streaming = replace(plan("flatten"), streams=Streams())
+    after = learned(machine, streaming, before)
+    assert after.handover == 0.02
+    assert after.calls["actor.train"] == pytest.approx(3.0, rel=0.05)
+    costs = pricing(before)
+    large = replace(costs, workload=replace(costs.workload, episodes=MOST_STREAMED + 1))
+    evidence = PlanEvidence(streaming, SPECS, large)
+    for _ in range(WARM_UP + LEAST):
+        evidence.add(machine.update(streaming))
+    assert evidence.corrections() == before
 
 
 def test_a_run_that_generates_ahead_corrects_nothing() -> None:

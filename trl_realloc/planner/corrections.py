@@ -67,7 +67,7 @@ class Corrections:
         factors: Mapping[str, float],
         moves: Mapping[str, float],
         functions: Mapping[str, float],
-        handover: float,
+        handover: float | None,
     ) -> Corrections:
         """These corrections after a run under a plan.
 

@@ -68,14 +68,12 @@ class _Generating:
 
     stream: StreamedGeneration
     unfinished: list[set[int]]
+    left: int  # samples of `unfinished`
     released: list[bool]
     withdrawing: set[int] = field(default_factory=set)  # engines that have not answered yet
     destinations: list[int] = field(default_factory=list)  # engines that migrated samples go to
     has_migrated: bool = False
-
-    @property
-    def left(self) -> int:
-        return sum(map(len, self.unfinished))
+    unreleased: int = 0  # engines
 
 
 @dataclass
@@ -101,8 +99,15 @@ class Dispatcher:
         n = len(stream.prompts)
         engines = stream.generation
         self._generating = _Generating(
-            engines, [set(samples) for samples in engines.samples], [False] * len(engines.engines)
+            engines,
+            [set(samples) for samples in engines.samples],
+            sum(map(len, engines.samples)),
+            [False] * len(engines.engines),
+            unreleased=len(engines.engines),
         )
+        self._engines_of: dict[int, list[int]] = {}  # first rank -> its engines
+        for engine, ranks in enumerate(engines.engines):
+            self._engines_of.setdefault(ranks[0], []).append(engine)
         self._scoring = {
             s.name: _Scoring(s, [len(s.producers)] * n, ReadySamples(n, _groups(stream, s) if deterministic else ()))
             for s in stream.scorings
@@ -117,9 +122,9 @@ class Dispatcher:
     @property
     def is_finished(self) -> bool:
         """Whether every sample has been generated and scored by every call, and every engine released."""
-        generated = all(self._generating.released)
-        scored = all(state.ready.is_last and not state.ready for state in self._scoring.values())
-        return generated and scored and not self._open
+        if self._generating.unreleased or self._open:
+            return False
+        return all(state.ready.is_last and not state.ready for state in self._scoring.values())
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -128,9 +133,8 @@ class Dispatcher:
         self._joined.add(rank)
         self._teams.join(rank)
         orders: list[Order] = []
-        for engine, ranks in enumerate(self._generating.stream.engines):
-            if ranks[0] == rank:
-                orders += self._release(engine)
+        for engine in self._engines_of.get(rank, ()):
+            orders += self._release(engine)
         return orders + self._scores()
 
     def finish(self, engine: int, samples: Sequence[tuple[int, int]]) -> list[Order]:
@@ -143,6 +147,7 @@ class Dispatcher:
         for index, tokens in samples:
             state.unfinished[engine].remove(index)
             self._responses[index] = tokens
+        state.left -= len(samples)
         self._produced(state.stream.name, [index for index, _ in samples])
         return [*self._migrate(), *self._release(engine), *self._scores()]
 
@@ -207,6 +212,7 @@ class Dispatcher:
         if ranks[0] not in self._joined:
             return []
         state.released[engine] = True
+        state.unreleased -= 1
         for rank in ranks:
             self._teams.end_generation(rank)
         return [Release(engine)]

@@ -1,61 +1,33 @@
 """Corrects the estimates of a plan by the updates of a run under it.
 
 The measured seconds of each call are divided by its estimate at the update's response lengths. A median over updates
-keeps an update that something else slowed down out. `corrections` holds the result.
+keeps an update that something else slowed down out. `corrections` holds the result. An update with streams is compared
+in `stream_learning`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
-from ..plan.timeline import Span, Timeline
 from .choose import MANY
 from .corrections import Corrections, bounded
 from .cost import Pricing
+from .measured_update import MeasuredUpdate
 from .problem import estimate_plan
 from .simulate import Overlap, steady_times, tasks_of
+from .stream_learning import StreamedEstimates
 
 
 WARM_UP = 1  # updates after a start that are left out: kernels are compiled and caches filled in them
 LEAST = 3  # updates after those, below which nothing is corrected
 WINDOW = 8  # latest updates that are used
+MOST_STREAMED = 4096  # samples of a batch with streams; comparing an update of more with its simulation takes seconds
 ROUNDS = 4  # calls that share processors change each other's seconds, so that factors are found in several rounds
-
-
-@dataclass(frozen=True)
-class MeasuredUpdate:
-    """The seconds of one iteration of a run.
-
-    Args:
-        spans: by the name of a call, of the device that took longest; by that of a reallocation, the median of the
-            devices, because devices that arrive early wait for the others.
-        seconds: from the first span's start to the last one's end; where an iteration has several optimizer steps of
-            another library's loop, their sum.
-        lengths: of the responses, tokens.
-    """
-
-    spans: Mapping[str, float]
-    seconds: float
-    lengths: tuple[int, ...]
-
-    @staticmethod
-    def of(spans: Iterable[Span], lengths: Sequence[int], iterations: int = 1) -> MeasuredUpdate:
-        """Of the spans of all devices in so many iterations: the mean of these."""
-        timeline = Timeline(spans)
-        busy: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        for span in timeline.spans:
-            busy[span.call][span.device] += span.seconds
-        seconds = {
-            name: float(median(of_device.values()) if " -> " in name else max(of_device.values())) / iterations
-            for name, of_device in busy.items()
-        }
-        whole = sum(timeline.of_step(step).seconds_per_step for step in timeline.steps)
-        return MeasuredUpdate(seconds, whole / iterations, tuple(lengths))
 
 
 class PlanEvidence:
@@ -75,6 +47,13 @@ class PlanEvidence:
         is_small = plan.cluster.size <= MANY
         self._moves = estimate_plan(plan, specs, self.pricing, exact=is_small).estimate.moves
         self._updates: deque[tuple[MeasuredUpdate, dict[str, float]]] = deque(maxlen=WINDOW)
+        self._streamed: StreamedEstimates | None = None
+        if plan.streams is not None and plan.streamed:
+            self._streamed = StreamedEstimates(plan, specs, self.pricing, self._moves)
+        self._of_update: deque[dict[str, float]] = deque(maxlen=WINDOW)  # factors, with streams
+        self._learns = not (plan.staleness.versions or plan.fused)
+        if self._streamed is not None:
+            self._learns &= is_small and pricing.workload.episodes <= MOST_STREAMED
         self.seen = 0
 
     def add(self, update: MeasuredUpdate) -> None:
@@ -88,14 +67,31 @@ class PlanEvidence:
                 for name in self.plan.order
             }
             self._updates.append((update, work))
+            if self._streamed is not None and self._learns:
+                self._compare(self._streamed, update, work)
+
+    def _compare(self, streamed: StreamedEstimates, update: MeasuredUpdate, work: Mapping[str, float]) -> None:
+        """Compare an update with its simulation, which has the factors that are known until now."""
+        factors, functions = self._medians(), streamed.functions(update, work)
+        for _ in range(1 if factors else ROUNDS):
+            factors = streamed.refined(factors, functions, update, work)
+        self._of_update.append(factors)
+
+    def _medians(self) -> dict[str, float]:
+        """By call and by reallocation, the median of the factors of the updates with streams."""
+        names = dict.fromkeys(name for factors in self._of_update for name in factors)
+        return {name: median(f[name] for f in self._of_update if name in f) for name in names}
 
     def corrections(self) -> Corrections:
         """The corrections after these updates; those before them where there are fewer than `LEAST`, or where samples
-        stream or are generated ahead or two calls train together, because a call's seconds then depend on when its
-        samples were there, and on what else its devices did."""
-        overlaps = self.plan.streams is not None or self.plan.staleness.versions > 0 or bool(self.plan.fused)
-        if len(self._updates) < LEAST or overlaps:
+        are generated ahead or two calls train together, because a call's seconds then depend on what else its devices
+        did."""
+        if len(self._updates) < LEAST or not self._learns:
             return self.before
+        if self._streamed is not None:
+            of_updates = [self._streamed.functions(*row) for row in self._updates]
+            functions = {name: median(each[name] for each in of_updates) for name in of_updates[0]}
+            return self._learned(self._medians(), functions, self.before.handover)
         functions = {
             name: median(update.spans.get(name, 0.0) for update, _ in self._updates)
             for name in self.plan.order
@@ -103,10 +99,15 @@ class PlanEvidence:
         }
         known = Corrections(functions=functions)
         factors = self._factors(known)
+        handovers = [self._handover(update.seconds, work, factors, known) for update, work in self._updates]
+        return self._learned(factors, functions, median(handovers))
+
+    def _learned(
+        self, factors: Mapping[str, float], functions: Mapping[str, float], handover: float | None
+    ) -> Corrections:
         calls = {name: factor for name, factor in factors.items() if " -> " not in name}
         moves = {name.partition(" -> ")[2]: factor for name, factor in factors.items() if " -> " in name}
-        handovers = [self._handover(update.seconds, work, factors, known) for update, work in self._updates]
-        return self.before.learned(self.plan, calls, moves, functions, median(handovers))
+        return self.before.learned(self.plan, calls, moves, functions, handover)
 
     def _factors(self, known: Corrections) -> dict[str, float]:
         """By call and by reallocation, the factor of the estimate with which the plan's timeline has the measured

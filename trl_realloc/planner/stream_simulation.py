@@ -90,6 +90,12 @@ class _Simulation:
         self.joined: set[int] = set()  # ranks that have joined
         self.heard: set[int] = set()  # and the dispatcher knows
         self.held: dict[int, list[Event]] = {}  # rank -> reports of its engine from before it joined
+        self.replicas = {scoring.name: scoring.teams for scoring in stream.scorings}
+        self.teams = {  # (call, number of the team) -> its ranks
+            (name, number): [rank for replica in team for rank in replica]
+            for name, teams in self.replicas.items()
+            for number, team in enumerate(teams)
+        }
         self.queues: dict[int, deque[Score]] = {rank: deque() for rank in stream.ranks}
         self.occupied: set[int] = set()  # ranks that run a forward, or whose engine gives its memory back
         self.latest: dict[int, str] = {}  # rank -> call of its latest forward
@@ -247,7 +253,7 @@ class _Simulation:
             match order:
                 case Score():
                     self.forwards.append(order)
-                    team = self._team(order)
+                    team = self.teams[order.call, order.team]
                     for rank in team:
                         self.queues[rank].append(order)
                     self._score(order)
@@ -275,13 +281,9 @@ class _Simulation:
             if self.queues[rank]:
                 self._score(self.queues[rank][0])
 
-    def _team(self, order: Score) -> list[int]:
-        scoring = next(s for s in self.stream.scorings if s.name == order.call)
-        return [rank for replica in scoring.teams[order.team] for rank in replica]
-
     def _score(self, order: Score) -> None:
         """Run a forward, if it is the next of each of its ranks."""
-        team = self._team(order)
+        team = self.teams[order.call, order.team]
         if any(rank in self.occupied or self.queues[rank][0] is not order for rank in team):
             return
         self.occupied.update(team)
@@ -292,8 +294,7 @@ class _Simulation:
         self.activities.start(seconds, self._nodes(team), partial(self._scored, order, team, start))
 
     def _scored(self, order: Score, team: Sequence[int], start: float) -> None:
-        scoring = next(s for s in self.stream.scorings if s.name == order.call)
-        for replica, part in zip(scoring.teams[order.team], order.parts, strict=True):
+        for replica, part in zip(self.replicas[order.call][order.team], order.parts, strict=True):
             ended = partial(Span, order.call, start=start, end=self.activities.now, step=0, samples=len(part))
             self.spans += [ended(device=rank) for rank in replica]
         for rank in team:

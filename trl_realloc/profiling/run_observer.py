@@ -11,7 +11,8 @@ from dataclasses import replace
 from ..common.errors import PlanError
 from ..common.notices import notice
 from ..plan.timeline import Span
-from ..planner.learning import MeasuredUpdate, PlanEvidence
+from ..planner.learning import PlanEvidence
+from ..planner.measured_update import MeasuredUpdate
 from ..planner.priced_plan import PricedPlan
 from ..planner.profile import Profile
 from .auto_plan import JobPlan, estimate_at_lengths

@@ -283,12 +283,12 @@ class StreamWorker:
         is_collective = self.placement.has_collectives(name)
         self.alarm.at(f"{name} of {self.step.name}")
         with self._catching(name, is_collective=is_collective):
-            if self._scoring != name:
+            start = time.time()
+            if self._scoring != name:  # its parameters may come back from host memory, as in the planner's span
                 self._resident.close()
                 self.placement.check_fresh(name)
                 self._resident.enter_context(self.placement.resident(name))
                 self._scoring = name
-            start = time.time()
             outputs = calls.forward(self.placement, self.settings, call, samples, self.step)
             self._outputs[name].append(outputs)
             end, number = max(start, time.time()), self.step.number
