@@ -19,7 +19,8 @@ from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import plan_cost_table
 from trl_realloc.planner.stream import engine_samples
-from trl_realloc.planner.stream_choice import MOST_SAMPLES, THRESHOLDS, choose_streams
+from trl_realloc.planner.stream_choice import THRESHOLDS, choose_streams
+from trl_realloc.planner.stream_cost import MOST_SAMPLES
 from trl_realloc.planner.workload import Workload
 
 
@@ -69,10 +70,20 @@ def test_streams_that_gain_nothing_are_left_out() -> None:
     assert choice.whole.plan.streams is None
 
 
-def test_a_batch_of_thousands_is_not_simulated_sample_by_sample() -> None:
-    choice = choose_streams(priced(replace(LONG_TAIL, episodes=MOST_SAMPLES + 1)))
-    assert choice.still is None
-    assert choice.fastest is choice.whole
+def test_streams_of_a_batch_of_thousands_are_worth_what_those_of_a_smaller_one_are() -> None:
+    shares = []
+    for episodes in (MOST_SAMPLES, 8 * MOST_SAMPLES):
+        choice = choose_streams(priced(replace(LONG_TAIL, episodes=episodes)), deadline=0.0)
+        assert choice.still is not None
+        shares.append(choice.still.seconds / choice.whole.seconds)
+    assert shares[1] == pytest.approx(shares[0], rel=0.02)
+
+
+def test_streams_are_chosen_on_hundreds_of_devices() -> None:
+    prices = replace(pricing(64, 8, replace(LONG_TAIL, episodes=5120)), memory=None)
+    decision = choose(MODELS, prices, time_limit_s=4.0, fuses=False)
+    assert decision.streams is not None and decision.streams.still is not None
+    assert decision.best is decision.streams.fastest
 
 
 def test_no_migration_is_tried_after_the_deadline() -> None:

@@ -23,7 +23,7 @@ from trl_realloc.planner.hardware import Sharing
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.stream_cost import StreamPrices
-from trl_realloc.planner.stream_simulation import MESSAGE, StreamedIteration
+from trl_realloc.planner.stream_simulation import MESSAGE, StreamedIteration, simulate_streams
 from trl_realloc.planner.workload import Workload
 
 
@@ -177,3 +177,29 @@ def test_an_iteration_of_hundreds_of_engines_is_simulated_in_a_second_or_two() -
     first, second = (streamed(plan, costs, Streams(calls=("reward.forward",)))[1] for _ in range(2))
     assert first == second
     assert first.decoded == sum(sum(engine) for engine in costs.workload.engine_lengths(256))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    makers,
+    st.sampled_from([2, 4]),
+    st.lists(st.integers(20, 400), min_size=2, max_size=12),
+    st.sampled_from([None, 0.1, 0.4]),
+    st.sampled_from([2, 8]),
+)
+def test_equal_samples_can_be_simulated_as_one(
+    maker: Any, devices: int, lengths: list[int], threshold: float | None, weight: int
+) -> None:
+    costs = prices(lengths, 96 * devices * weight, devices)
+    plan = maker(costs.cluster)
+    migrates = threshold is not None and plan["actor.generate"].strategy.dp > 1
+    plan = replace(plan, streams=Streams(migration=Migration(threshold) if migrates and threshold else None))
+    whole = estimate_plan(replace(plan, streams=None), MODELS, costs, exact=False)
+    rest = {name: cost.seconds for name, cost in whole.run_costs.items()}
+    one_by_one, together = (
+        simulate_streams(StreamPrices(plan, MODELS, costs, each), rest, whole.estimate.moves) for each in (1, weight)
+    )
+    assert together.seconds == pytest.approx(one_by_one.seconds, rel=0.03)
+    assert together.decoded == pytest.approx(one_by_one.decoded, rel=0.03)
+    scored = [index for order in together.forwards for part in order.parts for index in part]
+    assert len(scored) == len(SCORING) * costs.workload.episodes // weight

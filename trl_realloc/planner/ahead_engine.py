@@ -24,22 +24,7 @@ MOST_SAMPLES = 512  # of a batch in an engine; more only repeat the pattern
 
 @dataclass(frozen=True)
 class EnginePrices(StreamPrices):
-    """The prices of engines that are all alike and do the same at the same time.
-
-    Args:
-        weight: samples that each simulated one stands for.
-    """
-
-    weight: float = 1.0
-
-    def slots(self, generation: str) -> int:
-        return max(1, round(super().slots(generation) / self.weight))
-
-    def step(self, generation: str, batch: int, cached: float) -> float:
-        return super().step(generation, max(1, round(batch * self.weight)), cached)
-
-    def prefill(self, generation: str, lengths: Sequence[int]) -> float:
-        return self.weight * super().prefill(generation, lengths)
+    """The prices of engines that are all alike and do the same at the same time."""
 
     def _corrected(self, name: str, parts: Mapping[str, float]) -> float:
         """Seconds with the slowdown of all engines' devices, which work at the same time."""

@@ -31,6 +31,7 @@ MOST_DEVICES = 1024  # of the cluster that a refusal suggests
 FUSED_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for
 STREAMS_SHARE = 0.25  # of a search's time limit: the time in which streams are simulated
 WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
+MOST_STREAMED = 1024  # devices; on more, the simulation of streams takes several seconds
 MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
 
 
@@ -233,8 +234,9 @@ def _choose(
         fused = choose_fused(space, problem.candidates, plans, deadline, exact=is_small)
     best = alone if fused is None else fused.fastest
     streams = None
-    if is_small and may_stream:
-        streams = _streamed([best, *presets, *ranked[:2]], time_limit_s, deterministic)
+    if pricing.cluster.size <= MOST_STREAMED and may_stream:
+        others = [*presets, *ranked[:2]] if is_small else []  # estimated without a transfer schedule on more devices
+        streams = _streamed([best, *others], time_limit_s, deterministic)
     whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
     if best is not whole:
         reason = f"without streams; {streams.sentence if streams is not None else ''}"

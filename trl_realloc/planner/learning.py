@@ -26,7 +26,6 @@ from .stream_learning import StreamedEstimates
 WARM_UP = 1  # updates after a start that are left out: kernels are compiled and caches filled in them
 LEAST = 3  # updates after those, below which nothing is corrected
 WINDOW = 8  # latest updates that are used
-MOST_STREAMED = 4096  # samples of a batch with streams; comparing an update of more with its simulation takes seconds
 ROUNDS = 4  # calls that share processors change each other's seconds, so that factors are found in several rounds
 
 
@@ -52,8 +51,8 @@ class PlanEvidence:
             self._streamed = StreamedEstimates(plan, specs, self.pricing, self._moves)
         self._of_update: deque[dict[str, float]] = deque(maxlen=WINDOW)  # factors, with streams
         self._learns = not (plan.staleness.versions or plan.fused)
-        if self._streamed is not None:
-            self._learns &= is_small and pricing.workload.episodes <= MOST_STREAMED
+        if self._streamed is not None:  # on more devices a simulation takes seconds
+            self._learns &= is_small
         self.seen = 0
 
     def add(self, update: MeasuredUpdate) -> None:

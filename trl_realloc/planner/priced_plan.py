@@ -114,7 +114,7 @@ class PricedPlan:
     def streamed(self) -> StreamedIteration:
         """An iteration sample by sample, of a plan that has streams."""
         seconds = {name: cost.seconds for name, cost in self.run_costs.items()}
-        prices = StreamPrices(self.plan, self.space.specs, self.space.pricing)
+        prices = StreamPrices.of(self.plan, self.space.specs, self.space.pricing)
         return simulate_streams(prices, seconds, self.estimate.moves)
 
     def with_streams(self, streams: Streams | None) -> PricedPlan:

@@ -20,7 +20,6 @@ from .stream_cost import StreamPrices
 from .stream_simulation import MESSAGE
 
 
-MOST_SAMPLES = 2048  # of a batch that is simulated sample by sample; a simulation of more takes seconds
 THRESHOLDS = tuple(number / 20 for number in range(1, 20))  # shares of the batch
 FLAT = 1.25  # times the seconds of a decode step of one sample, below which more samples cost next to nothing
 
@@ -85,8 +84,6 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
         streamed = still.plan.streamed
     except PlanError:  # no call can stream
         return StreamChoice(whole, reason="no scoring call can begin while others generate")
-    if whole.space.pricing.workload.episodes > MOST_SAMPLES:
-        return StreamChoice(whole, reason=f"streams are not simulated for more than {MOST_SAMPLES:,} samples")
     if not streamed or not _can_gain(whole, streamed):
         reason = "scoring while others generate could save no more than estimates are good for"
         return StreamChoice(whole, reason=reason)

@@ -4,8 +4,9 @@ forwards. `cost` has the formulas. When each happens is in `stream_simulation`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..plan.assignment import Assignment, sleeps
@@ -15,7 +16,11 @@ from ..plan.model_spec import ModelSpec
 from .call_cost import CallCost
 from .cost import ALLOCATE, SLEEP, Pricing
 from .dispatcher import SHARES
-from .stream import Stream, engine_samples, stream_of
+from .stream import Stream, engine_samples, replicas_of, stream_of
+
+
+MOST_SAMPLES = 8192  # of a batch that are simulated one by one; a second for each simulation
+LEAST_OF_ENGINE = 64  # samples of an engine that are, however many samples the batch has
 
 
 @dataclass(frozen=True)
@@ -24,36 +29,51 @@ class StreamPrices:
 
     Args:
         specs: the models that each call runs, by the call's name.
+        weight: samples of equal length that one sample stands for: they are generated, scored and moved together.
+            Where a method takes a number of samples or their lengths, these are such samples.
     """
 
     plan: ExecutionPlan
     specs: Mapping[str, Sequence[ModelSpec]]
     pricing: Pricing
+    weight: float = 1.0
     _steps: dict[tuple[str, int, int], float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> StreamPrices:
+        """With as many simulated samples as a simulation of about a second has."""
+        episodes, engines = pricing.workload.episodes, len(replicas_of(plan, plan.streamed[0]))
+        weight = min(math.ceil(episodes / MOST_SAMPLES), episodes // (engines * LEAST_OF_ENGINE))
+        return StreamPrices(plan, specs, pricing, max(1, weight))
+
+    @property
+    def episodes(self) -> int:
+        """The number of simulated samples."""
+        return math.ceil(self.pricing.workload.episodes / self.weight)
 
     @cached_property
     def stream(self) -> Stream:
         """The streamed calls, with the workload's samples."""
         work, plan = self.pricing.workload, self.plan
         budgets = {
-            name: self.pricing.budget(CallKind.FORWARD, plan[name].strategy)
+            name: max(1, int(self.pricing.budget(CallKind.FORWARD, plan[name].strategy) / self.weight))
             for name in plan.streamed
             if plan.graph.call(name).kind is CallKind.FORWARD
         }
-        prompts = [round(work.prompt_tokens)] * work.episodes
+        prompts = [round(work.prompt_tokens)] * self.episodes
         return stream_of(plan, prompts, work.response_tokens[-1], budgets)
 
     def lengths(self, generation: str) -> list[int]:
         """The response length of each sample, by the sample's index, if this call generates it."""
         engines = self.plan[generation].strategy.dp
-        drawn = self.pricing.workload.engine_lengths(engines)
-        return [drawn[at % engines][at // engines] for at in range(self.pricing.workload.episodes)]
+        drawn = replace(self.pricing.workload, episodes=self.episodes).engine_lengths(engines)
+        return [drawn[at % engines][at // engines] for at in range(self.episodes)]
 
     def slots(self, generation: str) -> int:
         """The most samples that an engine decodes at once: all that it has, if its cache has room for them."""
         share = engine_samples(self.plan, generation, self.pricing.workload.episodes)
         slots = (self.pricing.slots(spec, self.plan[generation], share) for spec in self.specs[generation])
-        return min(slots, default=share)
+        return max(1, round(min(slots, default=share) / self.weight))
 
     def start(self, generation: str) -> float:
         """Seconds from an engine's parameters to its first prefill: receiving prompts, waking, loading."""
@@ -83,9 +103,9 @@ class StreamPrices:
         key = generation, batch, round(cached / 16)
         if key not in self._steps:
             call, assignment = self._call(generation), self.plan[generation]
-            seconds = 0.0
+            seconds, samples = 0.0, max(1, round(self.weight * batch)) * call.passes
             for spec in self.specs[generation]:
-                parts = self.pricing.decode_step(spec, assignment, batch * call.passes, 16 * key[2])
+                parts = self.pricing.decode_step(spec, assignment, samples, 16 * key[2])
                 seconds += self._corrected(generation, parts)
             self._steps[key] = seconds
         return self._steps[key]
@@ -95,8 +115,8 @@ class StreamPrices:
         tokens, squared = sum(lengths), sum(length * length for length in lengths)
         if not tokens:
             return 0.0
-        assignment, passes = self.plan[generation], self._call(generation).passes
-        parts = (self.pricing.prefill(s, assignment, passes * tokens, squared / tokens) for s in self.specs[generation])
+        assignment, times = self.plan[generation], self.weight * self._call(generation).passes
+        parts = (self.pricing.prefill(s, assignment, times * tokens, squared / tokens) for s in self.specs[generation])
         return sum(self._corrected(generation, each) for each in parts)
 
     def score(self, scoring: str, parts: Sequence[Sequence[int]], *, loads: bool) -> float:
@@ -108,9 +128,12 @@ class StreamPrices:
         """
         passes = self._call(scoring).passes
         slowest = max(parts, key=lambda lengths: (sum(lengths), sum(length * length for length in lengths)))
-        seconds = passes * self._forward(scoring, sum(slowest), sum(length * length for length in slowest))
+        tokens, squared = sum(slowest), sum(length * length for length in slowest)
+        seconds = passes * self._forward(scoring, self.weight * tokens, self.weight * squared)
         seconds += self.load(scoring) if loads else 0.0
-        return seconds + self._functions(scoring, len(slowest)) + self._handover(self.plan[scoring]) / SHARES
+        return (
+            seconds + self._functions(scoring, self.weight * len(slowest)) + self._handover(self.plan[scoring]) / SHARES
+        )
 
     def again(self, name: str, seconds: float) -> float:
         """Seconds of a streamed call's further passes over the batch, after the streams, of `seconds` of all passes."""
@@ -127,12 +150,12 @@ class StreamPrices:
         seconds = sum(spec.bytes / inner / self.pricing.rates.host_bandwidth for spec in self.specs.get(scoring, ()))
         return self._corrected(scoring, {"load": seconds})
 
-    def _forward(self, scoring: str, tokens: int, squared: int) -> float:
+    def _forward(self, scoring: str, tokens: float, squared: float) -> float:
         assignment = self.plan[scoring]
         parts = (self.pricing.forward_of(spec, assignment, tokens, squared) for spec in self.specs.get(scoring, ()))
         return sum(self._corrected(scoring, each) for each in parts) if tokens else 0.0
 
-    def _functions(self, scoring: str, samples: int) -> float:
+    def _functions(self, scoring: str, samples: float) -> float:
         """Of reward functions, which were measured for a replica's share of the batch."""
         if self.specs.get(scoring):
             return 0.0

@@ -64,7 +64,8 @@ class StreamedEstimates:
         calls = {name: factors.get(name, 1.0) for name in self.plan.order}
         corrections = Corrections(calls, functions=functions, handover=0.0)
         workload = self.pricing.workload.of_lengths(update.lengths)
-        prices = StreamPrices(self.plan, self.specs, replace(self.pricing, workload=workload, corrections=corrections))
+        pricing = replace(self.pricing, workload=workload, corrections=corrections)
+        prices = StreamPrices.of(self.plan, self.specs, pricing)
         seconds = {name: functions.get(name, calls[name] * own) for name, own in work.items()}
         moves = {
             target: factors.get(name, 1.0) * self.moves[target]

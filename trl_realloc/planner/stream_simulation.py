@@ -34,7 +34,7 @@ class StreamedIteration:
         streaming: seconds of these in which samples were generated or scored, from the first engine's start.
         moved: number of samples that another engine continued.
         decoded: tokens that all engines decoded.
-        forwards: the forwards of all teams, in the order in which they were given.
+        forwards: the forwards of all teams, in the order in which they were given; of simulated samples.
         spans: of the calls and reallocations; the scoring calls and generation have several on a device.
     """
 
@@ -215,11 +215,12 @@ class _Simulation:
     def _finished(self, number: int, samples: Sequence[int]) -> None:
         ended = [(index, self.lengths[index]) for index in samples]
         for spans in self.generated[number]:
-            spans.finished(self.activities.now, len(samples), sum(tokens for _, tokens in ended))
+            tokens = self._weighted(sum(tokens for _, tokens in ended))
+            spans.finished(self.activities.now, self._weighted(len(samples)), tokens)
         self._report_of(number, lambda: self.dispatcher.finish(number, ended))
 
     def _withdrawn(self, number: int, samples: Mapping[int, int]) -> None:
-        self.moved += len(samples)
+        self.moved += self._weighted(len(samples))
         self.has |= samples
         self._report_of(number, lambda: self.dispatcher.withdraw(number, list(samples)))
 
@@ -295,12 +296,18 @@ class _Simulation:
 
     def _scored(self, order: Score, team: Sequence[int], start: float) -> None:
         for replica, part in zip(self.replicas[order.call][order.team], order.parts, strict=True):
-            ended = partial(Span, order.call, start=start, end=self.activities.now, step=0, samples=len(part))
+            ended = partial(
+                Span, order.call, start=start, end=self.activities.now, step=0, samples=self._weighted(len(part))
+            )
             self.spans += [ended(device=rank) for rank in replica]
         for rank in team:
             self.queues[rank].popleft()
         self._report(lambda: self._take(self.dispatcher.scored(order.number)))
         self._free(team)
+
+    def _weighted(self, count: int) -> int:
+        """Of all samples that simulated ones stand for."""
+        return round(self.prices.weight * count)
 
     def result(self) -> StreamedIteration:
         seconds = self.activities.now + MESSAGE  # the last message says that the streams have ended
@@ -309,7 +316,7 @@ class _Simulation:
             seconds,
             seconds - min(spans.start for of_engine in self.generated for spans in of_engine),
             self.moved,
-            sum(engine.decoded for engine in self.engines),
+            self._weighted(sum(engine.decoded for engine in self.engines)),
             tuple(self.forwards),
             (*self.spans, *shifted),
         )
