@@ -102,6 +102,17 @@ def serial_seconds(whole: PricedPlan) -> dict[str, float]:
     return {call.name: whole.costs[call.name].seconds for call in calls}
 
 
+def scoring(serial: dict[str, float]) -> float:
+    """Seconds of the calls that score."""
+    return sum(serial.values()) - serial["actor.generate"]
+
+
+def decoding_by_reading(whole: PricedPlan) -> float:
+    """Seconds of generation without launches and without the collectives of tensor parallelism."""
+    parts = whole.costs["actor.generate"].parts
+    return sum(seconds for name, seconds in parts.items() if name not in ("launch", "tensor"))
+
+
 def published_setting() -> Iterator[dict[str, Any]]:
     """A row for each pair of models and limit: the best of all thresholds, each with RLHFuse's number of engines."""
     for actor, critic in PAIRS:
@@ -109,7 +120,9 @@ def published_setting() -> Iterator[dict[str, Any]]:
             whole = colocated(pricing("h100:32x8", limit), models(actor, critic))
             serial = serial_seconds(whole)
             # the largest share that scoring could have under any lengths
-            longest = serial_seconds(colocated(pricing("h100:32x8", limit, (limit,)), models(actor, critic)))
+            all_long = colocated(pricing("h100:32x8", limit, (limit,)), models(actor, critic))
+            longest = serial_seconds(all_long)
+            reading = decoding_by_reading(whole)
             still = whole.with_streams(Streams())
             sweep = MigrationSweep(whole, still.plan.streamed)
             swept = []
@@ -135,9 +148,14 @@ def published_setting() -> Iterator[dict[str, Any]]:
                 "engines": engines,
                 "moved": moved,
                 "flat_batch": sweep.flat_batch,
+                "parts": {name: dict(whole.costs[name].parts) for name in serial},
+                "step_ms": {n: 1e3 * sweep.prices.step("actor.generate", n, PROMPT + limit / 2) for n in (1, 8, 64)},
                 "gain": sum(serial.values()) / seconds,
                 "most": sum(serial.values()) / serial["actor.generate"],  # the gain if scoring took no time
                 "most_of_longest": sum(longest.values()) / longest["actor.generate"],
+                # the same if a decode step did nothing but read and compute
+                "most_of_reading": 1 + scoring(serial) / reading,
+                "most_of_longest_reading": 1 + scoring(longest) / decoding_by_reading(all_long),
                 "by_threshold": {f"{each[1]:.2f}": sum(serial.values()) / each[0] for each in swept},
             }
 
