@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -183,14 +184,18 @@ def test_an_iteration_of_hundreds_of_engines_is_simulated_in_a_second_or_two() -
 @given(
     makers,
     st.sampled_from([2, 4]),
-    st.lists(st.integers(20, 400), min_size=2, max_size=12),
-    st.sampled_from([None, 0.1, 0.4]),
-    st.sampled_from([2, 8]),
+    st.integers(0, 10_000),
+    st.sampled_from([None, 0.13, 0.37]),
+    st.sampled_from([2, 4]),
 )
 def test_equal_samples_can_be_simulated_as_one(
-    maker: Any, devices: int, lengths: list[int], threshold: float | None, weight: int
+    maker: Any, devices: int, seed: int, threshold: float | None, weight: int
 ) -> None:
-    costs = prices(lengths, 96 * devices * weight, devices)
+    """A forward has room for many of the samples that stand for several, and lengths differ: where a fifth of the batch
+    ends in one step, a single sample decides whether the others move then or at the next length."""
+    draw = Random(seed)
+    costs = prices([draw.randint(20, 400) for _ in range(60)], 96 * devices * weight, devices)
+    costs = replace(costs, workload=replace(costs.workload, forward_tokens=16_384))
     plan = maker(costs.cluster)
     migrates = threshold is not None and plan["actor.generate"].strategy.dp > 1
     plan = replace(plan, streams=Streams(migration=Migration(threshold) if migrates and threshold else None))
