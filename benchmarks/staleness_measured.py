@@ -209,12 +209,13 @@ class Phases:
 
         executor, ahead = self.executor, self.ahead
         executor.cancel_early()
-        ahead.give_up()
+        ahead.batches.give_up()
         executor.exchange.flush()
         self.trainer.accelerator.wait_for_everyone()
         plan = replace(self.plan, staleness=Staleness(versions))
-        executor.plan = self.placement.plan = executor.exchange.plan = ahead.plan = plan
-        ahead.versions, executor.ahead = versions, ahead if versions else None
+        executor.plan = self.placement.plan = executor.exchange.plan = ahead.plan = ahead.batches.plan = plan
+        ahead.versions = ahead.batches.versions = versions
+        executor.ahead = ahead if versions else None
 
     def _batch(self, step: int) -> Any:
         from trl_realloc.algorithms.prompt_batches import PromptBatch
@@ -296,12 +297,12 @@ def _note_drawn_when_saved(executor: Any, folder: Path, rank: str) -> None:
 
     def taken(step: int) -> Any:
         result = take(step)
-        ahead = executor.ahead
-        if ahead is not None and ahead._generation is not None:
-            unfinished = {sample_of(each.index): len(each.token_ids) for each in ahead._generation.peek()}
+        batches = None if executor.ahead is None else executor.ahead.batches
+        if batches is not None and batches._generation is not None:
+            unfinished = {sample_of(each.index): len(each.token_ids) for each in batches._generation.peek()}
             admitted = [
                 (batch.number, index)
-                for batch in ahead._in_flight.values()
+                for batch in batches.in_flight.values()
                 if batch.is_admitted and batch.number >= step
                 for index in batch.samples.tensor("index").tolist()
             ]

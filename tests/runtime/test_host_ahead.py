@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ahead_job import SAMPLES, Job, lengths_of, stale
 from fake_engines import logprob, token
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_ahead import SAMPLES, Job, lengths_of, stale
 from test_streams import batch_of
 
 from trl_realloc.algorithms.rollout import Rollouts

@@ -92,9 +92,17 @@ class Dispatcher:
         stream: the calls and samples.
         migration: when unfinished samples move.
         deterministic: score the same samples together whenever they were finished.
+        teams: of several streams whose samples are scored by the same teams; by default of this stream alone.
     """
 
-    def __init__(self, stream: Stream, migration: Migration | None = None, *, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        migration: Migration | None = None,
+        *,
+        deterministic: bool = False,
+        teams: FreeTeams | None = None,
+    ) -> None:
         self.stream, self.migration = stream, migration
         n = len(stream.prompts)
         engines = stream.generation
@@ -113,7 +121,7 @@ class Dispatcher:
             for s in stream.scorings
         }
         self._calls = list(self._scoring)
-        self._teams = FreeTeams(stream, DEPTH)
+        self._teams = FreeTeams(stream, DEPTH) if teams is None else teams
         self._responses: dict[int, int] = {}  # sample -> tokens
         self._joined: set[int] = set()
         self._open: dict[int, Score] = {}
@@ -135,13 +143,14 @@ class Dispatcher:
         orders: list[Order] = []
         for engine in self._engines_of.get(rank, ()):
             orders += self._release(engine)
-        return orders + self._scores()
+        return [*orders, *self.scores()]
 
-    def finish(self, engine: int, samples: Sequence[tuple[int, int]]) -> list[Order]:
+    def finish(self, engine: int, samples: Sequence[tuple[int, int]], *, scores: bool = True) -> list[Order]:
         """Samples have been generated.
 
         Args:
             samples: (index, tokens of the response) of each.
+            scores: order the forwards that follow; otherwise `scores` does.
         """
         state = self._generating
         for index, tokens in samples:
@@ -149,7 +158,7 @@ class Dispatcher:
             self._responses[index] = tokens
         state.left -= len(samples)
         self._produced(state.stream.name, [index for index, _ in samples])
-        return [*self._migrate(), *self._release(engine), *self._scores()]
+        return [*self._migrate(), *self._release(engine), *(self.scores() if scores else ())]
 
     def withdraw(self, engine: int, samples: Sequence[int]) -> list[Order]:
         """An engine has answered `Withdraw` with the samples that it stopped. Its others go on."""
@@ -164,14 +173,18 @@ class Dispatcher:
         orders: list[Order] = [Continue(destination, tuple(moved[destination])) for destination in sorted(moved)]
         for other in (engine, *state.destinations):
             orders += self._release(other)
-        return orders + self._scores()
+        return [*orders, *self.scores()]
 
     def scored(self, number: int) -> list[Order]:
         """All ranks of a team have run the forward of this number."""
+        self.end_forward(number)
+        return list(self.scores())
+
+    def end_forward(self, number: int) -> None:
+        """As `scored`, without the orders that follow."""
         order = self._open.pop(number)
         self._teams.end((self._calls.index(order.call), order.team))
         self._produced(order.call, [index for part in order.parts for index in part])
-        return self._scores()
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
@@ -217,9 +230,9 @@ class Dispatcher:
             self._teams.end_generation(rank)
         return [Release(engine)]
 
-    def _scores(self) -> list[Order]:
+    def scores(self) -> list[Score]:
         """Forwards for the ranks that are free."""
-        orders: list[Order] = []
+        orders: list[Score] = []
         while (order := self._next_score()) is not None:
             orders.append(order)
         return orders

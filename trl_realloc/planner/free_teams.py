@@ -33,7 +33,8 @@ class FreeTeams:
             for rank in ranks:
                 self._teams_of[rank].append(team)
         self._joined: set[int] = set()
-        self._generating = {rank for engine in stream.generation.engines for rank in engine}
+        engines = () if stream.scores_beside else stream.generation.engines
+        self._generating = {rank for engine in engines for rank in engine}
         self._load = Counter[int]()
         self._latest: dict[int, int] = {}  # rank -> call of its latest forward
         self._unfree = {team: len(ranks) for team, ranks in self.ranks.items()}  # ranks that are not free

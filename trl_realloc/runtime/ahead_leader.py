@@ -10,12 +10,15 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from ..planner.ahead_order import AheadOrder, AheadTask, EndIteration, RunCall
+from ..planner.ahead_order import AheadOrder, AheadTask, EndIteration, EndScoring, RunCall, ScoreSamples, TakeUpdate
+from ..planner.stream import Stream
 from .messages import Messages
 from .routes import RESULTS
+from .stream_forwards import ForwardSamples
+from .stream_messages import Finished, Forward, Scored
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,60 @@ class Done:
 
 
 @dataclass(frozen=True)
+class OfIteration:
+    """What is said about samples of an iteration that are scored as they end.
+
+    Args:
+        content: as in a streamed phase.
+    """
+
+    iteration: int
+    content: Finished | Scored | Forward
+
+
+@dataclass(frozen=True)
+class ScoringFailed:
+    """A forward of an iteration's samples has failed on a rank."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
 class Left:
     """A rank has ended its part of the iteration, and reports nothing more."""
+
+
+AheadEvent = Done | OfIteration | ScoringFailed | Left
+RankTask = RunCall | EndScoring | TakeUpdate | EndIteration | OfIteration
+
+
+class SamplesAhead:
+    """What rank 0 knows of the iterations whose samples are scored as they end.
+
+    Args:
+        stream_of: the streamed calls of an iteration, by its number.
+    """
+
+    def __init__(self, stream_of: Callable[[int], Stream]) -> None:
+        self._stream_of = stream_of
+        self._streams: dict[int, Stream] = {}
+        self._samples: dict[int, ForwardSamples] = {}
+
+    def stream(self, iteration: int) -> Stream:
+        if iteration not in self._streams:
+            self._streams[iteration] = self._stream_of(iteration)
+        return self._streams[iteration]
+
+    def of(self, iteration: int) -> ForwardSamples:
+        """The samples of an iteration."""
+        if iteration not in self._samples:
+            self._samples[iteration] = ForwardSamples(self.stream(iteration))
+        return self._samples[iteration]
+
+    def forget(self, iteration: int) -> None:
+        """The iteration has ended."""
+        self._streams.pop(iteration, None)
+        self._samples.pop(iteration, None)
 
 
 class AheadLeader:
@@ -43,6 +98,7 @@ class AheadLeader:
         ranks: those that run ahead, which get orders.
         world: the number of ranks of the job, which all report.
         iteration: that trains.
+        samples: of all iterations, if they are scored as they end.
 
     Attributes:
         local: the orders of rank 0 itself.
@@ -56,9 +112,11 @@ class AheadLeader:
         ranks: Collection[int],
         world: int,
         iteration: int,
+        samples: SamplesAhead | None = None,
     ) -> None:
         self.messages, self.tag, self.order, self.ranks = messages, tag, order, sorted(ranks)
-        self.local: queue.SimpleQueue[AheadTask | BaseException] = queue.SimpleQueue()
+        self.samples = samples
+        self.local: queue.SimpleQueue[RankTask | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         with self._lock:
@@ -76,7 +134,7 @@ class AheadLeader:
         try:
             while remote:
                 _, content = self.messages.receive_any(self.tag)
-                event: Done | Left = pickle.loads(content)  # safe: from another rank of this job
+                event: AheadEvent = pickle.loads(content)  # safe: from another rank of this job
                 remote -= isinstance(event, Left)
                 self.report(event)
         except BaseException as error:  # raised again by `wait`, and by the links of the ranks that wait for orders
@@ -87,24 +145,44 @@ class AheadLeader:
                 if rank != RESULTS:
                     self.messages.send(pickle.dumps(problem), rank, self.tag + 1)
 
-    def report(self, event: Done | Left) -> None:
+    def report(self, event: AheadEvent) -> None:
         """Something has happened on a rank."""
-        if isinstance(event, Left):
-            return
         with self._lock:
-            self._give(self.order.done(event.iteration, event.call, event.rank, failed=event.failed))
+            self._give(self._orders_after(event))
+
+    def _orders_after(self, event: AheadEvent) -> Sequence[AheadTask]:
+        match event:
+            case Done(iteration, call, rank, failed):
+                return self.order.done(iteration, call, rank, failed=failed)
+            case ScoringFailed(iteration):
+                return self.order.scoring_failed(iteration)
+            case OfIteration(iteration, Finished(engine, tokens, rows)):
+                self._samples(iteration).add(self.order.generate, rows)
+                return self.order.generated(iteration, engine, list(tokens.items()))
+            case OfIteration(iteration, Scored(number, rows)):
+                return self.order.scored(iteration, number) if self._samples(iteration).scored(number, rows) else []
+        return []
+
+    def _samples(self, iteration: int) -> ForwardSamples:
+        assert self.samples is not None, "a run that scores samples as they end"
+        return self.samples.of(iteration)
 
     def _give(self, orders: Sequence[AheadTask]) -> None:
         for order in orders:
-            content = pickle.dumps(order)
-            for rank in self._receivers(order):
-                if rank == RESULTS:
-                    self.local.put(order)
-                else:
-                    self.messages.send(content, rank, self.tag + 1)
+            if isinstance(order, ScoreSamples):
+                for rank, forward in self._samples(order.iteration).forwards(order.score):
+                    self._send(rank, OfIteration(order.iteration, forward))
+                continue
+            for rank in self.order.devices_of(order.call) if isinstance(order, RunCall | EndScoring) else self.ranks:
+                self._send(rank, order)
+            if isinstance(order, EndIteration) and self.samples is not None:
+                self.samples.forget(order.iteration)
 
-    def _receivers(self, order: AheadTask) -> Sequence[int]:
-        return self.order.devices_of(order.call) if isinstance(order, RunCall) else self.ranks
+    def _send(self, rank: int, task: RankTask) -> None:
+        if rank == RESULTS:
+            self.local.put(task)
+        else:
+            self.messages.send(pickle.dumps(task), rank, self.tag + 1)
 
 
 class AheadLink:
@@ -119,7 +197,7 @@ class AheadLink:
 
     def __init__(self, messages: Messages, tag: int, leader: AheadLeader | None, *, takes_orders: bool) -> None:
         self.messages, self.tag, self.leader = messages, tag, leader
-        self._tasks: queue.SimpleQueue[AheadTask | BaseException] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[RankTask | BaseException] = queue.SimpleQueue()
         if leader is not None:
             self._tasks = leader.local
         elif takes_orders:
@@ -127,21 +205,21 @@ class AheadLink:
 
     def _receive(self) -> None:
         try:
-            task: AheadTask | BaseException | None = None
+            task: RankTask | BaseException | None = None
             while not isinstance(task, EndIteration | BaseException):
                 task = pickle.loads(self.messages.receive(RESULTS, self.tag + 1))  # safe: from a rank of this job
                 self._tasks.put(task)
         except BaseException as error:  # raised by `next_task`
             self._tasks.put(error)
 
-    def report(self, event: Done | Left) -> None:
+    def report(self, event: AheadEvent) -> None:
         """Tell the leader. Does not wait."""
         if self.leader is not None:
             self.leader.report(event)
         else:
             self.messages.send(pickle.dumps(event), RESULTS, self.tag)
 
-    def next_task(self, timeout_s: float) -> AheadTask | None:
+    def next_task(self, timeout_s: float) -> RankTask | None:
         """The next order, in the order in which they were given; `None` if none comes in time. Raises what receiving
         raised."""
         try:

@@ -12,10 +12,12 @@ from itertools import pairwise
 
 from ..algorithms.prompt_batches import PromptBatch
 from ..plan.staleness import calls_ahead, devices_ahead
-from ..planner.ahead_order import AheadOrder, EndIteration, RunCall, TakeUpdate
+from ..planner.ahead_order import AheadOrder, EndIteration, EndScoring, RunCall, TakeUpdate
+from ..planner.stream import Stream
 from . import calls
-from .ahead_leader import AheadLeader, AheadLink, Done, Left
-from .batches_ahead import BatchesAhead
+from .ahead_leader import AheadLeader, AheadLink, Done, Left, OfIteration, RankTask, SamplesAhead
+from .ahead_scoring import ScoringAhead
+from .batches_ahead import POLL_S, BatchesAhead
 from .call_runner import CallRunner
 from .calls import Step
 from .drawn_samples import DrawnSamples
@@ -25,6 +27,8 @@ from .in_flight import BatchInFlight
 from .placement import Placement
 from .routes import RESULTS, sources
 from .shares import Share
+from .stream_forwards import stream_of_batch
+from .stream_messages import Forward
 
 
 WAIT_S = 1.0  # time between two looks for another rank's failure
@@ -43,11 +47,15 @@ class AheadRuns:
         self.plan, self.rank = placement.plan, placement.rank
         self.versions = self.plan.staleness.versions
         graph = self.plan.graph
-        self.batches = BatchesAhead(placement, alarm, runner, exchange, self.plan.order, self._report_generated)
+        scored = self.plan.streamed[1:]  # which get their samples from rank 0, one by one
+        running = [name for name in self.plan.order if name not in scored]
+        self.batches = BatchesAhead(placement, alarm, runner, exchange, running, self._report_generated)
+        self.scoring = ScoringAhead(self.batches, alarm, lambda: self.batches.first_tag + 2) if scored else None
         self.generate, self.ahead = self.batches.generate, frozenset(calls_ahead(graph))
         self.train = graph.train_call(self.generate.role)
         self._ranks_ahead = devices_ahead(graph, self.plan.assignments)
         self._order: AheadOrder | None = None
+        self._samples: SamplesAhead | None = None
         self._restarts = 0  # of the batches, when the order was made
         self._link: AheadLink | None = None
 
@@ -84,10 +92,17 @@ class AheadRuns:
 
     def _leader(self, number: int) -> AheadLeader:
         if self._order is None or self._restarts != self.batches.restarts:
-            self._order = AheadOrder(self.plan, {n: sources(self.plan, n) for n in self.plan.order}, number)
+            self._samples = SamplesAhead(self._stream) if self.scoring is not None else None
+            stream = self._samples.stream if self._samples is not None else None
+            self._order = AheadOrder(self.plan, {n: sources(self.plan, n) for n in self.plan.order}, number, stream)
             self._restarts = self.batches.restarts
-        world = self.plan.cluster.size
-        return AheadLeader(self.batches.messages, self.batches.first_tag, self._order, self._ranks_ahead, world, number)
+        messages, world = self.batches.messages, self.plan.cluster.size
+        order, ranks, samples = self._order, self._ranks_ahead, self._samples
+        return AheadLeader(messages, self.batches.first_tag, order, ranks, world, number, samples)
+
+    def _stream(self, number: int) -> Stream:
+        of_batch, settings = self.batches.in_flight[number], self.runner.settings
+        return stream_of_batch(self.placement, settings, of_batch.running.step, of_batch.batch, scores_beside=True)
 
     # --- ranks that train ---------------------------------------------------------------------------------------------
 
@@ -128,20 +143,38 @@ class AheadRuns:
     def _work(self, number: int) -> None:
         """Do what rank 0 orders until it ends the iteration, and publish what the engine has finished."""
         assert self._link is not None
-        while True:
+        task: RankTask | None = None
+        while not isinstance(task, EndIteration):
             self.alarm.at(f"running ahead of update {number + 1}")
             self.alarm.check()
-            is_generating = self.batches.poll()
+            is_generating = self.batches.poll(POLL_S if task is None else 0.0)
+            if self.scoring is not None:
+                for event in self.scoring.ended():
+                    self._link.report(event)
             self.batches.publish()
             task = self._link.next_task(0.0 if is_generating else WAIT_S)
-            match task:
-                case RunCall(iteration, call):
-                    self._run_calls(iteration, [call], [self._share(iteration, call)])
-                case TakeUpdate(iteration):
-                    self.batches.take_update(iteration + 1)
-                    self.batches.admit()
-                case EndIteration():
-                    return
+            if task is not None:
+                self._do(task)
+
+    def _do(self, task: RankTask) -> None:
+        assert self._link is not None
+        if self.scoring is not None and not isinstance(task, OfIteration):
+            self.scoring.close()
+        match task:
+            case RunCall(iteration, call):
+                self._run_calls(iteration, [call], [self._share(iteration, call)])
+            case OfIteration(iteration, Forward() as forward):
+                assert self.scoring is not None, "the plan streams"
+                event = self.scoring.forward(iteration, forward)
+                if event is not None:
+                    self._link.report(event)
+            case EndScoring(iteration, call, failed):
+                assert self.scoring is not None, "the plan streams"
+                self.scoring.publish(task)
+                self._report(iteration, call, failed=failed)
+            case TakeUpdate(iteration):
+                self.batches.take_update(iteration + 1)
+                self.batches.admit()
 
     # --- between iterations -------------------------------------------------------------------------------------------
 

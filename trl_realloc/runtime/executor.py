@@ -18,13 +18,11 @@ from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
 from ..engines.base import Rate, Sampling
 from ..plan.algorithm_graphs import has_host_loop
-from ..plan.dataflow import Call, CallKind, Role
+from ..plan.dataflow import Call, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import early_call
 from ..plan.timeline import Span
 from ..planner.dispatcher import Dispatcher, Order
-from ..planner.stream import Stream, stream_of
-from . import calls
 from .ahead_runs import AheadRuns
 from .call_runner import CallRunner
 from .calls import CallSettings, Step
@@ -37,7 +35,8 @@ from .iteration_results import iteration_results
 from .placement import Placement
 from .results import Iteration
 from .routes import RESULTS, replica
-from .shares import Share, deal
+from .shares import Share
+from .stream_forwards import stream_of_batch
 from .stream_leader import StreamLeader, StreamLink
 from .stream_worker import StreamWorker
 
@@ -163,7 +162,8 @@ class Executor:
 
     def _run_streamed(self, batch: PromptBatch) -> StreamLeader | None:
         """Run the streamed calls of this rank, and publish their outputs. Returns the leader, on rank 0."""
-        stream, tag, messages = self._stream(batch), self.exchange.stream_tag, self.exchange.messages
+        stream = stream_of_batch(self.placement, self.settings, self._now.step, batch)
+        tag, messages = self.exchange.stream_tag, self.exchange.messages
         leader, streams = None, self.plan.streams
         assert streams is not None, "the plan has streamed calls"
         if self.rank == RESULTS:
@@ -188,15 +188,6 @@ class Executor:
                 self.exchange.publish(name, output)
             self._now.failure = worker.error
         return leader
-
-    def _stream(self, batch: PromptBatch) -> Stream:
-        forwards = [n for n in self.plan.streamed if self.plan.graph.call(n).kind is CallKind.FORWARD]
-        generate = self.plan.graph.call(self.plan.streamed[0])
-        prompts = batch.prompts.ragged(generate.inputs[0])
-        dealt = deal(prompts, self.plan[generate.name].strategy.dp)
-        limit = calls.sampling_of(self.settings, generate, self._now.step).max_tokens
-        budgets = {name: self.placement.budget(name) for name in forwards}
-        return stream_of(self.plan, prompts.lengths.tolist(), limit, budgets, dealt)
 
     def _begin_early(self, batch: PromptBatch) -> None:
         """Begin the next iteration's generation on this rank, if the plan allows it."""

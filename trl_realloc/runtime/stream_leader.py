@@ -10,8 +10,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from transformers.utils import logging
 
@@ -21,16 +20,15 @@ from ..planner.stream import Stream
 from .exchange import CallFailure, Failures
 from .messages import Messages
 from .routes import RESULTS
+from .stream_forwards import ForwardSamples
 from .stream_messages import (
     End,
     Event,
     Failed,
     Finished,
-    Forward,
     GoOn,
     Joined,
     Left,
-    Rows,
     Scored,
     Task,
     Withdrawn,
@@ -59,10 +57,8 @@ class StreamLeader:
         self.orders: list[Order] = []
         self.local: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._engines = stream.generation.engines
-        self._scorings = {s.name: s for s in stream.scorings}
-        self._rows: dict[str, dict[int, bytes]] = defaultdict(dict)
+        self._samples = ForwardSamples(stream)
         self._withdrawn: dict[int, Unfinished] = {}
-        self._forwards: dict[int, tuple[str, int]] = {}  # number of a forward -> (call, replicas that have not run it)
         self._has_ended = False
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -118,27 +114,20 @@ class StreamLeader:
             case Joined(rank):
                 return self.dispatcher.join(rank)
             case Finished(engine, tokens, rows):
-                self._rows[self.stream.generation.name].update(rows)
+                self._samples.add(self.stream.generation.name, rows)
                 return self.dispatcher.finish(engine, list(tokens.items()))
             case Withdrawn(engine, samples):
                 self._withdrawn.update({sample.index: sample for sample in samples})
                 return self.dispatcher.withdraw(engine, [sample.index for sample in samples])
             case Scored(number, rows):
-                return self._scored(number, rows)
+                return self.dispatcher.scored(number) if self._samples.scored(number, rows) else []
         raise AssertionError(f"{event} is no event that orders follow from")
-
-    def _scored(self, number: int, rows: Rows) -> Sequence[Order]:
-        call, left = self._forwards.pop(number)
-        self._rows[call].update(rows)
-        if left > 1:
-            self._forwards[number] = call, left - 1
-            return []
-        return self.dispatcher.scored(number)
 
     def _give(self, order: Order) -> None:
         match order:
             case Score():
-                self._give_forward(order)
+                for rank, forward in self._samples.forwards(order):
+                    self._send(rank, forward)
             case Continue(engine, samples):
                 begun = tuple(self._withdrawn.pop(index) for index in samples)
                 self._send(self._engines[engine][0], GoOn(begun))
@@ -147,20 +136,6 @@ class StreamLeader:
             case Release(engine):
                 for rank in self._engines[engine]:
                     self._send(rank, order)
-
-    def _give_forward(self, order: Score) -> None:
-        scoring = self._scorings[order.call]
-        team = scoring.teams[order.team]
-        self._forwards[order.number] = order.call, len(team)
-        template = next(index for part in order.parts for index in part)
-        for ranks, part in zip(team, order.parts, strict=True):
-            rows = {
-                producer: {index: self._rows[producer][index] for index in part or (template,)}
-                for producer in scoring.producers
-            }
-            for rank in ranks:
-                given: Mapping[str, Rows] = rows if rank == ranks[0] else {}
-                self._send(rank, Forward(order.number, order.call, order.team, part, given))
 
     def _send(self, rank: int, task: Task) -> None:
         if rank == RESULTS:

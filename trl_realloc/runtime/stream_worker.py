@@ -7,17 +7,14 @@ Which samples are scored where is decided by `planner.dispatcher` on rank 0 (`st
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
 from ..engines.base import BackgroundEngine, Completion, EngineError, Generation
 from ..plan.assignment import sleeps
-from ..plan.dataflow import Role
 from ..plan.generation_spans import GenerationSpans
 from ..plan.timeline import Span
 from ..planner.dispatcher import Release, Withdraw
@@ -32,6 +29,7 @@ from .placement import Placement
 from .reallocation import Moved
 from .routes import is_divided_by_each, replica, replica_ranks, sources
 from .shares import rows_of, shares_of_samples
+from .stream_forwards import ForwardRunner
 from .stream_leader import StreamLink
 from .stream_messages import End, Failed, Finished, Forward, GoOn, Joined, Left, Scored, Task, Withdrawn
 
@@ -69,18 +67,13 @@ class StreamWorker:
         self.messages, self.tag, self.link = messages, tag, link
         self.stream, self.step, self.batch, self.early = stream, step, batch, early
         self.plan, self.rank = placement.plan, placement.rank
-        self._columns = {
-            name: [c for s in stream.scorings for c in self.plan.graph.call(s.name).inputs if c in call.outputs]
-            for name, call in ((name, self.plan.graph.call(name)) for name in self.plan.streamed)
-        }
         self._outputs: dict[str, list[Rollouts]] = defaultdict(list)
         self._spans: dict[str, list[Span]] = defaultdict(list)
         self.generate = self.plan.graph.call(stream.generation.name)
         self._generation: Generation | None = None
         self._is_generating = False
         self._unfinished: set[int] = set()
-        self._resident = contextlib.ExitStack()
-        self._scoring = ""  # the call whose parameters are on the device
+        self._forwards = ForwardRunner(placement, alarm, messages, tag)
         self._failures: Failures = ()  # of the phase
         self._own_failures: Failures = ()
         self.error: Exception | None = None  # the latest failure of a call on this rank
@@ -95,7 +88,7 @@ class StreamWorker:
         Raises:
             JobFailed: another rank failed outside a call.
         """
-        with self._resident:
+        with contextlib.closing(self._forwards):
             self._update_parameters()
             if self.link is None:
                 return {}
@@ -194,18 +187,10 @@ class StreamWorker:
         self._outputs[name].append(outputs)
         if self.settings.finished is not None and self.rank in sources(self.plan, name):
             self.settings.finished(outputs)
-        rows = self._rows(name, outputs)
+        rows = self._forwards.rows(name, outputs)
         tokens = {completion.index: len(completion.token_ids) for completion in completions}
         self._generation_spans.finished(time.time(), len(tokens), sum(tokens.values()))
         self.link.report(Finished(replica(self.plan, name, self.rank), tokens, rows))
-
-    def _rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:
-        """The columns that streamed calls read, by sample."""
-        if not self._columns[name] or not len(outputs):
-            return {}
-        read = outputs.only(("index", *self._columns[name]))
-        index = outputs.tensor("index").tolist()
-        return {sample: read.select([at]).to_bytes() for at, sample in enumerate(index)}
 
     # --- tasks --------------------------------------------------------------------------------------------------------
 
@@ -278,41 +263,13 @@ class StreamWorker:
     def _forward(self, task: Forward) -> None:
         """Run one forward on this rank's replica."""
         assert self.link is not None
-        call, name = self.plan.graph.call(task.call), task.call
-        samples = self._samples_of(task)
-        is_collective = self.placement.has_collectives(name)
-        self.alarm.at(f"{name} of {self.step.name}")
-        with self._catching(name, is_collective=is_collective):
-            start = time.time()
-            if self._scoring != name:  # its parameters may come back from host memory, as in the planner's span
-                self._resident.close()
-                self.placement.check_fresh(name)
-                self._resident.enter_context(self.placement.resident(name))
-                self._scoring = name
-            outputs = calls.forward(self.placement, self.settings, call, samples, self.step)
-            self._outputs[name].append(outputs)
-            end, number = max(start, time.time()), self.step.number
-            self._spans[name].append(Span(name, self.rank, start, end, number, samples=len(task.samples)))
+        name = task.call
+        with self._catching(name, is_collective=self.placement.has_collectives(name)):
+            made = self._forwards.run(task, self.settings, self.step, self.batch)
+            self._outputs[name].append(made.outputs)
+            self._spans[name].append(made.span)
             if self.rank in sources(self.plan, name):
-                self.link.report(Scored(task.number, self._rows(name, outputs)))
-
-    def _samples_of(self, task: Forward) -> Rollouts:
-        """The samples of a forward with the columns that the call reads."""
-        first, *others = replica_ranks(self.plan, task.call, self.rank)
-        rows = task.rows
-        if self.rank == first:
-            for rank in others:
-                self.messages.send(pickle.dumps(rows), rank, self.tag)
-        else:
-            rows = pickle.loads(self.messages.receive(first, self.tag))  # safe: from another rank of this job
-        columns: dict[str, Any] = {}
-        for of_call in rows.values():
-            made = Rollouts.cat([Rollouts.from_bytes(of_call[index]) for index in sorted(of_call)])
-            columns |= made if task.samples else made.select([])
-        call = self.plan.graph.call(task.call)
-        of_data = rows_of(self.batch.prompts, task.samples)
-        texts = (calls.TEXTS,) if call.role is Role.REWARD and calls.TEXTS in of_data else ()
-        return of_data.plus(**columns).only(("index", *call.inputs, *texts))
+                self.link.report(Scored(task.number, made.rows))
 
     @contextlib.contextmanager
     def _catching(self, name: str, *, is_collective: bool = False) -> Iterator[None]:
