@@ -36,6 +36,7 @@ def train(
     after: int = 1,
     measures: bool = False,
     judged: bool = False,
+    rows: int | None = None,
     **settings: Any,
 ) -> None:
     """One run.
@@ -49,6 +50,7 @@ def train(
         moves_to: the plan that the run changes to after so many generations, whatever the planner thinks.
         measures: as soon as the run may measure its machine, it does.
         judged: the reward is an async function, which notes how many completions it is called with.
+        rows: of the training prompts, if not those of `make`.
     """
     library = {"trl": trl, "trl_realloc": trl_realloc}[by]
     base = (lambda trainer: trainer) if generates else recorded
@@ -63,7 +65,16 @@ def train(
 
     if judged:
         given["reward_funcs"] = judge
+    if rows is not None:
+        given["train_dataset"] = tiny.prompts(rows)
     made = make(library, folder, base=base, given=given, **settings)
+    asked, generate = list[Any](), made._generate
+
+    def noted(prompts: Any) -> Any:
+        asked.append(prompts)
+        return generate(prompts)
+
+    made._generate = noted
     if moves_to is not None:
         made.replanner = Forced(resolve_plan(moves_to, made.plan.cluster, graph=made.plan.graph), after)
     measured = 0
@@ -82,6 +93,7 @@ def train(
     (folder / f"sizes {made.accelerator.process_index}.json").write_text(json.dumps(sizes))
     if made.accelerator.is_main_process:
         (folder / "log.json").write_text(json.dumps(result(made).logs))
+        (folder / "prompts.json").write_text(json.dumps(asked))
         (folder / "engine.json").write_text(json.dumps({"zero_stage": zero_stage(library, made)}))
         if library is trl_realloc:
             (folder / "plan.json").write_text(json.dumps({"plan": made.plan.to_dict(), "measured": measured}))

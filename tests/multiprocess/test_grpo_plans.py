@@ -265,3 +265,30 @@ def test_a_change_of_plan_keeps_what_has_been_generated_ahead(run: Callable[...,
     assert all(0 < age <= 1 for age in ages["without"][1:2]) and ages["without"][2:] == [-1.0] * 3, ages
     assert ages["with"][:3] == [-1.0, -1.0, 0.0] and all(0 < age <= 1 for age in ages["with"][3:]), ages
     assert (folder / "log.txt").read_text().count("update 2: the plan is now") == 3
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+def test_the_next_epochs_prompts_are_generated_ahead_and_a_run_resumed_at_an_epochs_end_goes_on_with_them(
+    run: Callable[..., Path],
+) -> None:
+    """An epoch has two generations, fewer than the staleness."""
+    settings = {"by": "trl_realloc", "use_vllm": True, "generates": True, "max_completion_length": 64, "rows": 8}
+    settings |= {"max_steps": 7, "plan": "separate"}
+    runs: dict[str, Any] = {
+        "ahead": {**settings, "max_staleness": 3, "save_strategy": "steps", "save_steps": 2},
+        "resumed": {**settings, "max_staleness": 3, "resumes": "ahead/checkpoint-4"},
+        "in turn": settings,
+        "trl": {"by": "trl", "ddp_backend": "gloo", "rows": 8, "max_steps": 7},
+    }
+    folder = run("grpo_plans.py", 2, runs, "epochs", limit_s=200)
+    asked = {name: json.loads((folder / name / "prompts.json").read_text()) for name in runs}
+    assert len(asked["trl"]) == 7 and asked["trl"][0] != asked["trl"][2], "each epoch has an order of its own"
+    assert asked["ahead"] == asked["in turn"] == asked["trl"]
+    assert asked["resumed"] == asked["trl"][4:]
+    # the first four generations are begun at the same time, two of them of the second epoch
+    for name, drawn_before in (("ahead", slice(1, 4)), ("resumed", slice(1, 5))):
+        ages = [row["staleness/mean"] for row in json.loads((folder / name / "log.json").read_text()) if "loss" in row]
+        assert len(ages) == 7 and ages[0] == 0, ages
+        assert all(age > 0 for age in ages[drawn_before]), (name, ages)
+    assert "drawn anew" not in (folder / "log.txt").read_text()

@@ -4,47 +4,73 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_realloc import Cluster, GRPOConfig, RLOOConfig
-from trl_realloc.plan.algorithm_graphs import grpo_graph
-from trl_realloc.plan.presets import separate
-from trl_realloc.plan.staleness import Staleness
+from trl_realloc import GRPOConfig, RLOOConfig
 from trl_realloc.trainer.config_checks import ConfigError
-from trl_realloc.trainer.plan_request import PlanRequest
 from trl_realloc.trainer.policy_ahead import PolicyAheadMixin, UpcomingBatches
-from trl_realloc.trainer.policy_setup import most_ahead, within_epochs
 
 
-@given(size=st.integers(0, 12), chunk=st.integers(1, 4), looks=st.lists(st.integers(0, 9), max_size=12))
-def test_every_micro_batch_comes_once_and_in_order_however_far_one_looks(
-    size: int, chunk: int, looks: list[int]
-) -> None:
-    upcoming, trained = UpcomingBatches(iter(range(size))), []
-    places = iter(looks)
-    while given_ := [item for _, item in zip(range(chunk), upcoming, strict=False)]:
-        for item in given_:
-            if trained:
-                upcoming.advance()
-            trained.append(item)
-            for place in [next(places, 0)]:
-                expected = item + place if item + place < size else None
-                assert upcoming.after(place) == expected
-    assert trained == list(range(size))
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), looks=st.lists(st.integers(0, 9), max_size=30))
+def test_every_micro_batch_comes_once_and_in_order_however_far_one_looks(sizes: list[int], looks: list[int]) -> None:
+    """Also over the ends of epochs. An optimizer step has two micro-batches; the last one of an epoch may have one."""
+    epochs = [[(number, at) for at in range(size)] for number, size in enumerate(sizes)]
+    order = [item for epoch in epochs for item in epoch]
+    update_of, updates = {}, 0
+    for epoch in epochs:
+        update_of |= {item: updates + item[1] // 2 for item in epoch}
+        updates += -(-len(epoch) // 2)
+
+    def begin(number: int) -> UpcomingBatches | None:
+        return UpcomingBatches(iter(epochs[number]), lambda: begin(number + 1)) if number < len(epochs) else None
+
+    upcoming, trained, places = begin(0), list[tuple[int, int]](), iter(looks)
+    while upcoming is not None:
+        has_begun = False
+        while given_ := [item for _, item in zip(range(2), upcoming, strict=False)]:
+            for place_in_step, item in enumerate(given_):
+                if has_begun:
+                    upcoming.advance()
+                has_begun = True
+                trained.append(item)
+                places_after = next(places, 0)
+                expected = order[len(trained) - 1 + places_after : len(trained) + places_after]
+                assert upcoming.after(places_after) == (expected[0] if expected else None)
+                if expected:
+                    later = update_of[expected[0]] - update_of[item]
+                    assert upcoming.updates_until(places_after, 2, place_in_step) == later
+        upcoming = upcoming.following or begin(trained[-1][0] + 1)
+    assert trained == order
+
+
+class Loader:
+    """Epochs of generations, each of which comes `every` times; numbered through all epochs."""
+
+    def __init__(self, generations: int, every: int) -> None:
+        self.generations, self.every, self.begun, self.epochs = generations, every, 0, list[int]()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.begun = self.begun * self.generations, self.begun + 1
+        torch.empty((), dtype=torch.int64).random_()  # as PyTorch's data loader does for its seed
+        for number in range(first, first + self.generations):
+            yield from [[{"prompt": number}] for _ in range(self.every)]
 
 
 class Loop:
-    """What Trainer and TRL's class do with the micro-batches: each generation's comes `every` times."""
+    """What Trainer and TRL's class do with the micro-batches."""
 
-    def __init__(self, generations: int, every: int) -> None:
-        self.source = iter([[{"prompt": number}] for number in range(generations) for _ in range(every)])
-        self.every, self.step = every, 0
+    def __init__(self, loader: Loader) -> None:
+        self.callback_handler = SimpleNamespace(train_dataloader=loader)
+        self.every, self.step = loader.every, 0
         self.announced: list[list[int]] = []
 
     def get_batch_samples(self, iterator: Iterator[Any], count: int, device: Any) -> tuple[list[Any], None]:
@@ -64,11 +90,14 @@ class Trainer(PolicyAheadMixin, Loop):
     def __init__(
         self, generations: int, steps: int, iterations: int, accumulated: int, versions: int, last: int
     ) -> None:
-        super().__init__(generations, steps * iterations)
+        super().__init__(Loader(generations, steps * iterations))
         self.args = SimpleNamespace(
-            steps_per_generation=steps, num_iterations=iterations, gradient_accumulation_steps=accumulated
+            steps_per_generation=steps,
+            num_iterations=iterations,
+            gradient_accumulation_steps=accumulated,
+            ignore_data_skip=False,
         )
-        self.state = SimpleNamespace(max_steps=last, global_step=0)
+        self.state = SimpleNamespace(max_steps=last, global_step=0, epoch=0.0)
         self.model = SimpleNamespace(training=True)
         self.calls: Any = SimpleNamespace(
             ahead=SimpleNamespace(versions=versions),
@@ -80,28 +109,55 @@ class Trainer(PolicyAheadMixin, Loop):
         return prompts, None, {}
 
     def run(self) -> None:
-        while self.state.global_step < self.state.max_steps:
-            batches, _ = self.get_batch_samples(self.source, self.args.gradient_accumulation_steps, None)
-            if not batches:
-                return
-            for batch in batches:
-                self._prepare_inputs(batch)
-            self.state.global_step += 1
+        loader, accumulated = self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps
+        micro_batches = loader.generations * loader.every
+        for epoch in range(1000):
+            loader.set_epoch(epoch)
+            iterator = iter(loader)
+            for update in range(-(-micro_batches // accumulated)):
+                count = min(accumulated, micro_batches - update * accumulated)
+                batches, _ = self.get_batch_samples(iterator, count, None)
+                assert len(batches) == count
+                for batch in batches:
+                    self._prepare_inputs(batch)
+                self.state.global_step += 1
+                self.state.epoch = epoch + (update * accumulated + count) / micro_batches
+                if self.state.global_step == self.state.max_steps:
+                    return
 
 
-@pytest.mark.parametrize(("steps", "iterations", "accumulated"), [(2, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 3)])
+@pytest.mark.parametrize(
+    ("steps", "iterations", "accumulated"), [(2, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 3), (1, 2, 3)]
+)
 @pytest.mark.parametrize("versions", [1, 3])
-def test_the_generations_after_the_current_one_are_announced_as_far_as_epoch_and_run_have_them(
+def test_the_generations_after_the_current_one_are_announced_as_far_as_the_run_has_them(
     steps: int, iterations: int, accumulated: int, versions: int
 ) -> None:
-    every = steps * iterations
-    for generations, last in ((6, 100), (9, 3), (20, 3)):
+    """Over the ends of epochs, also of epochs with fewer generations than are announced, and in the order in which the
+    training gets them."""
+    for generations, last in ((6, 7), (2, 9), (1, 5), (20, 3)):
         trainer = Trainer(generations, steps, iterations, accumulated, versions, last)
         trainer.run()
-        count = min(generations, -(-last * accumulated // every))
-        assert len(trainer.announced) == count
+        count = len(trainer.announced)
         for number, announced in enumerate(trainer.announced):
             assert announced == list(range(number, min(count, number + versions + 1))), json.dumps(trainer.announced)
+
+
+def test_reading_ahead_leaves_the_random_numbers_of_the_training_as_they_were() -> None:
+    drawn = []
+    for versions in (0, 2):
+        torch.manual_seed(0)
+        trainer = Trainer(3, 1, 1, 1, versions, 7)
+        prepare, numbers = trainer._prepare_inputs, list[float]()
+
+        def shuffled(batch: Any, prepare: Any = prepare, numbers: list[float] = numbers) -> None:
+            prepare(batch)
+            numbers.append(float(torch.rand(1)))  # as TRL does after a generation
+
+        trainer._prepare_inputs = shuffled  # type: ignore[method-assign]
+        trainer.run()
+        drawn.append(numbers)
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(
@@ -115,18 +171,3 @@ def test_a_staleness_without_a_correction_is_refused(config: type, settings: dic
     with pytest.raises(ConfigError, match=said):
         config("out", max_staleness=1, bf16=False, **settings)
     assert config("out", bf16=False, **settings).max_staleness == 0
-
-
-@pytest.mark.parametrize(("prompts", "asked", "most"), [(64, 3, 3), (64, 9, 7), (16, 2, 1), (8, 2, 0), (7, 1, 0)])
-def test_the_staleness_is_less_than_the_generations_of_an_epoch(
-    prompts: int, asked: int, most: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A generation is of 8 prompts."""
-    args: Any = SimpleNamespace(max_staleness=asked, num_generations=4, generation_batch_size=32)
-    assert most_ahead(args, range(prompts)) == most
-    assert most_ahead(args, iter(())) == asked, "of a data set without a length nothing is known"
-    plan = replace(separate(Cluster(1, 2), graph=grpo_graph()), staleness=Staleness(asked))
-    request = PlanRequest(plan, plan.cluster, "vllm", (), None)
-    found = within_epochs(request, most).plan
-    assert found is not None and found.staleness.versions == most
-    assert (f"an epoch has {most + 1} generation" in capsys.readouterr().err) == (most < asked)

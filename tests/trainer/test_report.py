@@ -133,6 +133,13 @@ def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_t
     assert f"| mean | {expected.estimate.mean_age:.2f} | 0.75 |" in report
     assert f"| oldest | {expected.estimate.oldest:.2f} | 1.00 |" in report
     assert "the plan's timeline takes" not in report
+    for file in ("estimate.json", "ages.json"):
+        (tmp_path / file).unlink()
+    report = report_run(tmp_path).read_text()
+    assert "| age of tokens | measured |" in report and "| mean | 0.75 |" in report, "no column without an estimate"
+    save_record(plan, Timeline(twice), expected, tmp_path, of_update=False)
+    report = report_run(tmp_path).read_text()
+    assert f"| mean | {expected.estimate.mean_age:.2f} | 0.75 |" in report and "| iteration |" not in report
     (tmp_path / "ages.json").write_text('{"mean_age": "much"}')
     with pytest.raises(ValueError, match=r"ages\.json"):
         report_run(tmp_path)

@@ -14,7 +14,6 @@ from typing import Any
 
 from ..algorithms.rollout import Rollouts
 from ..plan.timeline import Span, Timeline
-from ..planner.priced_plan import PricedPlan
 from ..profiling.run_observer import RunObserver
 from ..runtime.host_calls import HostCalls
 from ..runtime.results import observed
@@ -60,16 +59,11 @@ class PolicyRecordMixin:
         self._updates, self._lengths, self._times = deque(), deque(maxlen=LENGTHS), _Times()
         output = super().train(*args, **kwargs)  # type: ignore[misc]
         if self.accelerator.is_main_process and not self.trains_by_accelerate:
-            save_record(self.setup.plan, self.timeline, self._expected(), Path(self.args.output_dir))
+            config, expected = self.args, self.observer.end(list(self._lengths or ()))
+            # the planner estimates a generation with all its optimizer steps
+            of_update = config.num_iterations * config.steps_per_generation == config.gradient_accumulation_steps
+            save_record(self.setup.plan, self.timeline, expected, Path(config.output_dir), of_update=of_update)
         return output
-
-    def _expected(self) -> PricedPlan | None:
-        """The plan's estimate, corrected by this run's times, for the lengths of its responses. The planner estimates a
-        generation with all its optimizer steps, so there is no estimate of an update where a generation has more or
-        less than one."""
-        args = self.args
-        expected = self.observer.end(list(self._lengths or ()))
-        return expected if args.num_iterations * args.steps_per_generation == args.gradient_accumulation_steps else None
 
     def _take_spans(self) -> tuple[Span, ...]:
         return () if self.trains_by_accelerate else self.calls.take_spans()

@@ -127,8 +127,6 @@ def prepare_policy(
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
     check_turns(args, inputs)
     request = of_host_loop(read_plan_request(args, plugin, world, model, graph), inputs)
-    most = most_ahead(args, inputs.get("train_dataset"))
-    request = within_epochs(request, most)
     configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
     check_optimizer(args, optimizer, scheduler, {"model": model})
     processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
@@ -145,7 +143,7 @@ def prepare_policy(
     specs = specs_of(configs, graph, dtype, adapts_head=in_head)
     models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head)
     job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
-    job = replace(job, check=check, max_staleness=most, streams=not turn_makers(inputs))
+    job = replace(job, check=check, max_staleness=args.max_staleness, streams=not turn_makers(inputs))
     job_plan = (
         plan_job(job, measure_first=plugin.measure == "first")
         if request.plan is None
@@ -208,27 +206,6 @@ def check_turns(args: PolicyConfig, inputs: Mapping[str, Any]) -> None:
             f"max_staleness is {args.max_staleness}, but with {by[0]} the next turn of a completion is known only when "
             f"it is asked for, so nothing can be generated ahead; set max_staleness to 0."
         )
-
-
-def most_ahead(args: PolicyConfig, dataset: Any) -> int:
-    """The largest staleness that a run can have: `max_staleness`, and less than an epoch has generations, because the
-    prompts of the next epoch are not known."""
-    if not args.max_staleness or not hasattr(dataset, "__len__"):
-        return int(args.max_staleness)
-    generations = len(dataset) * args.num_generations // args.generation_batch_size
-    return max(0, min(args.max_staleness, generations - 1))
-
-
-def within_epochs(request: PlanRequest, most: int) -> PlanRequest:
-    """The request with a staleness that the data set allows; a notice says so where it is less than was asked for."""
-    plan = request.plan
-    if plan is None or plan.staleness.versions <= most:
-        return request
-    notice(
-        f"the plan's staleness is {most}, not {plan.staleness.versions}: an epoch has {most + 1} "
-        f"generation{'s' if most else ''}, and the prompts of the next epoch are not known before it begins"
-    )
-    return replace(request, plan=replace(plan, staleness=replace(plan.staleness, versions=most)))
 
 
 def of_host_loop(request: PlanRequest, inputs: Mapping[str, Any]) -> PlanRequest:

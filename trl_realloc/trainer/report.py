@@ -269,20 +269,27 @@ def _completion_lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
     return lines
 
 
-def save_record(plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | None, folder: Path) -> None:
+def save_record(
+    plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | None, folder: Path, *, of_update: bool = True
+) -> None:
     """Save what `report_run` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`; with one of a
     plan that has a staleness also `ages.json`. Also prints the estimate next to the measured times. Does nothing if no
-    call was run."""
+    call was run.
+
+    Args:
+        of_update: the times of the estimate can be compared with those of an update. They cannot where a generation of
+            another library's loop has more or less than one update; the ages can.
+    """
     if not timeline.spans:
         return
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.yaml")
     timeline.save(folder / "timeline.json")
-    if expected is not None:
+    if expected is not None and expected.staleness.versions:
+        ages = {"mean_age": expected.estimate.mean_age, "oldest": expected.estimate.oldest}
+        (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
+    if expected is not None and of_update:
         expected.timeline.save(folder / "estimate.json")
-        if expected.staleness.versions:
-            ages = {"mean_age": expected.estimate.mean_age, "oldest": expected.estimate.oldest}
-            (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
         Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused)))
 
 

@@ -52,18 +52,19 @@ def age_table(expected: Mapping[str, float] | None, rows: Sequence[Mapping[str, 
     """The estimated and the measured ages of tokens when they are trained on; `None` for a run without a staleness.
 
     Args:
-        expected: `mean_age` and `oldest`; `None` without an estimate.
+        expected: `mean_age` and `oldest`; `None` without an estimate, and the table then has the measured ages alone.
         rows: of updates. Those of the first fifth are left out, in which the first batches arrive.
     """
     known = [row for row in rows if all(name in row for name in AGES)]
     if not known:
         return None
     settled = known[len(known) // 5 :]
-    table = Table("age of tokens", "estimated", "measured", title="age, in updates", title_justify="left")
+    columns = ["measured"] if expected is None else ["estimated", "measured"]
+    table = Table("age of tokens", *columns, title="age, in updates", title_justify="left")
     measured = fmean(row["staleness/mean"] for row in settled), max(row["staleness/oldest"] for row in known)
     for name, value in zip(AGES, measured, strict=True):
-        estimated = "" if expected is None else f"{expected[AGES[name]]:.2f}"
-        table.add_row(name.removeprefix("staleness/"), estimated, f"{value:.2f}")
+        values = [value] if expected is None else [expected[AGES[name]], value]
+        table.add_row(name.removeprefix("staleness/"), *(f"{each:.2f}" for each in values))
     return table
 
 
