@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1024, help="most tokens of a response")
     parser.add_argument("--samples", type=int, default=64, help="samples of each engine")
     parser.add_argument("--long", type=float, default=1 / 64, help="share of the samples that are long")
+    parser.add_argument("--threshold", type=float, default=0.1, help="share of the batch of which the rest moves")
     options = parser.parse_args()
     skewed = Skewed(hidden=options.hidden, prompt=options.prompt, limit=options.limit, long_share=options.long)
     console, jobs = Console(), []
@@ -50,7 +51,13 @@ def main() -> None:
     for processes in options.processes:
         jobs.append(
             fusion_measured.measure(
-                processes, skewed, options.samples, options.repeats, options.iterations, options.runs
+                processes,
+                skewed,
+                options.samples,
+                options.threshold,
+                options.repeats,
+                options.iterations,
+                options.runs,
             )
         )
         show(jobs[-1], console)

@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 ATTEMPTS = 4  # most runs of a mode on a batch; the least disturbed one counts
-THRESHOLD = 0.1  # of the batch; the survivors move when fewer are unfinished
 MODES = ("serial", "streamed", "migrated")
 TRIALS, TRIAL_TOKENS, TRIAL_S = 5, 256, 1.0  # of the slowdown: repeats, tokens that are decoded, seconds of scoring
 STAGE = ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
@@ -39,14 +38,14 @@ STAGE = ("actor.generate", "reference.forward", "reward.forward", "critic.forwar
 # --- one rank -------------------------------------------------------------------------------------------------------
 
 
-def _plans(processes: int) -> dict[str, Any]:
+def _plans(processes: int, threshold: float) -> dict[str, Any]:
     """By mode, the same assignments with other streams."""
     from trl_realloc.plan.cluster import Cluster
     from trl_realloc.plan.presets import flatten
     from trl_realloc.plan.streams import Migration, Streams
 
     plan = flatten(Cluster(1, processes))
-    migration = Migration(THRESHOLD, engines=max(1, processes // 2))
+    migration = Migration(threshold, engines=max(1, processes // 2))
     return {
         "serial": plan,
         "streamed": replace(plan, streams=Streams()),
@@ -96,10 +95,11 @@ class Rank:
 
     Args:
         samples: of each engine.
+        threshold: share of the batch; the unfinished samples move when there are fewer.
     """
 
-    def __init__(self, processes: int, skewed: Skewed, samples: int, folder: Path) -> None:
-        self.skewed, self.plans = skewed, _plans(processes)
+    def __init__(self, processes: int, skewed: Skewed, samples: int, threshold: float, folder: Path) -> None:
+        self.skewed, self.plans = skewed, _plans(processes, threshold)
         self.episodes = samples * processes
         # with slots for samples that are moved
         self.trainer = _trainer(self.plans["migrated"], skewed, samples, processes, folder)
@@ -206,12 +206,14 @@ class Rank:
         }
 
 
-def _rank(processes: int, skewed: Skewed, samples: int, repeats: int, iterations: int, out: Path) -> None:
+def _rank(
+    processes: int, skewed: Skewed, samples: int, threshold: float, repeats: int, iterations: int, out: Path
+) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     done: list[dict[str, Any]] = []
     slowdown = 1.0
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(processes, skewed, samples, Path(folder))
+        rank = Rank(processes, skewed, samples, threshold, Path(folder))
         for trains, count in ((False, repeats), (True, iterations)):
             for step in range(-1 if count else 0, count):  # the first warms up
                 order = [MODES[(step + at) % len(MODES)] for at in range(len(MODES))]
@@ -234,13 +236,20 @@ def _rank(processes: int, skewed: Skewed, samples: int, repeats: int, iterations
 
 
 def measure(
-    processes: int, skewed: Skewed, samples: int, repeats: int, iterations: int, runs: Path | None = None
+    processes: int,
+    skewed: Skewed,
+    samples: int,
+    threshold: float,
+    repeats: int,
+    iterations: int,
+    runs: Path | None = None,
 ) -> dict[str, Any]:
     """Run the job and return its figures.
 
     Args:
         skewed: sizes of the models and of their samples.
         samples: of each engine.
+        threshold: share of the batch; the unfinished samples move when there are fewer.
         repeats: batches of generation and scoring, each in every mode.
         iterations: the same of whole iterations.
         runs: a folder for the figures, lengths and spans of every run.
@@ -252,7 +261,16 @@ def measure(
         out, log = Path(folder) / "runs.json", Path(folder) / "log"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += [__file__, "--processes", str(processes), "--samples", str(samples), "--repeats", str(repeats)]
-        command += ["--iterations", str(iterations), "--out", str(out), "--skewed", json.dumps(asdict(skewed))]
+        command += [
+            "--threshold",
+            str(threshold),
+            "--iterations",
+            str(iterations),
+            "--out",
+            str(out),
+            "--skewed",
+            json.dumps(asdict(skewed)),
+        ]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
         with log.open("w") as written:
@@ -262,10 +280,12 @@ def measure(
         if runs is not None:
             runs.mkdir(parents=True, exist_ok=True)
             (runs / f"fusion-{processes}.json").write_text(out.read_text())
-        return _summary(processes, skewed, **json.loads(out.read_text()))
+        return _summary(processes, skewed, threshold, **json.loads(out.read_text()))
 
 
-def _summary(processes: int, skewed: Skewed, slowdown: float, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _summary(
+    processes: int, skewed: Skewed, threshold: float, slowdown: float, runs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     import fusion_expected
 
     from trl_realloc.plan.assignment import CACHED_TOKENS
@@ -273,13 +293,13 @@ def _summary(processes: int, skewed: Skewed, slowdown: float, runs: Sequence[Map
     stage = [run for run in runs if not run["trains"]]
     lost = _lost(runs)
     expected = fusion_expected.simulated(
-        _plans(processes), stage, prompt=skewed.prompt, budget=CACHED_TOKENS, slowdown=slowdown
+        _plans(processes, threshold), stage, prompt=skewed.prompt, budget=CACHED_TOKENS, slowdown=slowdown
     )
     simulated_s = {mode: statistics.median(seconds) for mode, seconds in expected.items()}
     migrated = [run for run in stage if run["mode"] == "migrated"]
     return {
         "processes": processes,
-        "sizes": asdict(skewed),
+        "sizes": {**asdict(skewed), "threshold": threshold},
         "lengths": _lengths(stage),
         "slowdown": slowdown,
         "most": statistics.median(_most(run, processes) for run in stage if run["mode"] == "serial"),
@@ -354,9 +374,18 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--threshold", type=float, required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--skewed", type=json.loads, required=True)
     given = parser.parse_args()
-    _rank(given.processes, Skewed(**given.skewed), given.samples, given.repeats, given.iterations, given.out)
+    _rank(
+        given.processes,
+        Skewed(**given.skewed),
+        given.samples,
+        given.threshold,
+        given.repeats,
+        given.iterations,
+        given.out,
+    )
