@@ -22,6 +22,7 @@ from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
 from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.ahead_engine import engine_prices
 from trl_realloc.planner.ahead_order import EndIteration, RunCall, TakeUpdate
+from trl_realloc.planner.ahead_simulation import BETWEEN
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Sharing
 from trl_realloc.planner.priced_plan import PricedPlan
@@ -127,6 +128,17 @@ def test_the_bound_holds_and_calls_wait_for_data_and_devices(
         for one, other in pairwise(sorted(spans, key=lambda span: (span.start, span.end))):
             assert other.start >= one.end - 1e-9
     assert all(span.device in devices for span in found.spans if span.call in ahead)
+
+
+def test_what_is_handed_over_between_two_iterations_takes_time() -> None:
+    prices = costs(work(episodes=64, response_tokens=(64,), epochs=1))
+    slow = replace(prices, corrections=replace(prices.corrections, handover=0.05))
+    for plan in (halves(prices.cluster), critic_at_home(prices.cluster)):
+        spans = priced(plan, 2, slow).ahead().spans
+        for step in (1, 2, 3):
+            ended = max(span.end for span in of_call(spans, "critic.train", step - 1))
+            begins = min(span.start for span in of_call(spans, "actor.forward", step))
+            assert begins >= ended + BETWEEN * 0.05 - 1e-9
 
 
 @pytest.mark.parametrize("maker", PLANS.values(), ids=PLANS)

@@ -1,5 +1,5 @@
-"""Simulates iterations with a staleness: engines that generate batch after batch, scoring ahead, training, and updates
-of the engines' parameters, in virtual time.
+"""Simulates iterations with a staleness: engines that generate batch after batch, scoring ahead, training, updates of
+the engines' parameters, and what is handed over between two iterations, in virtual time.
 
 The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`. While an engine's
 devices take parameters, it stands still. While they score, it stands still on a device of its own: a GPU that two
@@ -31,6 +31,7 @@ from .workload import BATCHES
 
 
 SHOWN = 4  # iterations of a timeline
+BETWEEN = 3  # times that samples or results are handed over from the end of an iteration to the first call of the next
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,8 @@ class _Simulation:
         self.generated: dict[int, set[int]] = {}
         self.updates = self.admitted = 0
         self.is_ending = False
+        handovers = [cost.parts.get("handover", 0.0) for cost in costs.values()]
+        self.between = BETWEEN * max(handovers, default=0.0)
         self.ends: list[float] = []
         self.spans: list[Span] = []
         self.engines = self._engines(specs, pricing)
@@ -303,9 +306,14 @@ class _Simulation:
                 self._start(queue[0])
         if self.is_ending and not self.busy and not any(self.queues):
             self.is_ending = False
-            self.ends.append(self.activities.now)
-            if len(self.ends) < self.iterations:
-                self._begin(len(self.ends))
+            units = set(range(len(self.units.devices))) - self.units_ahead
+            self.activities.start(self.between, self.units.nodes(units), self._ended)
+
+    def _ended(self) -> None:
+        """Rank 0 has the outputs of all calls, and all ranks have its results and their next samples."""
+        self.ends.append(self.activities.now)
+        if len(self.ends) < self.iterations:
+            self._begin(len(self.ends))
 
     def _may_start(self, work: _Work) -> bool:
         is_next = all(self.queues[unit] and self.queues[unit][0] is work for unit in work.units)

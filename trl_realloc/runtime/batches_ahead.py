@@ -26,7 +26,7 @@ from .routes import RESULTS, replica, sources
 from .shares import shares_of_samples
 
 
-POLL_S = 0.01  # time between two looks at the engine
+POLL_S = 0.002  # time between two looks for orders while the engine generates; other ranks wait for what is ordered
 RESTARTS = 1 << 16  # after so many, tags are used again
 
 
