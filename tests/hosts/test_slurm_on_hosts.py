@@ -26,7 +26,14 @@ def slurm(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         pytest.skip(reason)
     own = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with Hosts(tmp_path_factory.mktemp("slurm") / "hosts", rate=None) as hosts:
-        yield Slurm(hosts, own)
+        try:
+            cluster = Slurm(hosts, own)
+            tried = cluster.run(["srun", "--nodes=2", "--ntasks-per-node=1", "true"], 60)
+        except RuntimeError as error:
+            pytest.skip(f"Slurm's daemons do not work on this system: {error}")
+        if tried.returncode:
+            pytest.skip(f"Slurm starts no process on this system: {tried.stdout[-1000:]}")
+        yield cluster
 
 
 def check(slurm: Slurm, name: str, per_host: int, log: str) -> None:
