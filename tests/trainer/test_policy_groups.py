@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from test_policy_scoring import conversations
 
 import trl_realloc
 from trl_realloc.engines.generation.transformers import TransformersEngine
-from trl_realloc.trainer.policy_groups import Group, groups_of
+from trl_realloc.trainer.policy_groups import Group, groupable, groups_of, is_async
 
 
 LIMIT_S = 120.0  # of a wait for what must happen
@@ -143,7 +145,49 @@ def test_completions_that_a_subclass_changes_are_scored_as_they_are_then(tmp_pat
     made = trainer(tmp_path, rewards, shouting, score_groups_early=True, max_steps=1)
     made.train()
     made.close()
-    assert [text for text in texts if len(text) == 8] == [[text.upper() for text in texts[-1]]]
+    *of_groups, of_batch = texts
+    assert len(of_batch) == 8
+    assert all(len(of_group) == 4 for of_group in of_groups)
+    for of_group in of_groups:
+        assert of_group not in (of_batch[:4], of_batch[4:])
+        assert [text.upper() for text in of_group] in (of_batch[:4], of_batch[4:])
+
+
+def test_no_function_is_called_while_another_one_is(tmp_path: Path) -> None:
+    """The first one on the whole batch, while the second one is called for groups."""
+    at_once, most = threading.Semaphore(1), list[bool]()
+
+    def alone(completions: list[str]) -> list[float]:
+        most.append(at_once.acquire(blocking=False))
+        time.sleep(0.05)
+        at_once.release()
+        return [0.0] * len(completions)
+
+    def whole(completions: list[str], **_: Any) -> list[float]:
+        return alone(completions)
+
+    def grouped(completions: list[str], **_: Any) -> list[float]:
+        return alone(completions)
+
+    whole.reads_whole_batch = True  # type: ignore[attr-defined]
+    made = trainer(tmp_path, [whole, grouped], score_groups_early=True)
+    made.train()
+    made.close()
+    assert made.reward_funcs == [whole, grouped]
+    assert most == [True] * 6
+
+
+def test_objects_and_partial_functions_may_be_async() -> None:
+    class Judge:
+        async def __call__(self, **given: Any) -> list[float]:
+            return []
+
+    async def judge(**given: Any) -> list[float]:
+        return []
+
+    assert all(map(is_async, (judge, partial(judge, by=3), Judge(), partial(Judge(), by=3))))
+    assert not any(map(is_async, (Recorded().words, partial(Recorded().words), Recorded)))
+    assert groupable([judge, Judge()], awaits=False) == {}  # this release of TRL has no loop for the second alone
 
 
 def test_a_rank_may_have_parts_of_groups() -> None:

@@ -48,6 +48,8 @@ def plan_generation(trainer: Any) -> None:
     """Generate by the plan while Accelerate trains, if vLLM is there and can serve the model. Otherwise TRL's
     generation by Transformers is used, unless vLLM was asked for."""
     args = trainer.args
+    if args.score_groups_early and trainer.accelerator.is_main_process:
+        logger.warning("score_groups_early: where Accelerate trains, reward functions are called on the whole batch.")
     if args.use_vllm is False or not (args.use_vllm or is_vllm_available()):
         return
     try:

@@ -43,7 +43,8 @@ class GenerationSettings(PlanSettings):
             Call reward functions for each group of completions when its last one has ended, in a thread, while other
             groups are generated; by default TRL calls them on the process's whole batch after the generation. A
             function that compares completions of different prompts, or must run in the main thread, gets the attribute
-            `reads_whole_batch = True`. See docs/streams.md
+            `reads_whole_batch = True`. Not with a staleness, tools, environments or `rollout_func`, and not where
+            Accelerate trains; the log says so. See docs/streams.md
     """
 
     use_vllm: bool | None = field(

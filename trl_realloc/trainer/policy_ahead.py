@@ -114,8 +114,10 @@ class PolicyAheadMixin:
         """Read an epoch from now on: what of it has been read ahead, or else Trainer's iterator."""
         epoch = int(self.state.epoch or 0)
         if self._upcoming is None and not self.args.ignore_data_skip:
+            random = torch.get_rng_state()  # which a sampler of the user's may draw its seeds from
             for _ in range(epoch if self._sampler is not None else 0):
                 next(iter(self._sampler), None)  # a run that resumes goes on in the order that the sampler had reached
+            torch.set_rng_state(random)
         begun = None if self._upcoming is None else self._upcoming.following
         if begun is None:
             begun = UpcomingBatches(epoch_iterator, lambda: self._open_epoch(epoch + 1))

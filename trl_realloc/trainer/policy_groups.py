@@ -8,15 +8,18 @@ groups were given; otherwise they are called as TRL calls them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
+
+import torch
 
 from .policy_rewards import PlannedRewardModel
 
@@ -50,12 +53,14 @@ class Batch:
     """This rank's samples of one generation.
 
     Args:
+        functions: the reward functions that are called for each group, by their place among TRL's.
         rows: of the data set.
         prompts: as TRL gives them to reward functions.
         columns: further arguments of reward functions, with an entry for each sample.
         others: arguments that are the same for all groups.
     """
 
+    functions: Mapping[int, RewardFunction]
     rows: Sequence[Mapping[str, Any]]
     prompts: Sequence[Any]
     groups: Sequence[Group]
@@ -108,23 +113,24 @@ class Batch:
 
 
 class GroupScores:
-    """Calls reward functions of this rank for groups of its samples. Functions that are not async run one after the
-    other in a thread.
+    """Calls reward functions of this rank for groups of its samples. Functions that are not async are called one at a
+    time, as by TRL, those for groups in a thread.
 
     Args:
-        functions: by their place among TRL's.
+        device: of this rank, on which the functions compute that name none.
         loop: in which async functions run; `None` without any.
     """
 
-    def __init__(self, functions: Mapping[int, RewardFunction], loop: asyncio.AbstractEventLoop | None) -> None:
-        self.functions, self.loop = functions, loop
+    def __init__(self, device: torch.device, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.device, self.loop = device, loop
         self._batch: Batch | None = None
+        self._turn = threading.Lock()  # of the function that is being called
 
     def begin(self, batch: Batch) -> None:
         """A generation begins. What was computed for the one before is dropped."""
         self.drop()
         self._batch = batch
-        in_turn = [at for at, function in self.functions.items() if not inspect.iscoroutinefunction(function)]
+        in_turn = [at for at, function in batch.functions.items() if not is_async(function)]
         for at in in_turn:
             for group in batch.groups:
                 batch.answers[at, group] = Future()
@@ -145,74 +151,117 @@ class GroupScores:
         if group is None:
             return
         batch.ready.put(group)
-        for place, function in self.functions.items():
-            if inspect.iscoroutinefunction(function):
+        for place, function in batch.functions.items():
+            if is_async(function):
                 assert self.loop is not None, "TRL has a loop for async functions"
                 answer = asyncio.run_coroutine_threadsafe(_awaited(function, batch, group), self.loop)
                 batch.answers[place, group] = answer
 
     def _work(self, batch: Batch, places: Sequence[int]) -> None:
+        if self.device.type == "cuda":  # the current device belongs to a thread
+            torch.cuda.set_device(self.device)
         for _ in batch.groups:
             group = batch.ready.get()
             for at in places:
-                if batch.is_dropped:
-                    return
-                try:
-                    batch.answers[at, group].set_result(_called(self.functions[at], batch, group))
-                except BaseException as error:  # raised where TRL calls the function
-                    batch.answers[at, group].set_exception(error)
+                with self._turn:
+                    if batch.is_dropped:
+                        return
+                    try:
+                        batch.answers[at, group].set_result(_called(batch.functions[at], batch, group))
+                    except BaseException as error:  # raised where TRL calls the function
+                        batch.answers[at, group].set_exception(error)
 
-    def wrapped(self, at: int) -> RewardFunction:
-        """The function in this place as TRL calls it."""
-        function = self.functions[at]
-        if inspect.iscoroutinefunction(function):
+    def as_called_by_trl(self, rewards: Sequence[Any]) -> list[Any]:
+        """TRL's reward models and functions, of which some have answers of the latest generation."""
+        functions = {} if self._batch is None else self._batch.functions
+        return [
+            reward
+            if isinstance(reward, PlannedRewardModel)
+            else self._answered(at, reward)
+            if at in functions and functions[at] is reward
+            else self._in_turn(reward)
+            for at, reward in enumerate(rewards)
+        ]
 
-            @functools.wraps(function)
+    def _answered(self, at: int, function: RewardFunction) -> RewardFunction:
+        whole = self._in_turn(function)
+        if is_async(function):
+
+            @_named_as(function)
             async def scored_async(**given: Any) -> Any:
-                batch = self._known(given)
+                batch = self._of(given)
                 if batch is None:
-                    return await function(**given)
-                with _dropping(self):
+                    return await whole(**given)
+                with self._dropping():
                     answers = [await asyncio.wrap_future(batch.answers[at, group]) for group in batch.groups]
                 return _joined(answers, given)
 
             return scored_async
 
-        @functools.wraps(function)
+        @_named_as(function)
         def scored(**given: Any) -> Any:
-            batch = self._known(given)
+            batch = self._of(given)
             if batch is None:
-                return function(**given)
-            with _dropping(self):
+                return whole(**given)
+            with self._dropping():
                 answers = [batch.answers[at, group].result() for group in batch.groups]
             return _joined(answers, given)
 
         return scored
 
-    def _known(self, given: Mapping[str, Any]) -> Batch | None:
-        return self._batch if self._batch is not None and self._batch.is_of(given) else None
+    def _in_turn(self, function: RewardFunction) -> RewardFunction:
+        """A function that is called on the whole batch, not while another one is called for a group."""
+        if is_async(function):
+            return function
+
+        @_named_as(function)
+        def called(**given: Any) -> Any:
+            with self._turn:
+                return function(**given)
+
+        return called
+
+    def _of(self, given: Mapping[str, Any]) -> Batch | None:
+        """The batch whose answers are for what TRL gives to a function. If it gives something else, no function is
+        called for groups any more."""
+        if self._batch is not None and not self._batch.is_of(given):
+            self.drop()
+        return self._batch
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Around the use of answers: after a failure no further group is scored."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
 
 
-class _dropping:
-    """Around the use of answers: after a failure no further group is scored."""
-
-    def __init__(self, scores: GroupScores) -> None:
-        self.scores = scores
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is not None:
-            self.scores.drop()
+def is_async(function: RewardFunction) -> bool:
+    """Whether a function, or an object that is called like one, is awaited by TRL."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def groupable(rewards: Sequence[Any]) -> dict[int, RewardFunction]:
-    """The reward functions that are called for each group, by their place."""
+def _named_as(function: RewardFunction) -> Callable[[RewardFunction], RewardFunction]:
+    """`functools.wraps` for a function or an object that may lack a name, without the attributes of an object."""
+    return functools.wraps(function, updated=())
+
+
+def groupable(rewards: Sequence[Any], awaits: bool) -> dict[int, RewardFunction]:
+    """The reward functions that are called for each group, by their place.
+
+    Args:
+        awaits: TRL has a loop for async functions.
+    """
     return {
         at: reward
         for at, reward in enumerate(rewards)
-        if not isinstance(reward, PlannedRewardModel) and not getattr(reward, READS_WHOLE_BATCH, False)
+        if not isinstance(reward, PlannedRewardModel)
+        and not getattr(reward, READS_WHOLE_BATCH, False)
+        and (awaits or not is_async(reward))
     }
 
 

@@ -12,13 +12,13 @@ import contextlib
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..algorithms.rollout import Ragged, Rollouts
+from ..common.notices import notice
 from ..runtime.calls import TEXTS
 from ..runtime.host_calls import HostCalls
 from .plug import takes_turns
@@ -48,6 +48,7 @@ class PolicyScoringMixin:
     _prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
     _rows: Sequence[Mapping[str, Any]] = ()
     _group_scores: GroupScores | None = None
+    _why_not_early = ""  # why reward functions are not called for each group, though the settings say so
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._rows = inputs
@@ -71,6 +72,16 @@ class PolicyScoringMixin:
         prompts = self._prompts if len(self._prompts) == count else [None] * count
         return [pickle.dumps(prompt) for prompt in prompts]
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, with what the functions have returned for groups in place of calling them again."""
+        given = self.reward_funcs
+        if self._group_scores is not None:
+            self.reward_funcs = self._group_scores.as_called_by_trl(given)
+        try:
+            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.reward_funcs = given
+
     def follow(self, prompts: Sequence[Sequence[int]]) -> Callable[[int, Rollouts], None] | None:
         """Call the reward functions for each group of this rank's prompts as its last sample ends, if the settings say
         so.
@@ -78,20 +89,31 @@ class PolicyScoringMixin:
         Returns:
             What is to be called when a sample ends; `None` if nothing is.
         """
-        if not self.args.score_groups_early or self.calls.ahead is not None or takes_turns(self):
+        if not self.args.score_groups_early:
             return None
+        why_not = "with tools, environments or rollout_func" if takes_turns(self) else ""
+        if self.calls.ahead is not None:
+            why_not = "under a plan with a staleness"
+        if why_not != self._why_not_early:
+            self._why_not_early = why_not
+            notice(
+                f"score_groups_early: reward functions are called on the whole batch {why_not}"
+                if why_not
+                else "score_groups_early: reward functions are called for each group again"
+            )
+        if why_not:
+            self._group_scores = None
+            return None
+        loop = getattr(self, "async_loop", None)
         if self._group_scores is None:
-            self._group_scores = GroupScores(groupable(self.reward_funcs), getattr(self, "async_loop", None))
-            self.reward_funcs = [
-                self._group_scores.wrapped(at) if at in self._group_scores.functions else reward
-                for at, reward in enumerate(self.reward_funcs)
-            ]
+            self._group_scores = GroupScores(self.accelerator.device, loop)
         scores, rows = self._group_scores, self._rows
         if not len(prompts) == len(rows) == len(self._prompts):
             return lambda at, sample: None
         size = self.num_generations if self.model.training else self.num_generations_eval
         keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")] if rows else []
         batch = Batch(
+            groupable(self.reward_funcs, awaits=loop is not None),
             rows,
             self._prompts,
             groups_of(len(rows), size, self.accelerator.process_index * len(rows)),
@@ -130,17 +152,16 @@ class PolicyScoringMixin:
         message."""
         with _TOKENIZING:
             texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-        if not prompts or prompts[0] is None or isinstance(prompts[0], str):
-            return list(texts)
+        return [
+            text if prompt is None or isinstance(prompt, str) else [self._message(text, *ids)]
+            for prompt, text, *ids in zip(prompts, texts, completion_ids, prompt_ids, strict=True)
+        ]
+
+    def _message(self, text: str, ids: list[int], prompt_ids: list[int]) -> Any:
         tokenizer: PreTrainedTokenizerBase = getattr(self.processing_class, "tokenizer", self.processing_class)
         schemas = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
         if isinstance(self, TRLGRPOTrainer) and any(schema is not None for schema in schemas):
             with contextlib.suppress(Exception):  # TRL will make the same text, and report it
                 assert parse_response is not None, "this release of TRL has templates for responses"
-                parsed = map(partial(_parsed, parse_response, tokenizer), completion_ids, prompt_ids)
-                return [[message] for message in parsed]
-        return [[{"role": "assistant", "content": text}] for text in texts]
-
-
-def _parsed(parse: Callable[..., Any], tokenizer: Any, ids: list[int], prompt_ids: list[int]) -> Any:
-    return parse(tokenizer, ids, prefix=prompt_ids)
+                return parse_response(tokenizer, ids, prefix=prompt_ids)
+        return {"role": "assistant", "content": text}
