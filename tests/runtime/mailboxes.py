@@ -1,5 +1,5 @@
 """`runtime.messages.Messages` in memory, between threads that play the ranks of a job, with the number and the bytes of
-what each has sent."""
+what each has sent, and the bytes that each has received."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Mailboxes:
     def __init__(self, timeout_s: float | None = 60.0, new_queue: Callable[[], Any] = queue.SimpleQueue) -> None:
         self.timeout_s = timeout_s
         self.sent, self.bytes = Counter[int](), Counter[int]()  # a rank's are counted by its own thread alone
+        self.received = Counter[int]()  # bytes
         self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(new_queue)
         self._sources: dict[tuple[int, int], queue.SimpleQueue[int]] = defaultdict(new_queue)
         self._lock = threading.Lock()
@@ -52,7 +53,9 @@ class Mailbox:
         self.boxes.sources(rank, tag).put(self.rank)
 
     def receive(self, rank: int, tag: int) -> bytes:
-        return self.boxes.box(rank, self.rank, tag).get(timeout=self.boxes.timeout_s)
+        content = self.boxes.box(rank, self.rank, tag).get(timeout=self.boxes.timeout_s)
+        self.boxes.received[self.rank] += len(content)
+        return content
 
     def receive_any(self, tag: int) -> tuple[int, bytes]:
         source = self.boxes.sources(self.rank, tag).get(timeout=self.boxes.timeout_s)

@@ -6,7 +6,7 @@ Sending is in `exchange`, the arithmetic of the division in `shares`, running a 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from transformers.utils import logging
 
@@ -38,6 +38,7 @@ class CallInputs:
         self.exchange, self.algorithm, self.settings, self.alarm = exchange, algorithm, settings, alarm
         self.plan, self.rank = exchange.plan, exchange.rank
         self.step, self.name = step, name
+        self.reports = self.rank == RESULTS  # a batch that is skipped
         self._prepared: Rollouts | None = None
         # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
         self.skips_training = False
@@ -57,16 +58,37 @@ class CallInputs:
                 return self.exchange.receive_share(call.name).with_columns_of(batch)
             except CallsFailed as failed:
                 return failed
+        return self._distributed(call, lambda: self._inputs(call, batch), self.plan.graph.sources)
+
+    def share_of_gathered(self, call: Call, samples: Rollouts | None) -> Share | CallsFailed:
+        """This rank's share of samples that the leader of the call's mesh has.
+
+        Args:
+            samples: on the leader, with every column that the call reads.
+        """
+        if samples is not None:
+            return self._distributed(call, lambda: samples, ())
         try:
-            shares = self.divide(call, self._inputs(call, batch))
+            return self.exchange.receive_share(call.name)
+        except CallsFailed as failed:
+            return failed
+
+    def _distributed(self, call: Call, inputs: Callable[[], Rollouts], known: Collection[str]) -> Share | CallsFailed:
+        """Divide a call's inputs on the leader of its mesh, and send the shares.
+
+        Args:
+            known: the columns that every rank has.
+        """
+        try:
+            shares = self.divide(call, inputs())
         except CallsFailed as failed:
             self.exchange.distribute(call.name, failed)
             return failed
-        except NonFiniteError as error:  # rank 0 has the same samples, and raises the same on every rank
+        except NonFiniteError as error:  # rank 0 raises it on every rank
             refused = CallsFailed((CallFailure(self.rank, call.name, str(error), True, error.sample),))
             self.exchange.distribute(call.name, refused)
             return refused
-        self.exchange.distribute(call.name, [share.without(self.plan.graph.sources) for share in shares])
+        self.exchange.distribute(call.name, [share.without(known) for share in shares])
         return shares[replica(self.plan, call.name, self.rank)]
 
     def _inputs(self, call: Call, samples: Rollouts) -> Rollouts:
@@ -127,6 +149,6 @@ class CallInputs:
                     self._prepared = None
                     raise NonFiniteError(f"{error}. Nothing was trained on this batch.", error.sample)
                 self.skips_training = True
-                if self.rank == RESULTS:
+                if self.reports:
                     logger.warning(f"{error}. Nothing is trained on this batch.")
         return self._prepared

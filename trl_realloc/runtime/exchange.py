@@ -11,7 +11,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+
+import torch
 
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.rewards import RewardError
@@ -20,9 +23,12 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Span
 from .failures.alarm import JobFailed
 from .failures.watchdog_client import HOST
-from .messages import GlooMessages, Messages, spread
+from .messages import GlooMessages, Messages, combined, spread
 from .routes import RESULTS, receivers, replica_ranks, sources
 from .shares import Share
+
+
+_SAMPLES, _FAILURE = b"s", b"f"  # begin a message of `Exchange.scatter`
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,64 @@ class Exchange:
         exchange = Exchange(self.plan, self.rank, messages=self.messages.twin(), first_tag=first_tag)
         exchange._running = frozenset(running)
         return exchange
+
+    # --- samples that each rank has of its own ----------------------------------------------------------------------
+
+    def sizes(self, size: int) -> list[int]:
+        """How many samples each rank has. All ranks together.
+
+        Args:
+            size: of this rank.
+        """
+        ranks = range(self.plan.cluster.size)
+        of_ranks: dict[int, int] = combined(
+            self.messages, ranks, self.rank, {self.rank: size}, lambda one, other: {**one, **other}, self.stream_tag - 2
+        )
+        return [of_ranks[rank] for rank in ranks]
+
+    def gather(self, call: str, own: Rollouts, sizes: Sequence[int]) -> Rollouts | None:
+        """The samples of all ranks, in the order of the ranks and numbered by `index`, on the leader of the call's
+        mesh; `None` on the others. All ranks together.
+
+        Args:
+            own: of this rank.
+            sizes: how many samples each rank has; some have any.
+        """
+        leader = self.plan.mesh(call).leader
+        if self.rank != leader:
+            if len(own):
+                self.messages.send(own.to_bytes(), leader, self._share_tag(call))
+            return None
+        parts = [
+            own if rank == leader else Rollouts.from_bytes(self.messages.receive(rank, self._share_tag(call)))
+            for rank, size in enumerate(sizes)
+            if size
+        ]
+        return Rollouts.cat(parts).plus(index=torch.arange(sum(sizes)))
+
+    def scatter(self, call: str, outputs: Rollouts | Exception | None, sizes: Sequence[int]) -> Rollouts | Exception:
+        """This rank's part of a call's outputs. All ranks together.
+
+        Args:
+            outputs: on rank 0: of all samples in ascending order of `index`; or why there are none, which every rank
+                gets.
+            sizes: as of `gather`.
+        """
+        if self.rank != RESULTS:
+            content = self.messages.receive(RESULTS, self._tags[call])
+            # safe: from another rank of this job
+            return Rollouts.from_bytes(content[1:]) if content[:1] == _SAMPLES else pickle.loads(content[1:])
+        assert outputs is not None, "rank 0 has collected them"
+        own: Rollouts | Exception = outputs
+        for rank, stop in enumerate(accumulate(sizes)):
+            part = outputs.select(range(stop - sizes[rank], stop)) if isinstance(outputs, Rollouts) else outputs
+            if rank == RESULTS:
+                own = part
+            elif isinstance(part, Rollouts):
+                self.messages.send(_SAMPLES + part.to_bytes(), rank, self._tags[call])
+            else:
+                self.messages.send(_FAILURE + pickle.dumps(part), rank, self._tags[call])
+        return own
 
     # --- results ----------------------------------------------------------------------------------------------------
 

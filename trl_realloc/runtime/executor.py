@@ -31,7 +31,7 @@ from .early_generation import EarlyGeneration
 from .exchange import CallsFailed, Exchange
 from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
-from .iteration_results import iteration_results
+from .iteration_results import iteration_results, of_steps, refusal
 from .placement import Placement
 from .results import Iteration
 from .routes import RESULTS, replica
@@ -270,6 +270,45 @@ class Executor:
             self.runner.run(self._now, call, shares[0] if shares else None)
         return self._of_calls([name])[name]
 
+    def perform_own(self, name: str, own: Rollouts, sizes: Sequence[int]) -> Rollouts:
+        """Run one call of the iteration that has begun on samples of all ranks, of which each has some. A sample goes
+        to the leader of the call's mesh, which divides the samples, to the ranks that compute its outputs; and these
+        by rank 0 to the rank whose it is. All ranks call this together. A call may be performed several times.
+
+        Args:
+            own: of this rank, with every column that the call reads; may be empty.
+            sizes: how many samples each rank has.
+
+        Returns:
+            The call's outputs for this rank's samples, in their order. For a call that trains: a row with the norm of
+            each step's gradient before clipping, on every rank; none for a step that was skipped.
+
+        Raises:
+            JobFailed, NonFiniteError: as `perform`.
+        """
+        self.cancel_early()
+        call = self.plan.graph.call(name)
+        self.exchange.forget(name)
+        self._now = self.runner.begin(self._now.step, self.exchange)
+        self._now.inputs.reports = self.rank == self.plan.mesh(name).leader
+        samples = self.exchange.gather(name, own, sizes)
+        share = self._now.inputs.share_of_gathered(call, samples) if self.placement.has(name) else None
+        if self.placement.takes_part(name):
+            self.runner.run(self._now, call, share)
+        outcome: Rollouts | Exception | None = None
+        if self.rank == RESULTS:
+            try:
+                output = self._now.inputs.collect(name)
+                self._performed += output.spans
+                outcome = of_steps(output.samples) if call.trains else output.samples
+            except CallsFailed as failed:
+                outcome = refusal(failed) if call.trains else failed.of_job()
+        if call.trains:
+            of_all: Rollouts = self._from_results(outcome)
+            return of_all
+        self.alarm.at(f"waiting for the results of {self._now.step.name}")
+        return self._raised(self.exchange.scatter(name, outcome, sizes))
+
     def perform_streamed(self, batch: PromptBatch) -> Mapping[str, Rollouts]:
         """Run the streamed calls of the iteration that has begun, on any prompts, and wait for their outputs. All ranks
         call this together with the same prompts. They may be run several times.
@@ -325,7 +364,9 @@ class Executor:
     def _from_results(self, outcome: Any) -> Any:
         """What rank 0 has computed, on every rank. Raises it there if it is an exception."""
         self.alarm.at(f"waiting for the results of {self._now.step.name}")
-        outcome = self.exchange.spread(outcome)
+        return self._raised(self.exchange.spread(outcome))
+
+    def _raised(self, outcome: Any) -> Any:
         if isinstance(outcome, Exception):
             raise outcome from self._now.failure
         return outcome

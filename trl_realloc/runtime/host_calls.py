@@ -34,7 +34,9 @@ from .process_groups import from_every_rank
 from .results import ages
 
 
-Run = Callable[[str, Rollouts], Rollouts]  # makes the outputs of a call for the samples of all ranks
+# makes the outputs of a call for this rank's samples, from these and the number of those of each rank
+Run = Callable[[str, Rollouts, Sequence[int]], Rollouts]
+_FINISHED = -1
 
 
 class HostCalls:
@@ -63,7 +65,6 @@ class HostCalls:
         self._ages: dict[str, float] = {}
         self._announced: list[Rollouts] = []  # this rank's prompts of the generations after it
         self._spans: list[Span] = []
-        self._sizes: Sequence[int] = ()  # of each rank's samples in the latest call
         self._finished: FinishedSamples | None = None
         # by call that has run with the generation, and by reward model where texts were scored
         self._streamed: dict[tuple[str, str], KnownOutputs] = defaultdict(KnownOutputs)
@@ -141,27 +142,26 @@ class HostCalls:
         if self.ahead is not None:
             self.ahead.stop()
         self.generation += not self._evaluates
-        run = self._run_streamed if self.executor.plan.streamed else self.executor.perform
-        if ended is not None:
-            run = partial(self._run_followed, run, ended)
-        return self._perform(name, own, run, finished=finished)
+        return self._perform(name, own, finished=finished, ended=ended)
 
-    def _run_followed(self, run: Run, ended: Callable[[int, Rollouts], None], name: str, samples: Rollouts) -> Rollouts:
+    def _run_followed(
+        self, ended: Callable[[int, Rollouts], None], run: Run, name: str, own: Rollouts, sizes: Sequence[int]
+    ) -> Rollouts:
         """Generate, and tell every rank of its samples as they end."""
         executor = self.executor
         if self._finished is None:
             messages, tag = executor.exchange.messages.twin(), executor.exchange.free_tag
             self._finished = FinishedSamples(messages, executor.plan.cluster.size, executor.rank, tag)
             executor.settings = replace(executor.settings, finished=self._finished.add)
-        self._finished.begin(self._sizes, ended)
-        outputs = run(name, samples)
+        self._finished.begin(sizes, ended)
+        outputs = run(name, own, sizes)
         self._finished.end()
         return outputs
 
     def _generate_ahead(self, ahead: HostAhead, own: Rollouts) -> Rollouts:
         self.executor.alarm.at(f"generation {self.generation + 1} (the prompts of all ranks)")
         announced, self._announced = self._announced[: ahead.versions], []
-        (samples, first), *following = self._of_all_ranks([own, *announced], False)
+        (samples, first), *following = self._of_all_ranks([own, *announced])
         if not len(samples):
             return Rollouts()
         with self.around():
@@ -228,7 +228,7 @@ class HostCalls:
     def _known_or_performed(self, name: str, samples: Rollouts, model: str = "") -> Rollouts:
         known = self._streamed.get((name, model), KnownOutputs())
         # computed are those, for example, that the loop has changed since
-        return known.complete(samples, lambda missing: self._perform(name, missing, self.executor.perform, model=model))
+        return known.complete(samples, lambda missing: self._perform(name, missing, model=model))
 
     def train(self, samples: Rollouts, rate: Rate) -> Rollouts:
         """One optimizer step on the samples of all ranks.
@@ -237,7 +237,8 @@ class HostCalls:
             samples: of this rank, with the columns that the algorithm's loss reads.
 
         Returns:
-            The statistics of the step, of the samples of all ranks.
+            A row with the norm of the gradient before clipping (`training_calls.GRAD_NORM`); none if the step was
+            skipped.
 
         Raises:
             JobFailed, NonFiniteError: as `Executor.perform`.
@@ -247,7 +248,7 @@ class HostCalls:
         for (call, _), known in self._streamed.items():
             if self.executor.plan.graph.call(call).role == role:
                 known.forget()
-        return self._perform(name, samples, self.executor.perform, {role: rate})
+        return self._perform(name, samples, {role: rate})
 
     def take_ages(self) -> dict[str, float]:
         """How old the tokens of the latest generation are (`results.ages`), on every rank; empty where none was
@@ -264,11 +265,11 @@ class HostCalls:
         self,
         name: str,
         own: Rollouts,
-        run: Run,
         rates: Mapping[Role, Rate] | None = None,
         *,
         finished: bool = False,
         model: str = "",
+        ended: Callable[[int, Rollouts], None] | None = None,
     ) -> Rollouts:
         """Run a call on all ranks' samples; the outputs for this rank's samples, or the statistics of a training."""
         call, executor = self.executor.plan.graph.call(name), self.executor
@@ -276,20 +277,34 @@ class HostCalls:
         executor.alarm.at(f"{name} of update {self._update + 1} (the samples of all ranks)")
         if self.ahead is not None:
             self.ahead.check()
-        ((samples, first),) = self._of_all_ranks([own], finished)
-        if not len(samples):
+        # a rank without a wish to generate more says so by a negative number
+        sizes = executor.exchange.sizes(_FINISHED if finished else len(own))
+        self._all_finished = max(sizes) == _FINISHED
+        sizes = [max(size, 0) for size in sizes]
+        if not any(sizes):
             return Rollouts()
         executor.begin(Step(number, learning_rates=rates or {}, draw=self._round, model=model))
         with self.around():
-            outputs = run(name, samples)
+            run: Run = executor.perform_own
+            if call.kind is CallKind.GENERATE:
+                self._streamed.clear()  # nobody asks for what was made of an earlier generation
+                run = self._run_streamed if executor.plan.streamed else run
+            if ended is not None:
+                run = partial(self._run_followed, ended, run)
+            outputs = run(name, own, sizes)
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
-        return outputs if call.trains else outputs.select(range(first, first + len(own)))
+        return outputs
 
-    def _run_streamed(self, name: str, samples: Rollouts) -> Rollouts:
-        """Generate, and keep what the streamed calls make of the samples."""
+    def _run_streamed(self, name: str, own: Rollouts, sizes: Sequence[int]) -> Rollouts:
+        """Generate, and keep what the streamed calls make of this rank's samples. Every rank has the prompts of all
+        ranks, because any may score any."""
         self._streamed.clear()
-        outputs = self.executor.perform_streamed(PromptBatch(samples, [{}] * len(samples)))
-        generated = samples.plus(**outputs[name])
+        ((prompts, first),) = self._of_all_ranks([own])
+        of_all = self.executor.perform_streamed(PromptBatch(prompts, [{}] * len(prompts)))
+        outputs = {call: of_call.select(range(first, first + len(own))) for call, of_call in of_all.items()}
+        if not len(own):
+            return Rollouts()
+        generated = own.plus(**outputs[name])
         for call, of_call in outputs.items():
             if call != name:
                 self._keep(call, generated, of_call)
@@ -305,14 +320,12 @@ class HostCalls:
             scores = outputs[f"reward/{model}" if len(texts) > 1 else name]
             self._streamed[call, model].add(whole_texts(outputs.ragged(column)), Rollouts(**{name: scores}))
 
-    def _of_all_ranks(self, own: Sequence[Rollouts], finished: bool) -> list[tuple[Rollouts, int]]:
+    def _of_all_ranks(self, own: Sequence[Rollouts]) -> list[tuple[Rollouts, int]]:
         """Of each batch: the samples of all ranks in the order of the ranks, numbered; and the number of this rank's
         first one. Batches that not all ranks have are left out at the end."""
         content = [(len(batch), batch.to_bytes() if len(batch) else b"") for batch in own]
-        parts = from_every_rank((content, finished), self.executor.placement.control)
-        self._all_finished = all(rank_finished for _, rank_finished in parts)
-        self._sizes = [batches[0][0] for batches, _ in parts]
-        return [self._joined(of_ranks) for of_ranks in zip(*(batches for batches, _ in parts), strict=False)]
+        parts = from_every_rank(content, self.executor.placement.control)
+        return [self._joined(of_ranks) for of_ranks in zip(*parts, strict=False)]
 
     def _joined(self, of_ranks: Sequence[tuple[int, bytes]]) -> tuple[Rollouts, int]:
         first = sum(size for size, _ in of_ranks[: self.executor.rank])

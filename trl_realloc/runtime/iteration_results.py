@@ -19,6 +19,7 @@ from .calls import CallSettings
 from .exchange import CallFailure, CallsFailed
 from .failures.alarm import JobFailed
 from .results import Iteration, Statistics, add_statistics, observed, sample_metrics, update_metrics
+from .training_calls import GRAD_NORM
 
 
 def iteration_results(
@@ -111,3 +112,20 @@ def job_failed(
     return JobFailed(
         "; ".join(texts), is_unharmed=not has_trained and all(f.is_unharmed for f in failures), is_shared=True
     )
+
+
+def of_steps(statistics: Rollouts) -> Rollouts:
+    """One row for each optimizer step, with what is the same in all of its rows."""
+    if not len(statistics):
+        return Rollouts()
+    steps = statistics.tensor("update").tolist()
+    return statistics.only(["update", GRAD_NORM]).select([steps.index(step) for step in dict.fromkeys(steps)])
+
+
+def refusal(failed: CallsFailed) -> JobFailed | NonFiniteError:
+    """What every rank raises where a call that trains has failed. Its only failure that harms nothing is a refusal of
+    samples that are not finite."""
+    first = failed.failures[0]
+    if all(failure.is_unharmed for failure in failed.failures):
+        return NonFiniteError(first.message, first.sample)
+    return failed.of_job()

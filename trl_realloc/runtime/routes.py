@@ -4,6 +4,9 @@ The first rank of each data-parallel replica of a call sends its outputs to the 
 that reads them. The leader divides the samples among the replicas of its call, and sends the first rank of each replica
 its share, which passes it on to the others. So a sample goes to the ranks that read it, and the messages of a rank do
 not grow with the number of devices, except those of a leader. The sending is in `exchange`, the division in `shares`.
+
+Where each rank has samples of its own (`Executor.perform_own`), it sends them to the leader of the mesh, and rank 0
+sends each rank the outputs of its samples.
 """
 
 from __future__ import annotations

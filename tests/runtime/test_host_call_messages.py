@@ -1,0 +1,151 @@
+"""What a rank sends and receives for the loop of another trainer does not depend on how many ranks there are, unless it
+is the first rank of a mesh or of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from mailboxes import Mailboxes
+
+from trl_realloc import Cluster
+from trl_realloc.algorithms.host_loss import HostLoss
+from trl_realloc.algorithms.linear_loss import LOGPROB_SLOPES
+from trl_realloc.algorithms.nonfinite import NonFiniteError
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.engines.base import Sampling
+from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.dataflow import Call, CallKind
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.call_runner import CallRunner
+from trl_realloc.runtime.calls import CallSettings, Step
+from trl_realloc.runtime.exchange import Exchange
+from trl_realloc.runtime.executor import Executor
+from trl_realloc.runtime.failures.alarm import Alarm
+from trl_realloc.runtime.host_calls import HostCalls
+from trl_realloc.runtime.shares import Share
+from trl_realloc.runtime.training_calls import GRAD_NORM
+
+
+SAMPLES, TOKENS = 8, 200  # of each rank; of a response
+GRAPH = grpo_graph(reference=False, reward_models=False)
+
+
+class NoEngines:
+    """What the executor asks of `Placement`, of a rank without engines."""
+
+    def __init__(self, plan: ExecutionPlan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+
+    def has(self, call: str) -> bool:
+        return self.rank in self.plan.mesh(call)
+
+    takes_part = has
+
+    def refresh(self, call: str) -> None:
+        return None
+
+    def has_collectives(self, call: str) -> bool:
+        return False
+
+    def check_fresh(self, call: str) -> None:
+        pass
+
+    def resident(self, call: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Arithmetic(CallRunner):
+    """The tokens of a response are its prompt's first one; log-probabilities are the token, entropies their half."""
+
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
+        if call.kind is CallKind.TRAIN:
+            (batch,) = share.mini_batches()
+            norm = torch.full((len(batch),), 2.5)
+            return Rollouts(index=batch.tensor("index"), update=torch.zeros(len(batch)), **{GRAD_NORM: norm})
+        samples = share.samples
+        index = samples.tensor("index")
+        if call.kind is CallKind.GENERATE:
+            rows = [[int(prompt[0])] * TOKENS for prompt in samples.ragged("prompts").rows()]
+            return Rollouts(index=index, responses=Ragged.of(rows, torch.long))
+        values = samples.ragged("responses")
+        return Rollouts(
+            index=index,
+            policy_logprobs=values.like(values.values.float()),
+            entropies=values.like(values.values / 2),
+        )
+
+
+def drive(calls: HostCalls, rank: int, slope: float) -> list[Rollouts]:
+    prompts = [[1000 * rank + at] for at in range(SAMPLES)]
+    calls.at(0)
+    made = calls.generate(prompts)
+    samples = Rollouts(prompts=Ragged.of(prompts, torch.long), responses=made.ragged("responses"))
+    scores = calls.forward("actor.forward", samples)
+    slopes = torch.full_like(scores.ragged("entropies").values, slope if rank == 1 else 0.1)
+    trained = calls.train(samples.plus(**{LOGPROB_SLOPES: scores.ragged("entropies").like(slopes)}), 0.1)
+    return [samples.plus(**scores), trained]
+
+
+def run(ranks: int, slope: float = 0.1) -> tuple[list[Any], Mailboxes]:
+    """One update on all ranks, each of which generates, scores and trains: the samples and the training's result, or
+    the error, of each."""
+    plan, boxes = flatten(Cluster(1, ranks), generation_engine="transformers", graph=GRAPH), Mailboxes()
+    outcomes: list[Any] = [None] * ranks
+    tokenizer = tiny.tokenizer()
+
+    def work(rank: int) -> None:
+        placement: Any = NoEngines(plan, rank)
+        settings = CallSettings(Sampling(TOKENS, 1.0), 0, None, tokenizer, [], {})
+        algorithm, alarm = HostLoss(GRAPH), Alarm()
+        exchange, runner = (
+            Exchange(plan, rank, messages=boxes.of(rank)),
+            Arithmetic(placement, algorithm, settings, alarm),
+        )
+        try:
+            outcomes[rank] = drive(
+                HostCalls(Executor(placement, exchange, algorithm, settings, alarm, runner)), rank, slope
+            )
+        except NonFiniteError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return outcomes, boxes
+
+
+def test_a_rank_gets_its_part_and_not_the_samples_of_all() -> None:
+    counts: dict[int, dict[str, Counter[int]]] = {}
+    for ranks in (8, 32):  # of fewer, none but the first sends on to two in the tree of messages
+        outcomes, boxes = run(ranks)
+        for rank, (samples, trained) in enumerate(outcomes):
+            first = [[1000 * rank + at] * TOKENS for at in range(SAMPLES)]
+            assert [row.tolist() for row in samples.ragged("responses").rows()] == first
+            assert [row.tolist() for row in samples.ragged("policy_logprobs").rows()] == first
+            assert trained.tensor(GRAD_NORM).tolist() == [2.5]
+        counts[ranks] = {"messages": boxes.sent, "sent": boxes.bytes, "received": boxes.received}
+    few, many = ({name: max(of[rank] for rank in range(1, n)) for name, of in counts[n].items()} for n in (8, 32))
+    assert many["messages"] == few["messages"]
+    for name in ("sent", "received"):
+        # the number of samples of every rank, and the names of columns in messages
+        assert many[name] < 1.1 * few[name], name
+    column = SAMPLES * TOKENS * 8  # bytes of a rank's responses; those of all ranks are eight times as many
+    assert few["received"] < 6 * column, "its responses three times, log-probabilities, entropies and slopes"
+
+
+def test_numbers_that_are_not_finite_are_refused_on_every_rank_before_anything_is_trained() -> None:
+    outcomes, _ = run(4, slope=float("nan"))
+    assert {type(outcome) for outcome in outcomes} == {NonFiniteError}
+    assert {outcome.sample for outcome in outcomes} == {SAMPLES}, "the first one of the second rank"
+    with pytest.raises(NonFiniteError, match="Nothing was trained on this batch"):
+        raise outcomes[3]
