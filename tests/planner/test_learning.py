@@ -16,7 +16,7 @@ from llamas import work
 from test_profile import ACTOR, CRITIC, made_up
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.algorithm_graphs import ppo_graph
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
@@ -195,6 +195,20 @@ def test_calls_of_which_none_waits_for_another_hand_nothing_over() -> None:
     for _ in range(WARM_UP + LEAST):
         evidence.add(MeasuredUpdate({"reference.forward": 5.0}, 6.0, LENGTHS))
     assert evidence.corrections().handover == 0.0
+
+
+def test_what_another_librarys_loop_does_between_calls_is_no_handover() -> None:
+    """GRPO's own reward functions run for ten seconds in it, without a span."""
+    graph = grpo_graph()
+    specs = {call.name: SPECS.get(call.name, (ACTOR,)) for call in graph.calls}
+    flat = PRESETS["flatten"](CLUSTER, generation_engine="vllm", graph=graph)
+    evidence = PlanEvidence(flat, specs, pricing())
+    update = MeasuredUpdate.of(estimate_plan(flat, specs, pricing()).timeline.spans, LENGTHS)
+    for _ in range(WARM_UP + LEAST):
+        evidence.add(replace(update, seconds=update.seconds + 10.0))
+    corrections = evidence.corrections()
+    assert corrections.handover is None
+    assert corrections.calls.keys() == specs.keys()
 
 
 def test_corrections_are_kept_in_the_profile_and_a_file_with_wrong_ones_is_refused(tmp_path: Path) -> None:

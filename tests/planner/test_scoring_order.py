@@ -119,6 +119,21 @@ def test_a_failure_ends_the_scoring_of_its_iteration(has_begun: bool) -> None:
     assert order.scoring_failed(0) == [EndScoring(0, name, failed=True) for name in STREAMED]
 
 
+def test_teams_of_a_failed_scoring_are_free_for_the_next_iteration() -> None:
+    order = AheadOrder(PLAN, {n: tuple(PLAN.mesh(n).devices) for n in PLAN.order}, 0, stream)
+    order.begin(0)
+
+    def forwards(iteration: int) -> list[ScoreSamples]:
+        shares = enumerate(stream(iteration).generation.samples)
+        given = [o for e, own in shares for o in order.generated(iteration, e, [(index, 40) for index in own])]
+        return [o for o in given if isinstance(o, ScoreSamples)]
+
+    failed = forwards(0)
+    order.scoring_failed(0)
+    assert len(failed) == len(forwards(1)) > 0
+    assert order.scored(0, failed[0].score.number) == [], "reported late by a team that did not fail"
+
+
 def test_no_order_is_given_between_two_iterations() -> None:
     order = AheadOrder(PLAN, {n: tuple(PLAN.mesh(n).devices) for n in PLAN.order}, 0, stream)
     shares = stream(0).generation.samples

@@ -19,8 +19,8 @@ from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import plan_cost_table
 from trl_realloc.planner.stream import engine_samples
-from trl_realloc.planner.stream_choice import THRESHOLDS, choose_streams
-from trl_realloc.planner.stream_cost import MOST_SAMPLES
+from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, choose_streams
+from trl_realloc.planner.stream_cost import MOST_OF_ENGINES, MOST_SAMPLES, StreamPrices
 from trl_realloc.planner.workload import Workload
 
 
@@ -73,10 +73,16 @@ def test_streams_that_gain_nothing_are_left_out() -> None:
 def test_streams_of_a_batch_of_thousands_are_worth_what_those_of_a_smaller_one_are() -> None:
     shares = []
     for episodes in (MOST_SAMPLES, 8 * MOST_SAMPLES):
-        choice = choose_streams(priced(replace(LONG_TAIL, episodes=episodes)), deadline=0.0)
-        assert choice.still is not None
-        shares.append(choice.still.seconds / choice.whole.seconds)
+        whole = priced(replace(LONG_TAIL, episodes=episodes))
+        shares.append(whole.with_streams(Streams()).seconds / whole.seconds)
     assert shares[1] == pytest.approx(shares[0], rel=0.02)
+
+
+@pytest.mark.parametrize("episodes", [65536, 131071, 1 << 20])
+def test_no_more_samples_of_a_batch_are_simulated_for_a_thousand_engines(episodes: int) -> None:
+    prices = pricing(128, 8, replace(LONG_TAIL, episodes=episodes))
+    plan = replace(flatten(prices.cluster), streams=Streams())
+    assert MOST_OF_ENGINES / 2 <= StreamPrices.of(plan, MODELS, prices).episodes <= MOST_OF_ENGINES
 
 
 def test_streams_are_chosen_on_hundreds_of_devices() -> None:
@@ -87,9 +93,16 @@ def test_streams_are_chosen_on_hundreds_of_devices() -> None:
 
 
 def test_no_migration_is_tried_after_the_deadline() -> None:
+    whole = priced()
+    streamed = replace(whole, streams=Streams()).plan.streamed
+    assert MigrationSweep(whole, streamed).best() is not None
+    assert MigrationSweep(whole, streamed, deadline=0.0).best() is None
+
+
+def test_nothing_is_simulated_after_the_deadline_and_the_choice_says_so() -> None:
     choice = choose_streams(priced(), deadline=0.0)
-    assert choice.still is not None
-    assert choice.moved is None
+    assert choice.still is None and choice.fastest is choice.whole
+    assert "no time was left" in choice.sentence
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])

@@ -41,7 +41,7 @@ def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
     job = SimpleNamespace(
         rank=rank, engine="vllm", models=models, workload=workload, options=options, choose=lambda *_, **__: better
     )
-    planned = SimpleNamespace(priced=SimpleNamespace(seconds=1.0), profile=object(), decision=object())
+    planned = SimpleNamespace(plan=object(), priced=SimpleNamespace(seconds=1.0), profile=object(), decision=object())
     observer = SimpleNamespace(job_plan=planned)
     watcher = Replanner(job, observer, threshold=0.1)  # type: ignore[arg-type]
     watcher.note([3, 4])
@@ -100,6 +100,34 @@ def test_after_measuring_a_plan_is_searched_for_only_when_the_measured_estimate_
     made.observer.job_plan = measured
     assert made.better(updates_left=10, move_seconds=1.0) is None
     assert isinstance(watching(monkeypatch, ()).better(updates_left=10, move_seconds=1.0), JobPlan)
+
+
+def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = watching(monkeypatch, ())
+    current: Any = made.observer.job_plan
+    estimated: list[Any] = []
+    made._searched_at = 10.0
+
+    def estimate(*_: Any) -> Any:
+        estimated.append(current.profile)
+        return SimpleNamespace(seconds=10.0)
+
+    monkeypatch.setattr(replanning, "estimate_at_lengths", estimate)
+    counts = []
+    for lengths, profile in (
+        ([300, 400], "measured"),
+        ([303, 404], "measured"),
+        ([600, 800], "measured"),
+        ([600, 800], "corrected"),
+    ):
+        made._lengths.clear()
+        made.note(lengths)
+        current.profile = profile
+        made.better(updates_left=10, move_seconds=1.0)
+        counts.append(len(estimated))
+    assert counts == [1, 1, 2, 3]
 
 
 def test_a_plan_that_keeps_the_engines_need_not_pay_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_realloc.algorithms.rewards import FunctionReward, RewardError, Texts, weighted_scores
+from trl_realloc.algorithms.rewards import FunctionReward, RewardError, Texts, read_rewards, weighted_scores
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.runtime.failures.alarm import JobFailed
 
@@ -141,6 +141,21 @@ def test_a_function_that_asks_for_a_column_that_is_not_there_is_refused_at_once(
 
     with pytest.raises(RewardError, match="takes 'answers'.*can be given prompts, completions, completion_ids, answer"):
         tiny.trainer(tmp_path, given={"reward_model": reward, "train_dataset": tiny.prompts(64, answer=[1] * 64)})
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/rm", "b/rm", "c/rm"], ["rm", "rm_2", "rm_3"]),
+        (["a/rm", "b/rm_3", "c/rm"], ["rm", "rm_3", "rm_4"]),
+        (["a/rm", "b/rm_2", "c/rm", "d/rm_2"], ["rm", "rm_2", "rm_3", "rm_2_2"]),
+        (["a/rm", "b/rm_large", "c/rm"], ["rm", "rm_large", "rm_3"]),
+    ],
+)
+def test_no_two_rewards_have_the_same_name(paths: list[str], names: list[str]) -> None:
+    rewards = read_rewards(paths, lambda path: path, weights=range(len(paths)))
+    assert [model.name for model in rewards.models] == names
+    assert rewards.weights == {name: float(weight) for weight, name in enumerate(names)}
 
 
 def test_weights_of_another_number_are_refused(tmp_path: Path) -> None:

@@ -364,12 +364,11 @@ def read_rewards(
     weight_by_name: dict[str, float] = {}
     for reward, tokenizer, weight in zip(rewards, tokenizers, factors, strict=True):
         is_model = isinstance(reward, str) or hasattr(reward, "config")
-        base = _reward_name(reward)
-        name = (
-            base
-            if base not in weight_by_name
-            else f"{base}_{sum(other.startswith(base) for other in weight_by_name) + 1}"
-        )
+        name = base = _reward_name(reward)
+        number = sum(other.startswith(base) for other in weight_by_name)
+        while name in weight_by_name:
+            number += 1
+            name = f"{base}_{number}"
         weight_by_name[name] = weight
         if is_model:
             models.append(RewardModelSource(name, partial(load, reward), tokenizer))

@@ -152,12 +152,16 @@ class AheadOrder:
 
     def scored(self, iteration: int, number: int) -> list[AheadTask]:
         """All ranks of a team have run the forward of this number."""
-        self._dispatcher(iteration).end_forward(number)
+        dispatcher = self._dispatchers.get(iteration)
+        if dispatcher is not None and dispatcher.is_open(number):  # otherwise scoring failed meanwhile
+            dispatcher.end_forward(number)
         return self._orders()
 
     def scoring_failed(self, iteration: int) -> list[AheadTask]:
-        """A forward has failed."""
+        """A forward has failed. The iteration's other forwards hold no team back from later iterations."""
         self._failed.add(iteration)
+        if iteration in self._dispatchers:
+            self._dispatchers[iteration].abandon()
         return self._orders()
 
     def devices_of(self, call: str) -> tuple[int, ...]:

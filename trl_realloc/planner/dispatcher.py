@@ -186,6 +186,16 @@ class Dispatcher:
         self._teams.end((self._calls.index(order.call), order.team))
         self._produced(order.call, [index for part in order.parts for index in part])
 
+    def is_open(self, number: int) -> bool:
+        """Whether the forward of this number has been ordered and not ended."""
+        return number in self._open
+
+    def abandon(self) -> None:
+        """The forwards that are open count no longer: their teams are free for other streams."""
+        for order in self._open.values():
+            self._teams.end((self._calls.index(order.call), order.team))
+        self._open.clear()
+
     # --- decisions ---------------------------------------------------------------------------------------------------
 
     def _produced(self, call: str, samples: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
+from ..plan.algorithm_graphs import has_host_loop
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
 from .choose import MANY
@@ -98,6 +99,8 @@ class PlanEvidence:
         }
         known = Corrections(functions=functions)
         factors = self._factors(known)
+        if has_host_loop(self.plan.graph):  # what that loop does between calls, as its reward functions, has no span
+            return self._learned(factors, functions, self.before.handover)
         handovers = [self._handover(update.seconds, work, factors, known) for update, work in self._updates]
         return self._learned(factors, functions, median(handovers))
 

@@ -76,7 +76,7 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
 
     Args:
         whole: a plan without streams.
-        deadline: of `time.perf_counter`, after which no further migration is tried.
+        deadline: of `time.perf_counter`, after which no further simulation begins.
         deterministic: only streams that give the same bits in two runs; so no sample moves.
     """
     try:
@@ -87,6 +87,8 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
     if not streamed or not _can_gain(whole, streamed):
         reason = "scoring while others generate could save no more than estimates are good for"
         return StreamChoice(whole, reason=reason)
+    if time.perf_counter() >= deadline:
+        return StreamChoice(whole, reason="no time was left to simulate scoring while others generate")
     still = whole.with_streams(Streams(deterministic=deterministic))
     if deterministic:
         return StreamChoice(whole, still)

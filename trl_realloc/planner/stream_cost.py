@@ -20,7 +20,8 @@ from .stream import Stream, engine_samples, replicas_of, stream_of
 
 
 MOST_SAMPLES = 8192  # of a batch that are simulated one by one; a second for each simulation
-LEAST_OF_ENGINE = 64  # samples of an engine that are, however many samples the batch has
+LEAST_OF_ENGINE = 64  # samples of an engine that are, even if those of all engines are more than `MOST_SAMPLES`
+MOST_OF_ENGINES = 32768  # of a batch that are, however many engines there are
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class StreamPrices:
 
     @staticmethod
     def of(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> StreamPrices:
-        """With as many simulated samples as a simulation of about a second has."""
+        """With at most `MOST_SAMPLES` simulated samples, or for many engines at most `MOST_OF_ENGINES`, so that a
+        simulation takes one to two seconds."""
         episodes, engines = pricing.workload.episodes, len(replicas_of(plan, plan.streamed[0]))
         weight = min(math.ceil(episodes / MOST_SAMPLES), episodes // (engines * LEAST_OF_ENGINE))
-        return StreamPrices(plan, specs, pricing, max(1, weight))
+        return StreamPrices(plan, specs, pricing, max(1, weight, math.ceil(episodes / MOST_OF_ENGINES)))
 
     @property
     def episodes(self) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
+from ..planner.priced_plan import PricedPlan
 from ..planner.profile import Profile
 from ..planner.specification import rates_of
 from ..planner.stream import engine_samples
@@ -24,6 +26,9 @@ from .run_observer import RunObserver
 
 WINDOW = 4  # updates whose response lengths are used
 SEARCH_SHARE = 0.02  # of the updates that are left: the longest time of one search
+SAME = 0.2  # of the threshold: a change of lengths after which the current plan is not estimated again
+
+_Lengths = tuple[float, int]  # the mean response length (tokens) and the largest
 
 
 def suits(now: ExecutionPlan, other: ExecutionPlan, episodes: int) -> bool:
@@ -54,6 +59,7 @@ class Replanner:
         self.job, self.observer, self.threshold = job, observer, threshold
         self._lengths: deque[Sequence[int]] = deque(maxlen=WINDOW)
         self._searched_at = _estimate(observer.job_plan)  # the estimate at the last search
+        self._estimated: tuple[object, _Lengths, PricedPlan] | None = None  # the latest estimate, and of what
 
     def follow(self, job_plan: JobPlan) -> None:
         """Watch another plan from now on: its estimate counts as that of the last search. Called before the observer
@@ -87,8 +93,7 @@ class Replanner:
 
     def _search(self, profile: Profile, updates_left: int, move_seconds: float, time_limit_s: float) -> JobPlan | None:
         lengths = [length for update in self._lengths for length in update]
-        current = estimate_at_lengths(self.job, self.observer.job_plan, lengths)
-        assert current is not None, "a plan that the planner chose has an estimate"
+        current = self._current(profile, lengths)
         remaining_s = current.seconds * updates_left
         if remaining_s < move_seconds:  # no plan can save that much
             return None
@@ -110,6 +115,20 @@ class Replanner:
             return None
         self._searched_at = _estimate(found)
         return found
+
+    def _current(self, profile: Profile, lengths: Sequence[int]) -> PricedPlan:
+        """The estimate of the run's plan: the latest one, if plan and profile are the same and the lengths have changed
+        by no more than `SAME` of the threshold. With streams on many devices an estimate takes a second."""
+        of = self.observer.job_plan.plan, profile
+        now: _Lengths = fmean(lengths), max(lengths)
+        if self._estimated is not None and self._estimated[0] == of:
+            changes = [abs(new - old) / max(1, old) for new, old in zip(now, self._estimated[1], strict=True)]
+            if max(changes) <= SAME * self.threshold:
+                return self._estimated[2]
+        current = estimate_at_lengths(self.job, self.observer.job_plan, lengths)
+        assert current is not None, "a plan that the planner chose has an estimate"
+        self._estimated = of, now, current
+        return current
 
 
 def _estimate(job_plan: JobPlan) -> float:
