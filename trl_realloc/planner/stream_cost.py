@@ -42,8 +42,8 @@ class StreamPrices:
 
     @staticmethod
     def of(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> StreamPrices:
-        """With at most `MOST_SAMPLES` simulated samples, or for many engines at most `MOST_OF_ENGINES`, so that a
-        simulation takes one to two seconds."""
+        """With at most `MOST_SAMPLES` simulated samples, or for many engines at most `MOST_OF_ENGINES`, so that the
+        time of a simulation is bounded."""
         episodes, engines = pricing.workload.episodes, len(replicas_of(plan, plan.streamed[0]))
         weight = min(math.ceil(episodes / MOST_SAMPLES), episodes // (engines * LEAST_OF_ENGINE))
         return StreamPrices(plan, specs, pricing, max(1, weight, math.ceil(episodes / MOST_OF_ENGINES)))
