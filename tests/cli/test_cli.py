@@ -201,7 +201,10 @@ def test_the_choice_is_explained_by_what_each_way_to_overlap_calls_is_worth(
 ) -> None:
     recipe, path = tmp_path / "ppo.yaml", tmp_path / "plan.yaml"
     settings = f"\nmax_staleness: {allowed}\nvllm_importance_sampling_correction: true\n" if allowed else ""
-    recipe.write_text(RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent)) + settings)
+    demo = RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent))
+    longer = demo.replace("response_length: 24", "response_length: 160")  # which a staleness pays for
+    assert longer != demo
+    recipe.write_text(longer + settings)
     asked = ["plan", str(recipe), "--cluster", "h100:8", "-o", str(path), "--time-limit", "1", "--explain"]
     assert main(asked) == 0
     said = capsys.readouterr().out
