@@ -158,7 +158,7 @@ def test_models_and_launches_that_cannot_be_served_are_refused_before_an_engine_
 @needs_vllm
 def test_a_refusal_of_images_says_what_to_leave_out(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    made._is_vlm, made.args.use_vllm, made.args.plan = True, True, "auto"
+    made._is_vlm, made.args.use_vllm, made.args.plan, made.args.score_groups_early = True, True, "auto", False
     with pytest.raises(ConfigError, match="of text alone; leave plug out, and train it with TRL's own generation"):
         plug(made)
     with pytest.raises(ConfigError, match="of text alone; leave use_vllm out, and train it with TRL's own generation"):
