@@ -89,16 +89,18 @@ test-one-process-1: setup
 test-one-process-2: setup
 	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN:%=--ignore=%)
 
-# Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too. The ranks of the
-# first are forked from processes that the second does not need (tests/multiprocess/rank_server.py).
+# Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too, of about the same
+# length: the first has these, the second all others.
+FIRST_PROCESSES := $(filter-out %/test_grpo_plans.py %/test_plugged.py, $(wildcard tests/multiprocess/test_*.py))
+
 test-processes: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync test-processes-1 test-processes-2
 
 test-processes-1: setup
-	$(PYTEST) -p no:cacheprovider -m multiprocess --deselect tests/multiprocess/test_newest.py tests/multiprocess
+	$(PYTEST) -p no:cacheprovider -m multiprocess --deselect tests/multiprocess/test_newest.py $(FIRST_PROCESSES)
 
 test-processes-2: setup
-	$(PYTEST) -p no:cacheprovider -m multiprocess --ignore=tests/multiprocess
+	$(PYTEST) -p no:cacheprovider -m multiprocess $(FIRST_PROCESSES:%=--ignore=%) tests
 
 test-fast: setup
 	$(PYTEST) -m "not multiprocess and not vllm and not deepspeed and not slow"

@@ -14,6 +14,7 @@ from test_plans import ZERO3, plan
 
 from trl_realloc import PPOTrainer
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
 
 
@@ -93,7 +94,7 @@ def main() -> None:
     again.train(resume_from_checkpoint=str(folder / "apart" / "checkpoint-1"))
     note(folder, "resumed", again)
     moved = trainer(folder / "moved", "replicas")
-    moved.replanner = Forced(PLANS["apart"])  # type: ignore[assignment]
+    moved.replanner = Forced(ExecutionPlan.from_dict(PLANS["apart"]))  # type: ignore[assignment]
     moved.train()
     note(folder, "moved", moved)
 
