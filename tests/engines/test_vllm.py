@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -442,6 +443,19 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     assert not isinstance(error.value, EngineDied)
     assert_gone(session, shared_before)
     engine.close()
+
+
+def test_an_engines_cache_holds_all_of_its_samples_at_their_greatest_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama(0).config.save_pretrained(tmp_path)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    log = tmp_path / "log"
+    engine = VLLMEngine(tmp_path, max_model_len=LENGTH, max_num_seqs=24, log_path=log)
+    engine.wait_ready()
+    engine.close()
+    (samples_at_once,) = re.findall(rf"Maximum concurrency for {LENGTH} tokens per request: ([\d.]+)x", log.read_text())
+    assert 24 <= float(samples_at_once) <= 25  # with the block that vLLM keeps
 
 
 @pytest.mark.parametrize(

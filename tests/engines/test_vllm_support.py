@@ -7,7 +7,9 @@ from transformers import AutoConfig
 
 from trl_realloc.engines.generation import vllm_support
 from trl_realloc.engines.generation.vllm_support import (
+    MOST_CPU_CACHE,
     RESERVED,
+    cpu_cache_bytes,
     engine_argument_names,
     engine_argument_problems,
     is_vllm_available,
@@ -77,3 +79,38 @@ def test_experts_without_a_gate_are_not_served_on_a_cpu() -> None:
     assert why_not_served(config, on_cpu=False) is None
     dense = AutoConfig.for_model("nemotron_h", num_hidden_layers=None, layers_block_type=["mamba", "attention"])
     assert why_not_served(dense, on_cpu=True) is None
+
+
+def config(**values: object) -> dict[str, object]:
+    """Of a model whose token has 2 x 2 layers x 2 heads x 32 channels of keys and values."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return {"model_type": "llama", "vocab_size": 100, "intermediate_size": 64, **sizes, **values}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tp", "samples", "tokens", "blocks", "of_token"),
+    [
+        ("float32", 1, 64, 256, 64 * 2 + 1, 1024),
+        ("float32", 1, 64, 257, 64 * 3 + 1, 1024),
+        ("bfloat16", 1, 64, 256, 64 * 2 + 1, 512),
+        ("float32", 2, 1, 1, 2, 512),
+        ("float32", 4, 1, 1, 2, 512),  # two heads on four processes: each holds one
+    ],
+)
+def test_an_engine_on_the_cpu_takes_the_cache_that_its_samples_fill(
+    dtype: str, tp: int, samples: int, tokens: int, blocks: int, of_token: int
+) -> None:
+    assert cpu_cache_bytes(config(), dtype, samples=samples, tokens=tokens, tp=tp) == blocks * 128 * of_token
+
+
+def test_an_engine_on_the_cpu_takes_a_gibibyte_of_cache_and_more_only_for_a_single_sample() -> None:
+    block = 128 * 1024
+    assert cpu_cache_bytes(config(), "float32", samples=4096, tokens=1024) <= MOST_CPU_CACHE
+    assert cpu_cache_bytes(config(), "float32", samples=4096, tokens=1024) + block > MOST_CPU_CACHE
+    assert cpu_cache_bytes(config(), "float32", samples=2, tokens=2**21) == (2**14 + 1) * block  # 2 GiB and a block
+
+
+def test_a_cache_of_unknown_size_has_a_gibibyte() -> None:
+    assert cpu_cache_bytes(config(model_type="gemma3"), "float32", samples=1, tokens=1) == MOST_CPU_CACHE
+    kwargs = {"block_size": 256}
+    assert cpu_cache_bytes(config(), "float32", samples=1, tokens=1, engine_kwargs=kwargs) == MOST_CPU_CACHE

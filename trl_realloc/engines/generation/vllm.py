@@ -43,7 +43,8 @@ class VLLMEngine:
         cpu_cores: the cores to run on, divided evenly among the tensor-parallel processes; `None` for any.
         cuda_devices: one per tensor-parallel process, as torch numbers them in this process; `None` for an engine on
             the CPU.
-        kv_cache_gib: memory for keys and values per process, in GiB. CPU only.
+        kv_cache_gib: memory for keys and values per process, in GiB. CPU only. `None`: what `max_num_seqs` samples of
+            `max_model_len` tokens take, at most 1 (`vllm_support.cpu_cache_bytes`).
         gpu_memory_utilization: share of each GPU's memory for weights, keys and values.
         repeatable_sampling: draw tokens by this package's sampler, whose draws depend on a sample's seed and on the
             probabilities alone. On a GPU otherwise by vLLM's own, with vLLM's newest model runner. Always on the CPU.
@@ -71,7 +72,7 @@ class VLLMEngine:
         dtype: str = "float32",
         cpu_cores: Sequence[int] | None = None,
         cuda_devices: Sequence[int] | None = None,
-        kv_cache_gib: float = 1.0,
+        kv_cache_gib: float | None = None,
         gpu_memory_utilization: float = 0.3,
         repeatable_sampling: bool = False,
         sleep_level: int = 0,

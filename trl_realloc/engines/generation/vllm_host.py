@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..child_process import die_with_parent, remove_shared_memory_names, started_at
 from .sample_seeds import seed_arguments
+from .vllm_support import cpu_cache_bytes
 
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def build(settings: dict[str, Any]) -> LLM:
         "max_model_len": settings["max_model_len"],
         "max_num_seqs": settings["max_num_seqs"],
         "gpu_memory_utilization": settings["gpu_memory_utilization"],
-        "kv_cache_memory_bytes": int(settings["kv_cache_gib"] * 2**30) if on_cpu else None,
+        "kv_cache_memory_bytes": cache_bytes(settings) if on_cpu else None,
         "enforce_eager": on_cpu,
         "seed": 0,
         "load_format": "dummy",
@@ -140,6 +141,20 @@ def build(settings: dict[str, Any]) -> LLM:
     params = SamplingParams(max_tokens=1, detokenize=False, logprobs=0, **seed_arguments(0, 0, by_seed, True))
     llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
     return llm
+
+
+def cache_bytes(settings: dict[str, Any]) -> int:
+    """Bytes of each process for keys and values, on a CPU."""
+    if settings["kv_cache_gib"] is not None:
+        return int(settings["kv_cache_gib"] * 2**30)
+    return cpu_cache_bytes(
+        json.loads(Path(settings["model"], "config.json").read_text()),
+        settings["dtype"],
+        samples=settings["max_num_seqs"],
+        tokens=settings["max_model_len"],
+        tp=settings["tensor_parallel_size"],
+        engine_kwargs=settings["engine_kwargs"],
+    )
 
 
 def draws_by_seed(settings: dict[str, Any], on_cpu: bool) -> bool:

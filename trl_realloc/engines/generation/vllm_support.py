@@ -10,14 +10,18 @@ import ast
 import functools
 import importlib.util
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...common.errors import shown, unknown_keys
+from ...plan.model_spec import FAMILIES, ModelSpec
 
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.27
+_CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.27 to 0.32
+MOST_CPU_CACHE = 2**30  # bytes
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower ones to the first, and refuses higher ones
 SETTING = "vllm_engine_kwargs"
 
@@ -53,6 +57,36 @@ def why_not_this_class(model: Any) -> str | None:
         f"vLLM would generate by its own implementation of {base.config.model_type!r}, not by the class "
         f"{kind.__name__} of {kind.__module__}"
     )
+
+
+def cpu_cache_bytes(
+    config: Mapping[str, Any],
+    dtype: str,
+    *,
+    samples: int,
+    tokens: int,
+    tp: int = 1,
+    engine_kwargs: Mapping[str, Any] | None = None,
+) -> int:
+    """Bytes for keys and values that an engine on the CPU takes in each process: what all of its samples need at their
+    greatest length, at most 1 GiB, at least what one needs. vLLM uses its blocks in turn, so all that it is given is
+    in use after some batches.
+
+    Args:
+        config: the model's. Of a family that is not in `model_spec.FAMILIES`, whose layers may keep something else,
+            1 GiB.
+        dtype: of the keys and values, such as "float32".
+        samples: the most that are generated at the same time.
+        tokens: the most of a prompt and its response.
+        engine_kwargs: the user's arguments of vLLM's engine. As they may change the cache, 1 GiB if there are any.
+    """
+    if config.get("model_type") not in FAMILIES or engine_kwargs:
+        return MOST_CPU_CACHE
+    spec = ModelSpec.from_config(config, bytes_per_element=2 if "16" in dtype else 4)
+    of_token = spec.kv_bytes_per_token // spec.kv_heads * math.ceil(spec.kv_heads / tp)
+    of_sample, of_block = math.ceil(tokens / _CPU_BLOCK), _CPU_BLOCK * of_token
+    most = max(MOST_CPU_CACHE // of_block, of_sample + 1)  # blocks, of which vLLM keeps one for itself
+    return min(samples * of_sample + 1, most) * of_block
 
 
 # --- arguments of vLLM's engine --------------------------------------------------------------------------------------
