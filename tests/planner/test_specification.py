@@ -30,7 +30,7 @@ def unmeasured(hardware: str, **changes: object) -> Profile:
         ("NVIDIA A100-SXM4-80GB", True, DEVICES["a100"]),
         ("NVIDIA H200", True, DEVICES["h200"]),
         ("NVIDIA L40S", True, GPU),
-        ("AMD EPYC 9V74 h100, 2 cores, 1 threads a device", False, CPU),
+        ("AMD EPYC 9V74 h100, 2 cores, 1 thread a device", False, CPU),
     ],
 )
 def test_a_device_has_the_specification_of_its_name(hardware: str, is_accelerator: bool, device: object) -> None:

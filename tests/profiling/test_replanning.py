@@ -140,6 +140,28 @@ def test_a_plan_that_keeps_the_engines_need_not_pay_for_new_ones(monkeypatch: py
     assert found is not None and found.plan.name == "auto (interleave)"
 
 
+def test_all_searches_of_a_run_together_take_a_fiftieth_of_its_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update takes 10 s, and every estimate is another one."""
+    made = watching(monkeypatch, ("interleave", "flatten"))
+    clock, limits = [0.0], []
+
+    def choose(*_: Any, time_limit_s: float) -> Any:
+        limits.append(time_limit_s)
+        clock[0] += time_limit_s + 0.5  # what a search takes beyond its limit
+        return made.observer.job_plan.decision
+
+    made.job.choose = choose  # type: ignore[method-assign]
+    monkeypatch.setattr(replanning, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    seconds = 10.0
+    for left in range(100, 0, -1):
+        seconds = 15.0 - seconds + 10.0
+        monkeypatch.setattr(replanning, "estimate_at_lengths", lambda *_, now=seconds: SimpleNamespace(seconds=now))
+        made._estimated = None
+        made.better(updates_left=left, move_seconds=1.0)
+    assert limits[0] == 5.0, "no single search takes longer"
+    assert len(limits) > 3 and sum(limits) + 0.5 * len(limits) <= 0.02 * 100 * 15.0 + 0.5
+
+
 def test_engines_suit_a_plan_that_overlaps_otherwise_and_has_room_in_them() -> None:
     plan = PRESETS["flatten"](Cluster(1, 4), generation_engine="vllm")
     assert suits(plan, replace(plan, streams=Streams(), barrier=True), 16)

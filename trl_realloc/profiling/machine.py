@@ -36,7 +36,8 @@ def hardware(device: torch.device) -> str:
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads a device"
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    return f"{name}, {cores} core{'s'[: cores > 1]}, {threads} thread{'s'[: threads > 1]} a device"
 
 
 def sharing(

@@ -6,6 +6,7 @@ The trainer asks between two updates and makes the change; `runtime.run_state` k
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from .run_observer import RunObserver
 
 
 WINDOW = 4  # updates whose response lengths are used
-SEARCH_SHARE = 0.02  # of the updates that are left: the longest time of one search
+SEARCH_SHARE = 0.02  # of the updates that are left: the most time of this and of all earlier searches
 SAME = 0.2  # of the threshold: a change of lengths after which the current plan is not estimated again
 
 _Lengths = tuple[float, int]  # the mean response length (tokens) and the largest
@@ -60,6 +61,7 @@ class Replanner:
         self._lengths: deque[Sequence[int]] = deque(maxlen=WINDOW)
         self._searched_at = _estimate(observer.job_plan)  # the estimate at the last search
         self._estimated: tuple[object, _Lengths, PricedPlan] | None = None  # the latest estimate, and of what
+        self._spent_s = 0.0  # on searches
 
     def follow(self, job_plan: JobPlan) -> None:
         """Watch another plan from now on: its estimate counts as that of the last search. Called before the observer
@@ -97,10 +99,12 @@ class Replanner:
         remaining_s = current.seconds * updates_left
         if remaining_s < move_seconds:  # no plan can save that much
             return None
-        time_limit_s = min(time_limit_s, SEARCH_SHARE * remaining_s)
-        if abs(current.seconds / self._searched_at - 1) <= self.threshold:
+        # half of what is left for searches, because the first estimates change with each update
+        time_limit_s = min(time_limit_s, (SEARCH_SHARE * remaining_s - self._spent_s) / 2)
+        if abs(current.seconds / self._searched_at - 1) <= self.threshold or time_limit_s <= 0:
             return None
         self._searched_at = current.seconds
+        begun = time.perf_counter()
         try:
             decision = self.job.choose(profile, self.job.workload.of_lengths(lengths), time_limit_s=time_limit_s)
             least = current.seconds * rates_of(profile).error
@@ -111,6 +115,8 @@ class Replanner:
             worth = least if keeps else max(least, move_seconds / max(1, updates_left))
         except (PlanError, ValueError):  # no plan fits, or the run can have none of those that do
             return None
+        finally:
+            self._spent_s += time.perf_counter() - begun
         if current.seconds - _estimate(found) < worth:
             return None
         self._searched_at = _estimate(found)
