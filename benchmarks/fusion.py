@@ -89,8 +89,6 @@ def show(job: dict[str, Any], console: Console) -> None:
         table = Table("mode", "s", "spread", "simulated s", "gain", "generate s", "scoring core-s", "forwards")
         table.title = title
         for row in rows:
-            if "seconds" not in row:
-                continue
             simulated = row["simulated_s"]
             table.add_row(
                 row["mode"],

@@ -290,7 +290,7 @@ def _summary(
 
     from trl_realloc.plan.assignment import CACHED_TOKENS
 
-    stage = [run for run in runs if not run["trains"]]
+    stage, whole = [run for run in runs if not run["trains"]], [run for run in runs if run["trains"]]
     lost = _lost(runs)
     expected = fusion_expected.simulated(
         _plans(processes, threshold), stage, prompt=skewed.prompt, budget=CACHED_TOKENS, slowdown=slowdown
@@ -304,7 +304,7 @@ def _summary(
         "slowdown": slowdown,
         "most": statistics.median(_most(run, processes) for run in stage if run["mode"] == "serial"),
         "rows": [{**_row(processes, mode, stage), "simulated_s": simulated_s[mode]} for mode in MODES],
-        "iterations": [_row(processes, mode, [r for r in runs if r["trains"]]) for mode in MODES],
+        "iterations": [_row(processes, mode, whole) for mode in MODES if whole],
         "migration": {
             "moved": sum(run["moved"] for run in migrated),
             "moved_per_stage": statistics.fmean(run["moved"] for run in migrated),
