@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from whole_state import whole_state
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
 from trl_realloc.engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup
-from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining, Orders, StageTask
+from trl_realloc.engines.training.fused_training import FusedMiniBatch, FusedShare, FusedTraining, Orders, StageTask
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training.stage_figures import FusedShape
@@ -70,6 +71,22 @@ def at_random(draw: random.Random) -> Callable[[FusedShape], Orders]:
     return orders
 
 
+def check_times(ran: FusedMiniBatch) -> None:
+    """A stage runs its tasks one after the other, and none before its input was made on the stage before."""
+    ends: dict[tuple[int, StageTask], float] = {}
+    for stage, (tasks, times) in enumerate(zip(ran.orders, ran.times, strict=True)):
+        assert len(tasks) == len(times) == len(set(tasks))
+        assert all(start <= end for start, end in times)
+        assert all(one[1] <= other[0] for one, other in pairwise(times))
+        ends |= {(stage, task): end for task, (_, end) in zip(tasks, times, strict=True)}
+    for stage, (tasks, times) in enumerate(zip(ran.orders, ran.times, strict=True)):
+        for task, (start, _) in zip(tasks, times, strict=True):
+            size = len(ran.orders) // len(ran.shape.tokens[task.model])
+            before = stage + (1 if task.model != task.is_backward else -1)
+            if 0 <= before < len(ran.orders) and before // size == stage // size:
+                assert ends[before, task] <= start, (stage, task)
+
+
 def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
     rank, tp, stages = dist.get_rank(), case.get("tp", 1), case["pp"]
     norm = case.get("max_grad_norm", 0.05)
@@ -105,6 +122,11 @@ def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
             own = deal(samples, world // (tp * pp), rank // (tp * pp), of_head)
             shares.append(FusedShare(own, loss, budget, 1e-2))
         outcomes = fused.train((shares[0], shares[1]))
+        if (ran := fused.take_latest()) is not None:
+            assert line.is_leader
+            check_times(ran)
+        else:
+            assert not line.is_leader or not any(len(share.samples) for share in shares)
         for model, (share, made) in enumerate(zip(shares, outcomes, strict=True)):
             if isinstance(made, NonFiniteError):
                 assert (model, made.sample) == (1, 4)

@@ -24,7 +24,8 @@ from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.trainer.callbacks import MetricsWriter
-from trl_realloc.trainer.report import call_times, load_metrics, report_run, reward_summary, save_record, write_report
+from trl_realloc.trainer.report import call_times, load_metrics, report_run, reward_summary, write_report
+from trl_realloc.trainer.run_record import save_record
 
 
 ROOT = Path(__file__).parents[2]

@@ -333,7 +333,7 @@ def report(run_dir: Path) -> None:
     """Write the report of the run in RUN_DIR again: reward, time by call, a picture of two updates, a trace."""
     try:
         written = report_run(run_dir)
-        print_summary(load_metrics(run_dir / "metrics.jsonl", REPORTED))
+        print_summary(load_metrics(run_dir / "metrics.jsonl", REPORTED), run_dir)
     except PlanError:
         raise
     except ValueError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -190,11 +190,15 @@ class Timeline:
             raise PlanError(f"{path} is no saved timeline: it has spans of {len(timeline.calls):,} different calls.")
         return timeline
 
-    def draw(self, path: str | Path) -> None:
+    def draw(self, path: str | Path, calls: Sequence[str] = ()) -> None:
         """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix. If
         scoring begins while samples are generated, a second figure below shows how many samples each call has ended. If
         samples of later iterations are generated meanwhile, what a device does at the same time is drawn side by side,
         with the iteration's number.
+
+        Args:
+            calls: the order of all calls, and so their colours, as in another picture. *optional*, defaults to that of
+                their first starts.
 
         Raises:
             ValueError: there are no spans.
@@ -206,7 +210,7 @@ class Timeline:
             from matplotlib.figure import Figure  # importing it takes half a second, and only pictures need it
         except ImportError:
             raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
-        zero = min(span.start for span in self.spans)
+        zero, order = min(span.start for span in self.spans), calls or self.calls
         row = {device: number for number, device in enumerate(self.devices)}
         is_ahead = self.runs_ahead
         lanes = self._lanes() if is_ahead else {}
@@ -214,7 +218,7 @@ class Timeline:
         height = min(1.2 + 0.35 * len(self.devices) + 2.0 * bool(streamed), MOST_INCHES)
         figure = Figure(figsize=(10, height), layout="constrained")
         axes = figure.add_subplot(211 if streamed else 111)
-        for number, call in enumerate(self.calls):
+        for number, call in enumerate(order):
             spans = [span for span in self.spans if span.call == call]
             places = [lanes.get(span, (0, 1)) for span in spans]
             axes.barh(
@@ -236,7 +240,7 @@ class Timeline:
         axes.invert_yaxis()
         if streamed:
             flow = figure.add_subplot(212, sharex=axes)
-            for number, call in enumerate(self.calls):
+            for number, call in enumerate(order):
                 if call in streamed:
                     times, samples = self._samples_ended(call)
                     flow.step([time - zero for time in times], samples, where="post", color=f"C{number}")
@@ -244,7 +248,7 @@ class Timeline:
             flow.set_xlabel("seconds")
         else:
             axes.set_xlabel("seconds")
-        figure.legend(loc="outside upper center", ncols=min(len(self.calls), 6), frameon=False, fontsize="small")
+        figure.legend(loc="outside upper center", ncols=min(len(order), 6), frameon=False, fontsize="small")
         figure.savefig(path, dpi=150)
 
     @property

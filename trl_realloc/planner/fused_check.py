@@ -50,7 +50,7 @@ def check(pipelines: FusedPipelines, schedule: FusedSchedule) -> SimulatedSchedu
         raise PlanError(f"The schedule has {len(schedule.stages)} stages, the pipelines {pipelines.stages}.")
     for stage, tasks in enumerate(schedule.stages):
         _check_tasks(pipelines, stage, tasks)
-    starts, makespan = _start_times(pipelines, schedule)
+    starts, makespan = start_times(pipelines, schedule)
     peaks = tuple(_memory_peak(pipelines, stage, tasks) for stage, tasks in enumerate(schedule.stages))
     for stage, (peak, limit) in enumerate(zip(peaks, pipelines.memory_limit or [np.inf] * len(peaks), strict=True)):
         if peak > limit * (1 + ROUNDING):
@@ -79,8 +79,9 @@ def _tasks_of_stage(pipelines: FusedPipelines, stage: int) -> list[Task]:
     ]
 
 
-def _start_times(pipelines: FusedPipelines, schedule: FusedSchedule) -> tuple[tuple[tuple[float, ...], ...], float]:
-    """The start of every task and the makespan. Raises `PlanError` if tasks wait for each other."""
+def start_times(pipelines: FusedPipelines, schedule: FusedSchedule) -> tuple[tuple[tuple[float, ...], ...], float]:
+    """The start of every task, by stage and position in the stage's list, and the makespan. Micro-batches may be left
+    out of the schedule. Raises `PlanError` if tasks wait for each other."""
     starts: list[list[float]] = [[] for _ in schedule.stages]
     free = [0.0] * len(schedule.stages)
     ends: dict[tuple[Task, int], float] = {}
@@ -97,7 +98,7 @@ def _start_times(pipelines: FusedPipelines, schedule: FusedSchedule) -> tuple[tu
                 break
             start = max(free[stage], 0.0 if before is None else ends[before])
             starts[stage].append(start)
-            free[stage] = ends[task, stage] = start + _seconds(pipelines, task, stage)
+            free[stage] = ends[task, stage] = start + pipelines.seconds(task, stage)
             if (task, stage) in awaited:
                 ready.append(awaited.pop((task, stage)))
     waiting = [
@@ -119,12 +120,6 @@ def _predecessor(pipelines: FusedPipelines, task: Task, stage: int) -> tuple[Tas
     if position == len(route) - 1:
         return task._replace(kind="forward"), stage
     return task, route[position + 1]
-
-
-def _seconds(pipelines: FusedPipelines, task: Task, stage: int) -> float:
-    pipeline = pipelines.pipeline(task.model)
-    times = pipeline.forward if task.kind == "forward" else pipeline.backward
-    return float(times[task.copy, task.micro_batch, pipelines.own_stage(task.model, stage)[1]])
 
 
 def _memory_peak(pipelines: FusedPipelines, stage: int, tasks: tuple[Task, ...]) -> float:

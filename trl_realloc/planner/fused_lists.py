@@ -1,17 +1,19 @@
-"""A fused schedule for a person: the list of each stage as text, and its times as a `Timeline`.
+"""A fused schedule for a person, planned or measured: the list of each stage as text, and its times as a `Timeline`.
 
 Tables of it are in `show`. Which schedule a run has depends on the times of its stages (`runtime/fused_orders`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.stage_spans import MiniBatchStages, StageSpan, task_name
 from ..plan.timeline import Span, Timeline
 from .fused_check import check
-from .fused_pipelines import MODELS, FusedPipelines, FusedSchedule, Task
+from .fused_pipelines import KINDS, MODELS, FusedPipelines, FusedSchedule, Task
 
 
 Found = tuple[FusedPipelines, FusedSchedule]
@@ -25,7 +27,7 @@ class StageList:
     """What one stage of a line of devices runs.
 
     Args:
-        devices: that are the stage, like `0` or `0-1`, in every line.
+        devices: that are the stage, like `0` or `0-1`; planned, in every line, like `0, 2`.
         holds: the stage of each model, counted from 1.
         tasks: in order: `A1` is the forward of the first call's first micro-batch, `a1` its backward; `B1` and `b1` are
             the second call's.
@@ -55,7 +57,7 @@ def stage_lists(plan: ExecutionPlan, found: Found) -> list[StageList]:
     simulated, lists = check(pipelines, schedule), []
     for stage, tasks in enumerate(schedule.stages):
         own = tuple(pipelines.own_stage(model, stage)[1] + 1 for model in MODELS)
-        work = sum(_seconds(pipelines, stage, task) for task in tasks)
+        work = sum(pipelines.seconds(task, stage) for task in tasks)
         busy = work / simulated.makespan if simulated.makespan else 0.0
         lists.append(StageList(_devices(plan, pipelines, stage), (own[0], own[1]), text_of(tasks), busy))
     return lists
@@ -65,18 +67,37 @@ def schedule_timeline(plan: ExecutionPlan, found: Found) -> Timeline:
     """The tasks of one mini-batch on the devices of the first line."""
     pipelines, schedule = found
     starts, spans = check(pipelines, schedule).starts, []
-    names = dict(zip(MODELS, plan.fused, strict=False))
+    calls = dict(zip(MODELS, plan.fused, strict=False))
     for stage, (tasks, begun) in enumerate(zip(schedule.stages, starts, strict=True)):
         for task, start in zip(tasks, begun, strict=True):
-            end = start + _seconds(pipelines, stage, task)
-            spans += [Span(f"{names[task.model]}, {task.kind}", at, start, end, 0) for at in _ranks(plan, stage)]
+            end = start + pipelines.seconds(task, stage)
+            name = task_name(calls[task.model], task.kind)
+            spans += [Span(name, at, start, end, 0) for at in _ranks(plan, stage)]
     return Timeline(spans)
 
 
-def _seconds(pipelines: FusedPipelines, stage: int, task: Task) -> float:
-    pipeline = pipelines.pipeline(task.model)
-    times = pipeline.forward if task.kind == "forward" else pipeline.backward
-    return float(times[task.copy, task.micro_batch, pipelines.own_stage(task.model, stage)[1]])
+def task_names(plan: ExecutionPlan) -> tuple[str, ...]:
+    """Of the calls in a `schedule_timeline` and in `MiniBatchStages.measured`, in the order of their colours."""
+    return tuple(task_name(call, kind) for call in plan.fused for kind in KINDS)
+
+
+def measured_lists(plan: ExecutionPlan, ran: MiniBatchStages) -> list[StageList]:
+    """One for each stage of every line: each line has an order of its own, by its own times. `busy` is of the time from
+    the first task's start to the last one's end on any stage."""
+    home = _home(plan)
+    one, other = (plan[name].strategy.pp for name in plan.fused)
+    shape, whole = FusedPipelines.uniform((one, other), (1, 1), (1, 1), (1, 1)), ran.measured.seconds_per_step
+    of_device: dict[int, list[StageSpan]] = defaultdict(list)
+    for span in sorted(ran.spans, key=lambda span: span.start):
+        of_device[span.device].append(span)
+    lists = []
+    for device, spans in sorted(of_device.items()):
+        stage = (device - home.mesh.first) // home.strategy.tp % shape.stages
+        own = tuple(shape.own_stage(model, stage)[1] + 1 for model in MODELS)
+        tasks = tuple(Task(MODELS[plan.fused.index(s.call)], 0, s.micro_batch, s.kind) for s in spans)
+        busy = sum(span.end - span.start for span in spans) / whole if whole else 0.0
+        lists.append(StageList(_range(device, home.strategy.tp), (own[0], own[1]), text_of(tasks), busy))
+    return lists
 
 
 def _home(plan: ExecutionPlan) -> Assignment:
@@ -97,9 +118,12 @@ def _devices(plan: ExecutionPlan, pipelines: FusedPipelines, stage: int) -> str:
     home = _home(plan)
     tp, texts = home.strategy.tp, []
     for line in range(home.mesh.size // (pipelines.stages * tp)):
-        ranks = [rank + line * pipelines.stages * tp for rank in _ranks(plan, stage)]
-        texts.append(f"{ranks[0]}" if tp == 1 else f"{ranks[0]}-{ranks[-1]}")
+        texts.append(_range(_ranks(plan, stage).start + line * pipelines.stages * tp, tp))
     return ", ".join(texts)
+
+
+def _range(first: int, tp: int) -> str:
+    return f"{first}" if tp == 1 else f"{first}-{first + tp - 1}"
 
 
 def text_of(tasks: tuple[Task, ...]) -> str:

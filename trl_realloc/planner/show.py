@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.stage_spans import MiniBatchStages
 from ..plan.streams import Streams
 from .ahead_choice import ages
 from .choose import Decision, explain
-from .fused_lists import Found, schedule_timeline, stage_lists
+from .fused_lists import Found, StageList, measured_lists, schedule_timeline, stage_lists, task_names
 from .overlap_worth import OverlapWorth
 from .priced_plan import PricedPlan
 
@@ -102,14 +104,25 @@ def schedule_table(plan: ExecutionPlan, found: Found, *, is_example: bool = Fals
     Args:
         is_example: the schedule is that of `fused_lists.example`.
     """
+    table = _stage_table(plan, stage_lists(plan, found))
+    if is_example:
+        example_of = "An example: all stages alike, backwards of two forwards. A run chooses the order by its times."
+        table.caption = f"{table.caption} {example_of}"
+    return table
+
+
+def measured_schedule_table(plan: ExecutionPlan, ran: MiniBatchStages) -> Table:
+    """As `schedule_table`, of a mini-batch that a run has measured."""
+    return _stage_table(plan, measured_lists(plan, ran))
+
+
+def _stage_table(plan: ExecutionPlan, stages: Sequence[StageList]) -> Table:
     title = f"{' (A) and '.join(plan.fused)} (B) in fused pipelines"
     table = Table("device", "stage of A, B", "order", "busy", title=title, title_justify="left")
-    for stage in stage_lists(plan, found):
+    for stage in stages:
         table.add_row(stage.devices, f"{stage.holds[0]}, {stage.holds[1]}", stage.tasks, f"{stage.busy:.0%}")
-    said = "A1 is the forward of A's first micro-batch in a pipeline, a1 its backward."
-    if is_example:
-        said += " An example: all stages alike, backwards of two forwards. A run chooses the order by its times."
-    table.caption, table.caption_justify = said, "left"
+    table.caption = "A1 is the forward of A's first micro-batch in a pipeline, a1 its backward."
+    table.caption_justify = "left"
     return table
 
 
@@ -128,5 +141,5 @@ def draw_estimate(plan: PricedPlan, stem: str | Path) -> list[Path]:
     if plan.fused_cost is None or plan.fused_cost.found is None:
         return [picture, trace]
     schedule = Path(f"{stem}.schedule.png")
-    schedule_timeline(plan.plan, plan.fused_cost.found).draw(schedule)
+    schedule_timeline(plan.plan, plan.fused_cost.found).draw(schedule, task_names(plan.plan))
     return [picture, trace, schedule]

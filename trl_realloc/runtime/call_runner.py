@@ -21,6 +21,7 @@ from .calls import CallSettings, Step
 from .early_generation import EarlyGeneration
 from .exchange import CallOutput, CallsFailed, Exchange, Failures, failure_of
 from .failures.alarm import Alarm, JobFailed
+from .fused_mini_batch import stage_spans
 from .placement import Placement
 from .reallocation import Moved
 from .shares import Share
@@ -144,7 +145,11 @@ class CallRunner:
         start = time.time()
         with placement.resident(first.name), placement.resident(second.name):
             columns = training_calls.train_together(placement, self.settings, losses, pair, batches, step)
-        return [CallOutput(own, (self._span(call, step, own, start),)) for call, own in zip(pair, columns, strict=True)]
+        spans = [self._span(call, step, own, start) for call, own in zip(pair, columns, strict=True)]
+        assert placement.fused is not None, "only the ranks of the calls' mesh run them"
+        ran = placement.fused.take_latest()
+        stages = () if ran is None else stage_spans(ran, (first.name, second.name), step.number)
+        return [CallOutput(columns[0], (spans[0],), stages), CallOutput(columns[1], (spans[1],))]
 
     def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         """The outputs of a call of any kind for this rank's share."""

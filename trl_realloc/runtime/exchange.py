@@ -20,6 +20,7 @@ from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.rewards import RewardError
 from ..algorithms.rollout import Rollouts
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.stage_spans import StageSpan
 from ..plan.timeline import Span
 from .failures.alarm import JobFailed
 from .failures.watchdog_client import HOST
@@ -92,10 +93,13 @@ class CallOutput:
     Args:
         samples: the call's output columns, and `index`.
         spans: when the rank ran the call, and took part in reallocations for it before.
+        stages: of two calls that train together, when the stages of this rank's line ran the tasks of a mini-batch;
+            in the output of one of both, from the line's first rank.
     """
 
     samples: Rollouts
     spans: tuple[Span, ...] = ()
+    stages: tuple[StageSpan, ...] = ()
 
 
 class Exchange:
@@ -181,6 +185,7 @@ class Exchange:
             self._collected[call] = failures or CallOutput(
                 samples.sorted() if "index" in samples else samples,  # no rank has any
                 tuple(span for output in outputs for span in output.spans),
+                tuple(span for output in outputs for span in output.stages),
             )
         collected = self._collected[call]
         if isinstance(collected, tuple):
@@ -321,7 +326,9 @@ class Exchange:
 
 
 def _pack(output: CallOutput | Failures) -> bytes:
-    return pickle.dumps(output if isinstance(output, tuple) else (output.samples.to_bytes(), output.spans))
+    if isinstance(output, tuple):
+        return pickle.dumps(output)
+    return pickle.dumps((output.samples.to_bytes(), output.spans, output.stages))
 
 
 def _unpack(data: bytes) -> CallOutput | Failures:
@@ -329,7 +336,7 @@ def _unpack(data: bytes) -> CallOutput | Failures:
     if _are_failures(content):
         failures: Failures = content
         return failures
-    return CallOutput(Rollouts.from_bytes(content[0]), content[1])
+    return CallOutput(Rollouts.from_bytes(content[0]), *content[1:])
 
 
 def _are_failures(content: tuple[Any, ...]) -> bool:

@@ -10,11 +10,12 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from ..engines.training.fused_training import Orders, StageTask
+from ..engines.training.fused_training import Orders
 from ..engines.training.stage_figures import FusedShape
 from ..planner.fused_check import lower_bound, memory_limit, serial_time
-from ..planner.fused_pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
+from ..planner.fused_pipelines import FusedPipelines, FusedSchedule, Pipeline
 from ..planner.fused_search import search
+from .fused_mini_batch import pipelines_of, tasks_of
 
 
 LEAST_EFFORT, MOST_EFFORT = 5_000, 100_000  # tasks that a search places, about a million per second
@@ -56,12 +57,6 @@ class FusedOrders:
         return tasks_of(self._kept[key], shape)
 
 
-def pipelines_of(shape: FusedShape) -> FusedPipelines:
-    """What the planner is asked, without a limit of memory."""
-    a, b = (Pipeline(*_arrays(shape, model)) for model in range(2))
-    return FusedPipelines(a, b)
-
-
 def _rounded(exact: FusedPipelines) -> tuple[FusedPipelines, float]:
     """The same with times and memory rounded up to whole numbers, and with a limit of memory; and the unit of its
     times."""
@@ -70,36 +65,3 @@ def _rounded(exact: FusedPipelines) -> tuple[FusedPipelines, float]:
     part = max(float(p.memory.max()) for p in pair) / STEPS or 1.0
     a, b = (Pipeline(np.ceil(p.forward / unit), np.ceil(p.backward / unit), np.ceil(p.memory / part)) for p in pair)
     return FusedPipelines(a, b, (memory_limit(FusedPipelines(a, b)),) * exact.stages), unit
-
-
-def _arrays(shape: FusedShape, model: int) -> tuple[Array, Array, Array]:
-    """Seconds of forwards and backwards, and memory. Shape `(copies, micro_batches, stages)`. Where the copies' numbers
-    of micro-batches differ, the missing ones take nothing."""
-    tokens, figures = shape.tokens[model], shape.figures[model]
-    copies, width = len(tokens), max(1, *map(len, tokens))
-    stages = len(figures) // copies
-    forward, backward, memory = np.zeros((3, copies, width, stages))
-    for copy, lengths in enumerate(tokens):
-        block = figures[copy * stages : (copy + 1) * stages]
-        n, size = len(lengths), np.array(lengths, np.float64)
-        for stage, at in enumerate(block if model == 0 else block[::-1]):
-            forward[copy, :n, stage] = at.forward[0] + at.forward[1] * size
-            backward[copy, :n, stage] = at.backward[0] + at.backward[1] * size
-            memory[copy, :n, stage] = at.memory * size
-    return forward, backward, memory
-
-
-def tasks_of(schedule: FusedSchedule, shape: FusedShape) -> Orders:
-    """A schedule as the tasks of each stage, without the micro-batches that do not exist."""
-
-    def exists(task: Task) -> bool:
-        return task.micro_batch < len(shape.tokens[MODELS.index(task.model)][task.copy])
-
-    return tuple(
-        tuple(
-            StageTask(MODELS.index(task.model), task.micro_batch, task.kind == "backward")
-            for task in tasks
-            if exists(task)
-        )
-        for tasks in schedule.stages
-    )

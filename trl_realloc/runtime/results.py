@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..algorithms.base import Algorithm
 from ..algorithms.rollout import Rollouts
+from ..plan.stage_spans import StageSpan
 from ..plan.timeline import Span
 
 
@@ -37,6 +38,8 @@ class Iteration:
         tokens: prompt and response tokens of all samples. On every rank.
         samples: the global batch with every column; on rank 0, without samples on the others.
         spans: when each rank ran each call; on rank 0, empty on the others.
+        stages: of two calls that train together, when each stage ran each task of the last mini-batch; on rank 0, empty
+            on the others.
     """
 
     metrics: dict[str, float]
@@ -44,6 +47,7 @@ class Iteration:
     tokens: int
     samples: Rollouts
     spans: tuple[Span, ...] = ()
+    stages: tuple[StageSpan, ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -52,7 +56,7 @@ class Iteration:
 
     def for_other_ranks(self) -> Iteration:
         """What rank 0 sends to the other ranks."""
-        return replace(self, samples=Rollouts(), spans=())
+        return replace(self, samples=Rollouts(), spans=(), stages=())
 
 
 def add_statistics(outputs: Rollouts, n: int, statistics: Statistics) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from ..plan.stage_spans import StageSpan
 from ..plan.timeline import Span, Timeline
 from ..runtime.results import Iteration
 
@@ -20,11 +21,16 @@ class RunMetrics:
 
     Args:
         spans: maximum number of spans to keep. Whole updates are dropped, but never the latest one.
+
+    Attributes:
+        stages: what each stage ran in the last mini-batch of the latest update in which two calls trained together.
+            Those of earlier updates are dropped: a mini-batch of many stages has thousands of tasks.
     """
 
     def __init__(self, spans: int = SPANS) -> None:
         self._most_spans, self._kept_spans = spans, 0
         self._spans: deque[tuple[Span, ...]] = deque()  # of each update
+        self.stages: tuple[StageSpan, ...] = ()
         self.lengths: deque[int] = deque(maxlen=LENGTHS)
         self._window: dict[str, tuple[float, int]] = {}  # of each metric the sum and the number of updates
         self._losses = (0.0, 0.0, 0)  # of this training: sums of policy and value losses, number of updates
@@ -55,6 +61,7 @@ class RunMetrics:
         if iteration.spans:  # ranks other than the first get none
             self._spans.append(iteration.spans)
         self._kept_spans += len(iteration.spans)
+        self.stages = iteration.stages or self.stages
         while self._kept_spans > self._most_spans and len(self._spans) > 1:
             self._kept_spans -= len(self._spans.popleft())
         if "responses" in iteration.samples:

@@ -19,7 +19,7 @@ from ..runtime.host_calls import HostCalls
 from ..runtime.results import observed
 from .metrics import LENGTHS, SPANS
 from .policy_setup import PolicySetup
-from .report import save_record
+from .run_record import save_record
 
 
 class PolicyRecordMixin:

@@ -46,7 +46,7 @@ from .plan_change import PlanChangeMixin
 from .plan_request import read_plan_request
 from .policy_and_value import PolicyAndValueWrapper
 from .ppo_config import PPOConfig
-from .report import save_record
+from .run_record import save_record
 from .setup import Setup, prepare
 from .trainer_inputs import TrainerInputs
 from .trl_attributes import OnlineTrainerState, TrlAttributes
@@ -310,7 +310,7 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         if self.accelerator.is_main_process:  # after on_train_end, so that the progress bar has ended its line
             expected = self.observer.end(list(self.metrics.lengths))
-            save_record(self.plan, self.timeline, expected, Path(args.output_dir))
+            save_record(self.plan, self.timeline, expected, Path(args.output_dir), stages=self.metrics.stages)
         loss = self.metrics.mean_loss(args.vf_coef)
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 

@@ -24,9 +24,9 @@ from ..common.schema import checked
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import Fused
 from ..plan.timeline import Timeline
-from ..planner.priced_plan import PricedPlan
 from ..planner.simulate import iteration_seconds
-from .report_estimate import AGES_FILE, age_lines, estimate_lines, estimate_table, markdown
+from .report_estimate import age_lines, estimate_lines, markdown
+from .report_stages import makespans, stage_lines, stages_of
 
 
 SCORES = "objective/scores"
@@ -175,14 +175,20 @@ def realloc_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
     return table
 
 
-def print_summary(rows: Sequence[Mapping[str, Any]], window: int = 5) -> RewardSummary:
-    """Print all tables to the terminal."""
-    summary = reward_summary(rows, window=window)
+def print_summary(rows: Sequence[Mapping[str, Any]], folder: Path | None = None) -> RewardSummary:
+    """Print all tables to the terminal.
+
+    Args:
+        folder: of the run. *optional*. What its files say of calls that train together is printed too.
+    """
+    summary = reward_summary(rows)
     console = Console()
     console.print(reward_table(summary))
     console.print(time_table(rows))
     if (moved := realloc_table(rows)) is not None:
         console.print(moved)
+    if folder is not None and (found := stages_of(folder)) is not None:
+        console.print(makespans(found[1]), highlight=False)
     return summary
 
 
@@ -205,7 +211,7 @@ def write_report(
         before, after: completions of the same prompts (`query`, `model response`, `score`).
         timeline: file name of a picture of the calls in the same folder, or empty.
         simulated: seconds per update that the plan's timeline takes; printed next to the measured seconds.
-        expected: lines on the estimate.
+        expected: lines on the estimate and on the stages of calls that train together.
 
     Returns:
         The path of the report.
@@ -269,37 +275,13 @@ def _completion_lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
     return lines
 
 
-def save_record(
-    plan: ExecutionPlan, timeline: Timeline, expected: PricedPlan | None, folder: Path, *, of_update: bool = True
-) -> None:
-    """Save what `report_run` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`; with one of a
-    plan that has a staleness also `ages.json`. Also prints the estimate next to the measured times. Does nothing if no
-    call was run.
-
-    Args:
-        of_update: the times of the estimate can be compared with those of an update. They cannot where a generation of
-            another library's loop has more or less than one update; the ages can.
-    """
-    if not timeline.spans:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    plan.save(folder / "plan.yaml")
-    timeline.save(folder / "timeline.json")
-    if expected is not None and expected.staleness.versions:
-        ages = {"mean_age": expected.estimate.mean_age, "oldest": expected.estimate.oldest}
-        (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
-    if expected is not None and of_update:
-        expected.timeline.save(folder / "estimate.json")
-        Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused)))
-
-
 def report_run(folder: str | Path) -> Path:
     """Write the report of a finished run from the files in its folder.
 
-    Reads `metrics.jsonl`, and if they exist `plan.yaml`, `timeline.json`, `estimate.json`, `ages.json` and
-    `completions.json`. With
-    a timeline it also writes a picture of two updates (`timeline.png`) and the whole timeline for Perfetto
-    (`trace.json`). With an estimate the report compares it with the measured times.
+    Reads `metrics.jsonl`, and if they exist `plan.yaml`, `timeline.json`, `estimate.json`, `ages.json`, `stages.json`
+    and `completions.json`. With a timeline it also writes a picture of two updates (`timeline.png`) and the whole
+    timeline for Perfetto (`trace.json`), with the stages' tasks in it. With an estimate the report compares it with the
+    measured times.
 
     Returns:
         The path of the report.
@@ -324,9 +306,13 @@ def report_run(folder: str | Path) -> Path:
         timeline = Timeline.load(spans).joined(_fused_in(text))
         simulated = simulated_seconds(text, timeline)
         expected = [*estimate_lines(folder, timeline), *age_lines(folder, load_metrics(metrics))]
+        traced = timeline
+        if (found := stages_of(folder)) is not None:
+            expected += stage_lines(folder, *found)
+            traced += found[1].measured
         steps = timeline.steps[-2:]
         Timeline(span for span in timeline.spans if span.step in steps).draw(folder / "timeline.png")
-        (folder / "trace.json").write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
+        (folder / "trace.json").write_text(json.dumps(traced.to_chrome_trace()), encoding="utf-8")
         picture = "timeline.png"
     return write_report(
         folder,

@@ -7,6 +7,7 @@ are those of one model after the other. What a stage computes is in `stage_run`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,23 @@ Orders = Sequence[Sequence[StageTask]]  # the tasks of each stage of a line, in 
 
 
 @dataclass(frozen=True)
+class FusedMiniBatch:
+    """What the stages of a line ran in one mini-batch.
+
+    Args:
+        shape: what the order of the tasks was chosen from.
+        orders: the tasks of each stage, in the order in which they were run.
+        times: of each task of `orders`, its start and end, seconds since the epoch; without the waiting for its input.
+        ranks: of the stages.
+    """
+
+    shape: FusedShape
+    orders: Orders
+    times: Sequence[Sequence[tuple[float, float]]]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class FusedShare:
     """One model's part of `FusedTraining.train`; the fields are the arguments of `base.TrainingEngine.train`."""
 
@@ -76,6 +94,8 @@ class FusedTraining:
     ) -> None:
         self.engines, self.groups, self.orders_of = engines, groups, orders_of
         self.times = StageTimes(engines[0].device)
+        # of the latest mini-batch, on the first tensor rank of each stage
+        self._latest: tuple[FusedShape, Orders] | None = None
 
     def connect(self) -> None:
         """Send one message along every route. NCCL connects two ranks in their first message, and waits there for both,
@@ -123,6 +143,7 @@ class FusedTraining:
         self.times.begin_mini_batch()
         orders = self._orders(batches)
         runs = [self._stage_run(model, batch, orders) for model, batch in enumerate(batches)]
+        self.times.begin_tasks()  # the host has just read the orders from the device, which so has nothing left to do
         for task in orders[self.groups.line.index]:
             run = runs[task.model]
             (run.backward if task.is_backward else run.forward)(task.micro_batch)
@@ -135,6 +156,7 @@ class FusedTraining:
         line, tp = self.groups.line, self.engines[0].groups.tp
         orders: Orders = ((),) * line.size
         shared: dict[str, Tensor] = {}
+        shape: FusedShape | None = None
         if tp.is_leader:
             measures = not torch.are_deterministic_algorithms_enabled()
             shape = exchanged_shape(self.engines, batches, line, self.times if measures else None)
@@ -143,10 +165,34 @@ class FusedTraining:
             table = {str(stage): torch.tensor(tasks, dtype=torch.int64) for stage, tasks in enumerate(orders)}
             shared = line.share(table, 0)
         shared = tp.share(shared, 0)
-        return [
+        orders = [
             [StageTask(model, number, bool(is_backward)) for model, number, is_backward in shared[str(stage)].tolist()]
             for stage in range(line.size)
         ]
+        self._latest = (shape, orders) if shape is not None and shape.micro_batches else None
+        return orders
+
+    def take_latest(self) -> FusedMiniBatch | None:
+        """The latest mini-batch since this was last asked, on the line's first rank. `None` on the others, if there was
+        none, if the line had no samples, and if a device has not ended it. Collective over the line.
+
+        The device is not waited for. After `train` it has ended the mini-batch: the steps read the gradients' norms.
+        """
+        line, (latest, self._latest) = self.groups.line, (self._latest, None)
+        if latest is None:
+            return None
+        shape, orders = latest
+        longest, own = max(map(len, orders)), self.times.of_tasks()
+        rows = own + [(math.nan, math.nan)] * (longest - len(own))
+        gathered = line.gather(torch.tensor(rows, dtype=torch.float64, device=line.device))
+        if not line.is_leader:
+            return None
+        times = [
+            [(start, end) for start, end in stage[: len(tasks)].tolist()]
+            for stage, tasks in zip(gathered, orders, strict=True)
+        ]
+        is_complete = all(math.isfinite(end) for stage in times for _, end in stage)
+        return FusedMiniBatch(shape, orders, times, line.ranks) if is_complete else None
 
     def _stage_run(self, model: int, batch: MiniBatch, orders: Orders) -> StageRun:
         engine, line = self.engines[model], self.groups.line

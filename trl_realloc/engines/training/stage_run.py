@@ -89,8 +89,8 @@ class StageRun:
         hidden, computed = self._activations.pop(micro_batch)
         if self._hidden_out is not None:  # its gradient is here, so it has arrived
             self._hidden_out.wait(micro_batch)
-        if computed.requires_grad:  # not in the first stage if nothing of it is trained
-            with self.measured(True, self.batch.micros[micro_batch].tokens):
+        with self.measured(True, self.batch.micros[micro_batch].tokens):
+            if computed.requires_grad:  # not in the first stage if nothing of it is trained
                 torch.autograd.backward(computed, gradient)
         if self._gradients_out is not None:
             assert hidden is not None, "a stage that sends gradients has received hidden states"

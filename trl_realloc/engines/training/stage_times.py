@@ -1,6 +1,7 @@
 """`StageTimes`: how long the forwards and backwards of a pipeline's stage take, measured while they run.
 
-What is made of the times is decided by the caller of `fused_training`.
+It also has when each of them began and ended in the latest mini-batch. What is made of the times is decided by the
+caller of `fused_training`.
 """
 
 from __future__ import annotations
@@ -54,12 +55,20 @@ class TokenFit:
 
 
 class StageTimes:
-    """The times of one rank. On an accelerator they are those of the device, which the host does not wait for."""
+    """The times of one rank. On an accelerator they are those of the device, which the host does not wait for: a task
+    begins when the device has its input and has ended what it was given before, not when the host asks for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.fits: dict[tuple[int, bool], TokenFit] = defaultdict(TokenFit)
         self._events: list[tuple[tuple[int, bool], int, torch.Event, torch.Event]] = []
+        # of the latest mini-batch: the tasks in the order in which they were run, and what makes their times seconds
+        # since the epoch
+        self._tasks: list[tuple[float, float]] = []
+        self._device_tasks: list[tuple[torch.Event, torch.Event]] = []
+        self._epoch = 0.0
+        self._begin: torch.Event | None = None
 
     @contextlib.contextmanager
     def of(self, model: int, is_backward: bool, tokens: int) -> Iterator[None]:
@@ -71,10 +80,13 @@ class StageTimes:
             yield
             end.record()
             self._events.append((key, tokens, start, end))
+            self._device_tasks.append((start, end))
         else:
             began = time.perf_counter()
             yield
-            self.fits[key].add(tokens, time.perf_counter() - began)
+            ended = time.perf_counter()
+            self.fits[key].add(tokens, ended - began)
+            self._tasks.append((began, ended))
 
     def begin_mini_batch(self) -> None:
         """Take what the device has measured until now, which counts for less from mini-batch to mini-batch."""
@@ -87,3 +99,27 @@ class StageTimes:
             else:
                 running.append((key, tokens, start, end))
         self._events = running
+
+    def begin_tasks(self) -> None:
+        """The tasks of a mini-batch follow. On an accelerator the device should have nothing left to do: its times are
+        counted from when it comes to this."""
+        self._tasks, self._device_tasks = [], []
+        if is_accelerator(self.device):
+            self._begin = torch.Event(self.device, enable_timing=True)
+            self._begin.record()
+            self._epoch = time.time()
+        else:
+            self._epoch = time.time() - time.perf_counter()
+
+    def of_tasks(self) -> list[tuple[float, float]]:
+        """The start and the end of each task since `begin_tasks`, in the order in which they were run, seconds since
+        the epoch; NaN for those that the device has not ended."""
+        if self._begin is None:
+            return [(self._epoch + start, self._epoch + end) for start, end in self._tasks]
+        begin, unknown = self._begin, (float("nan"), float("nan"))
+        return [
+            (self._epoch + begin.elapsed_time(start) / 1e3, self._epoch + begin.elapsed_time(end) / 1e3)
+            if end.query()
+            else unknown
+            for start, end in self._device_tasks
+        ]

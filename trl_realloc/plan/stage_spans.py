@@ -1,0 +1,95 @@
+"""`StageSpan`: when a stage ran one forward or backward of two calls that train together, and when it was expected to.
+
+`MiniBatchStages` has those of one mini-batch: it saves them and makes timelines of them, which can be drawn. The
+measuring is in `engines/training/fused_training`, the expectation in `runtime/fused_mini_batch`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Lt
+from pydantic import ConfigDict, FiniteFloat, NonNegativeInt
+
+from ..common.files import MOST_RECORD_BYTES, read_json
+from ..common.schema import checked
+from .cluster import MOST_DEVICES
+from .timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """One forward or backward of a micro-batch on one stage.
+
+    Args:
+        call: that trains, like `actor.train`.
+        kind: `forward` or `backward`.
+        micro_batch: its number within the call's pipeline, from 0.
+        device: the stage's rank; of a tensor group, the first.
+        start, end: seconds, of one clock for all stages of a host. Waiting for the input is not in between.
+        step: the iteration, from 0.
+        expected: start and end by the schedule and the times that it was chosen by, seconds from the schedule's begin;
+            `None` if the stages' times had not been measured.
+
+    Raises:
+        ValueError: a time ends before it starts.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    call: str
+    kind: Literal["forward", "backward"]
+    micro_batch: NonNegativeInt
+    device: Annotated[int, Ge(0), Lt(MOST_DEVICES)]
+    start: FiniteFloat
+    end: FiniteFloat
+    step: NonNegativeInt
+    expected: tuple[FiniteFloat, FiniteFloat] | None = None
+
+    def __post_init__(self) -> None:
+        for start, end in ((self.start, self.end), self.expected or (0.0, 0.0)):
+            if not end >= start:
+                raise ValueError(f"a {self.kind} of {self.call} ends ({end} s) before {start} s.")
+
+
+@dataclass(frozen=True)
+class MiniBatchStages:
+    """The spans of one mini-batch, in any order; at least one."""
+
+    spans: tuple[StageSpan, ...]
+
+    def __init__(self, spans: Iterable[StageSpan]) -> None:
+        object.__setattr__(self, "spans", tuple(spans))
+
+    @cached_property
+    def measured(self) -> Timeline:
+        """With a call for each kind of task, like `actor.train, forward`."""
+        return Timeline(Span(task_name(s.call, s.kind), s.device, s.start, s.end, s.step) for s in self.spans)
+
+    @cached_property
+    def expected(self) -> Timeline | None:
+        """As `measured`, by the schedule. `None` if it is not known of every task."""
+        spans = [
+            Span(task_name(s.call, s.kind), s.device, *s.expected, s.step) for s in self.spans if s.expected is not None
+        ]
+        return Timeline(spans) if len(spans) == len(self.spans) else None
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON with a line for each span and all digits of the times."""
+        lines = ",\n".join(json.dumps(asdict(span)) for span in self.spans)
+        Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> MiniBatchStages:
+        """The inverse of `save`. Raises `PlanError` with the file's name if the file is not such a record."""
+        return MiniBatchStages(checked(list[StageSpan], read_json(path, "the stages", MOST_RECORD_BYTES), str(path)))
+
+
+def task_name(call: str, kind: str) -> str:
+    """What a timeline calls the forwards or the backwards of a call."""
+    return f"{call}, {kind}"
