@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +160,19 @@ def test_two_roles_train_fused_as_one_host_trains_each() -> None:
     fused = FusedTraining((first, second), FusedGroups(groups.pp, messages), FusedOrders())
     fused.connect()
     for budget in (64, 12, 12):
+        begun = time.time()
         one, other = (FusedShare(batch, loss, budget, 1e-2) for loss in LOSSES.values())
         outcomes = fused.train((one, other))
         for engine, share, outcome in zip(here, (one, other), outcomes, strict=True):
             assert not isinstance(outcome, NonFiniteError), outcome
             for key, column in engine.train(batch, share.loss, 64, 1e-2).items():
                 assert torch.allclose(outcome[key], column, atol=1e-3, rtol=1e-3), key
+        ran = fused.take_latest()
+        assert (ran is None) == (RANK == 1)
+        for tasks, times in zip(ran.orders, ran.times, strict=True) if ran is not None else ():
+            assert len(tasks) == len(times) and times[0][0] >= begun - 1e-3 and times[-1][1] <= time.time()
+            assert all(start <= end for start, end in times)
+            assert all(a[1] <= b[0] + 1e-5 for a, b in pairwise(times)), "the device runs one task after the other"
     assert all(sum(fused.times.fits[model, back].line()) > 0 for model in (0, 1) for back in (False, True))
 
 

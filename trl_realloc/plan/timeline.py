@@ -190,7 +190,7 @@ class Timeline:
             raise PlanError(f"{path} is no saved timeline: it has spans of {len(timeline.calls):,} different calls.")
         return timeline
 
-    def draw(self, path: str | Path, calls: Sequence[str] = ()) -> None:
+    def draw(self, path: str | Path, calls: Sequence[str] = (), seconds: float = 0.0) -> None:
         """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix. If
         scoring begins while samples are generated, a second figure below shows how many samples each call has ended. If
         samples of later iterations are generated meanwhile, what a device does at the same time is drawn side by side,
@@ -199,6 +199,7 @@ class Timeline:
         Args:
             calls: the order of all calls, and so their colours, as in another picture. *optional*, defaults to that of
                 their first starts.
+            seconds: that the picture has room for, as another picture has. More if the timeline is longer.
 
         Raises:
             ValueError: there are no spans.
@@ -238,6 +239,8 @@ class Timeline:
             _number(axes, lanes, row, zero)
         axes.set_yticks(range(len(self.devices)), [f"device {device}" for device in self.devices])
         axes.invert_yaxis()
+        if seconds:
+            axes.set_xlim(0.0, 1.02 * max(seconds, *(span.end - zero for span in self.spans)))
         if streamed:
             flow = figure.add_subplot(212, sharex=axes)
             for number, call in enumerate(order):

@@ -6,6 +6,8 @@ Which order is chosen is in `fused_orders`. Running it is in `engines/training/f
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from ..engines.training.fused_training import FusedMiniBatch, Orders, StageTask
@@ -83,5 +85,6 @@ def stage_spans(ran: FusedMiniBatch, calls: tuple[str, str], step: int) -> tuple
         for task, begin, (start, end) in zip(tasks, begun, times, strict=True):
             call = calls[MODELS.index(task.model)]
             expected = (begin, begin + pipelines.seconds(task, stage)) if ran.shape.is_measured else None
-            spans.append(StageSpan(call, task.kind, task.micro_batch, ran.ranks[stage], start, end, step, expected))
+            kind: Literal["forward", "backward"] = "backward" if task.kind == "backward" else "forward"
+            spans.append(StageSpan(call, kind, task.micro_batch, ran.ranks[stage], start, end, step, expected))
     return tuple(spans)

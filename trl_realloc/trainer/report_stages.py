@@ -56,16 +56,16 @@ def makespans(ran: MiniBatchStages) -> str:
 def stage_lines(folder: Path, plan: ExecutionPlan, ran: MiniBatchStages) -> list[str]:
     """Lines of the report. Writes the pictures `stages.png` and, of the schedule, `stages.expected.png`."""
     table, names = measured_schedule_table(plan, ran), task_names(plan)
-    ran.measured.draw(folder / "stages.png", names)
+    seconds = max(timeline.seconds_per_step for timeline in (ran.measured, ran.expected) if timeline is not None)
+    ran.measured.draw(folder / "stages.png", names, seconds)
     pictures = ["![a mini-batch, stages down, time across](stages.png)", ""]
     if ran.expected is not None:
-        ran.expected.draw(folder / "stages.expected.png", names)
-        pictures += ["As the schedule had it:", "", "![the schedule](stages.expected.png)", ""]
-    first, second = plan.fused
+        ran.expected.draw(folder / "stages.expected.png", names, seconds)
+        pictures += ["As the schedule had it, on the same scale:", "", "![the schedule](stages.expected.png)", ""]
     return [
         "### Stages of the fused pipelines",
         "",
-        f"{makespans(ran)} A is {first}, B {second}. {table.caption}",
+        f"{makespans(ran)} {' is A, '.join(plan.fused)} is B. {table.caption}",
         "",
         *markdown(table),
         "",

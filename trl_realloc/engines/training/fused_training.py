@@ -173,8 +173,9 @@ class FusedTraining:
         return orders
 
     def take_latest(self) -> FusedMiniBatch | None:
-        """The latest mini-batch since this was last asked, on the line's first rank. `None` on the others, if there was
-        none, if the line had no samples, and if a device has not ended it. Collective over the line.
+        """The latest mini-batch since this was last asked, on the line's first rank, if that is the first tensor rank
+        of its stage. `None` on the others, if there was no mini-batch, if the line had no samples, and if a device has
+        not ended it. Collective over the line.
 
         The device is not waited for. After `train` it has ended the mini-batch: the steps read the gradients' norms.
         """
