@@ -23,7 +23,7 @@ class RunMetrics:
         spans: maximum number of spans to keep. Whole updates are dropped, but never the latest one.
 
     Attributes:
-        stages: what each stage ran in the last mini-batch of the latest update in which two calls trained together.
+        stages: of two calls that train together, what each stage ran in the last mini-batch of the latest update.
             Those of earlier updates are dropped: a mini-batch of many stages has thousands of tasks.
     """
 
@@ -61,7 +61,7 @@ class RunMetrics:
         if iteration.spans:  # ranks other than the first get none
             self._spans.append(iteration.spans)
         self._kept_spans += len(iteration.spans)
-        self.stages = iteration.stages or self.stages
+        self.stages = iteration.stages
         while self._kept_spans > self._most_spans and len(self._spans) > 1:
             self._kept_spans -= len(self._spans.popleft())
         if "responses" in iteration.samples:
