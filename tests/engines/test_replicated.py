@@ -284,6 +284,9 @@ def _rank(rank: int, folder: str) -> None:
                 "own": own,
                 "in_step": in_step,
             }
+        uneven = engine(value_head(), group, compute_dtype=torch.float16)
+        uneven.train(samples if rank == 0 else samples.select([]), VALUE_LOSS, 15, learning_rate=1.0)
+        out["without samples"] = {"state": state(uneven)}
         torch.save(out, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -322,3 +325,11 @@ def test_ranks_in_step_make_the_same_number_of_micro_batches(deal: str, two_rank
         own, in_step = rank[deal]["own"], rank[deal]["in_step"]
         assert len(in_step) == most
         assert [batch for batch in in_step if batch] == own  # so the budget is kept
+
+
+@pytest.mark.multiprocess
+def test_a_rank_without_samples_in_its_first_step_steps_in_float16_too(two_ranks: list[dict[str, Any]]) -> None:
+    """As where all groups of GRPO's completions on a rank have equal rewards."""
+    first, second = (rank["without samples"]["state"] for rank in two_ranks)
+    assert_same(second, first, tolerance=0.0)
+    assert furthest(first, state(engine(value_head()))) > 1e-4

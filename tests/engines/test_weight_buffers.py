@@ -124,6 +124,8 @@ def load_by_handle() -> dict[str, torch.Tensor]:
         patch.object(torch.Tensor, "is_cuda", True),
     ):
         size, tensors, handle = made.fill(0, bucket())
+        again = [made.fill(0, bucket()).handle for _ in range(3)]
+        assert again == [handle] * 3 and len(opened) == 1, "torch wraps the storage anew for each handle"
         assert [name for name, *_ in tensors] == ["c", "a", "b"], "without gaps, so the widest elements come first"
         worker: Any = object.__new__(vllm_worker.SharedMemoryWeightTransfer)
         worker.config = worker.model_config = None

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.cli.recipe_parser import parse_recipe
-from trl_realloc.trainer.checkpoint import CheckpointError, SaveError
+from trl_realloc.trainer.checkpoint import CheckpointError, SaveError, manifest
 from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in, list_files, read_manifest
 from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_resume_setting
 from trl_realloc.trainer.checkpoint.saving import UnfinishedCheckpoint, surplus
@@ -315,6 +315,21 @@ def test_of_old_checkpoints_only_the_runs_own_are_deleted(tmp_path: Path) -> Non
     assert names == {"checkpoint-99", "checkpoint-98", "checkpoint-1", "checkpoint-4"}
     assert checkpoints_in(tmp_path)[0].name == "checkpoint-4", "the newest is what was written last"
     assert surplus(tmp_path / "checkpoint-4", "mine", 1, None) == [tmp_path / "checkpoint-1"]
+
+
+def test_a_checkpoint_that_another_rank_deletes_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, limit=3)
+
+    def read(folder: Path) -> Any:
+        if folder.name == "checkpoint-2":
+            shutil.rmtree(folder)
+        return read_manifest(folder)
+
+    monkeypatch.setattr(manifest, "read_manifest", read)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
 
 
 def test_a_disk_without_room_ends_the_run_in_a_sentence_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:

@@ -87,14 +87,15 @@ def test_rloo_trains(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize(("count", "pad"), [(1, "<pad>"), (2, "<pad>"), (1, "<eos>")])
+def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int, pad: str) -> None:
+    """Where the pad token is also the eos token, that is before the eos token with which a text ends."""
     paths = [classifier(tmp_path / f"reward{at}") for at in range(count)]
-    completions = [["w2 w3", "w4"] * 4] * 2
+    completions = [["w2 w3 <eos>", "w4"] * 4] * 2
 
     def rewards_of(kind: type, config: type) -> Any:
         args = settings(tmp_path / kind.__module__, config)
-        tokenizers = [tiny.tokenizer() for _ in paths] + [None]
+        tokenizers = [tiny.tokenizer(pad=pad) for _ in paths] + [None]
         made = kind(
             policy(),
             [*paths, distinct],

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -166,6 +167,15 @@ def test_metrics_are_written_once_per_step_also_after_resuming(tmp_path: Path) -
             writer.on_log(None, state, None, logs={"objective/scores": step + first / 10})
     assert [row["objective/scores"] for row in load_metrics(writer.path)] == [1.0, 2.0, 3.2, 4.2, 5.2, 6.2]
     assert all(json.loads(line)["step"] for line in writer.path.read_text().splitlines())
+
+
+def test_a_run_is_resumed_whose_last_line_of_metrics_is_cut_off(tmp_path: Path) -> None:
+    writer, state = MetricsWriter(tmp_path / "metrics.jsonl"), SimpleNamespace(is_world_process_zero=True)
+    writer.path.write_text('{"step": 1, "objective/scores": 2.0}\n{"step": 2, "obj', encoding="utf-8")
+    state.global_step = 2
+    writer.on_train_begin(None, state, None)
+    assert [row["step"] for row in load_metrics(writer.path)] == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT)))

@@ -37,7 +37,9 @@ def whiten(values: Ragged, mask: Tensor, *, shift_mean: bool, group_size: int = 
     """Scale the values of each group of rows to variance 1, and with `shift_mean` shift them to mean 0.
 
     Mean and variance are over the tokens in `mask`. The variance has Bessel's correction, as in TRL's `masked_whiten`.
-    A group with fewer than two masked tokens has no variance, and its values are returned unchanged.
+    A group with fewer than two masked tokens has no variance, and its values are returned unchanged. Sums are float64:
+    `index_add` adds one token after the other, which in float32 is 1 % wrong at 8 million tokens and stops at 16.8
+    million.
 
     Args:
         values: (total,) float32.
@@ -48,12 +50,13 @@ def whiten(values: Ragged, mask: Tensor, *, shift_mean: bool, group_size: int = 
     group = values.spread(row_group)
 
     def group_sum(x: Tensor) -> Tensor:
-        return torch.zeros(groups, dtype=x.dtype, device=x.device).index_add(0, group, x * mask)
+        zeros = torch.zeros(groups, dtype=torch.float64, device=x.device)
+        return zeros.index_add(0, group, (x * mask).double())
 
     count = group_sum(torch.ones_like(values.values))
-    mean = group_sum(values.values) / count.clamp(min=1)
+    mean = (group_sum(values.values) / count.clamp(min=1)).to(values.values.dtype)
     centered = values.values - mean[group]
-    variance = group_sum(centered**2) / (count - 1).clamp(min=1)
+    variance = (group_sum(centered**2) / (count - 1).clamp(min=1)).to(values.values.dtype)
     whitened = centered * torch.rsqrt(variance + 1e-8)[group] + (0 if shift_mean else mean[group])
     return values.like(torch.where((count > 1)[group], whitened, values.values))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..engines.device import is_accelerator
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
 from .engine_options import EngineOptions
+from .failures.temporary_folder import temporary_folder
 from .failures.watchdog_client import HEARTBEAT_TIMEOUT_S, current_watchdog, watch
 
 
@@ -60,10 +60,7 @@ def start_vllm(
     index, tp = assignment.mesh.index(rank), assignment.strategy.tp
     if index % tp:
         return None
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trl_realloc_", ignore_cleanup_errors=True)))
-    watchdog = current_watchdog() or (watch() if plan.cluster.size == 1 else None)
-    if watchdog is not None:
-        watchdog.remove_at_end(folder)
+    folder = temporary_folder(stack, current_watchdog() or (watch() if plan.cluster.size == 1 else None))
     config.save_pretrained(folder)
     log = folder / "vllm.log"
     if options.log_folder is not None:

@@ -26,11 +26,11 @@ class MetricsWriter(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        old = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        kept_lines = (
-            [line for line in old if json.loads(line)["step"] <= state.global_step] if state.global_step else []
-        )
-        self.path.write_text("".join(f"{line}\n" for line in kept_lines), encoding="utf-8")
+        old = self.path.read_text(encoding="utf-8").splitlines() if state.global_step and self.path.exists() else []
+        kept_lines = [line for line in old if (step := _step_of(line)) is not None and step <= state.global_step]
+        new = self.path.with_name(f"{self.path.name}.new")  # a kill while the file is written loses no metrics
+        new.write_text("".join(f"{line}\n" for line in kept_lines), encoding="utf-8")
+        new.replace(self.path)
 
     def on_log(
         self,
@@ -43,6 +43,14 @@ class MetricsWriter(TrainerCallback):
         if state.is_world_process_zero and logs:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line; `None` for the part of a line that a crash or a full disk has left."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 class CompactProgress(ProgressCallback):

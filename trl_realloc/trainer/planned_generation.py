@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,8 @@ from ..engines.generation.sampling_checks import needs_tokenizer
 from ..engines.generation.vllm import VLLMEngine
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.failures.alarm import Alarm
-from ..runtime.failures.watchdog_client import current_watchdog, watch
+from ..runtime.failures.temporary_folder import temporary_folder
+from ..runtime.failures.watchdog_client import watch
 from ..runtime.messages import GlooMessages
 from ..runtime.rounds import Rounds
 from ..runtime.vllm_start import VLLMOptions, start_vllm
@@ -129,11 +129,9 @@ class PlannedGeneration:
         """The options with the folder of the tokenizer, if the engine needs one."""
         if tokenizer is None or not needs_tokenizer(self.sampling):
             return options
-        folder = self._stack.enter_context(TemporaryDirectory(prefix="trl_realloc_", ignore_cleanup_errors=True))
-        if (watchdog := current_watchdog()) is not None:
-            watchdog.remove_at_end(folder)
+        folder = temporary_folder(self._stack)
         tokenizer.save_pretrained(folder)
-        return replace(options, vllm={**options.vllm, "tokenizer": folder})
+        return replace(options, vllm={**options.vllm, "tokenizer": str(folder)})
 
     def sync_weights(self) -> None:
         """Give the engines the policy's parameters.

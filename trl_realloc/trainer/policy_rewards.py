@@ -39,7 +39,8 @@ class PlannedRewardModel:
         return self.score(self.model, self.tokens(prompts, completions))
 
     def tokens(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:
-        """The token ids of each text or conversation, as TRL makes them."""
+        """The token ids of each text or conversation, as TRL makes them, up to the token at which TRL reads the model:
+        the last one that is not the pad token, which is the eos token where the tokenizer has none."""
         texts = [
             prompt + completion
             if isinstance(prompt, str)
@@ -49,7 +50,18 @@ class PlannedRewardModel:
         if not texts:
             return []
         ids: list[list[int]] = self.processing_class(text=texts, add_special_tokens=False)["input_ids"]
-        return ids
+        pad = self.processing_class.pad_token_id
+        return [
+            _without_padding(of_text, self.processing_class.eos_token_id if pad is None else pad) for of_text in ids
+        ]
+
+
+def _without_padding(ids: list[int], pad: int | None) -> list[int]:
+    """The token ids without pad tokens at the end; the first one in any case."""
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad:
+        end -= 1
+    return ids[:end]
 
 
 def reward_models(reward_funcs: Any) -> list[Any]:
@@ -89,7 +101,9 @@ def planned_rewards(arguments: Mapping[str, Any], sources: Sequence[RewardModelS
             source = next(models)
             name = reward if isinstance(reward, str) else reward.config._name_or_path
             if classes[at] is None:
-                classes[at] = AutoTokenizer.from_pretrained(name)
+                classes[at] = AutoTokenizer.from_pretrained(
+                    name, trust_remote_code=bool(getattr(arguments["args"], "trust_remote_code", False))
+                )
             short = name.rstrip("/").split("/")[-1]
             rewards[at] = PlannedRewardModel(short, source.name, classes[at], template, score)
     return {"reward_funcs": rewards, "reward_processing_classes": classes}

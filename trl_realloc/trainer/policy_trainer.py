@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.executor import make_executor
 from ..runtime.failures.alarm import Alarm
+from ..runtime.failures.temporary_folder import temporary_folder
 from ..runtime.failures.watchdog_client import watch
 from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
@@ -161,9 +161,9 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
         options = self.setup.engine_options
         self.placement = Placement(self.setup.plan, self.accelerator.process_index, self.setup.roles, options)
         if needs_tokenizer(self.setup.call_settings.sampling):
-            folder = self.placement.stack.enter_context(TemporaryDirectory(prefix="trl_realloc_"))
+            folder = temporary_folder(self.placement.stack)
             self.setup.processing_class.save_pretrained(folder)
-            self.placement.options = replace(options, vllm={**options.vllm, "tokenizer": folder})
+            self.placement.options = replace(options, vllm={**options.vllm, "tokenizer": str(folder)})
         settings = replace(self.setup.call_settings, reward_tokens=self.tokens_for_reward_models)
         self.executor = make_executor(self.placement, self.setup.algorithm, settings)
         self.alarm = self.executor.alarm

@@ -72,7 +72,7 @@ class WeightBuffers:
         self.dtype: torch.dtype | None = None
         self.wider: frozenset[str] = frozenset()
         self._mapped: dict[int, Tensor] = {}  # slot -> its memory, uint8
-        self._on_gpu: dict[int, Tensor] = {}
+        self._on_gpu: dict[int, tuple[Tensor, Handle]] = {}
 
     def fill(self, slot: int, bucket: Bucket) -> Filled:
         """Copy a bucket into a slot, which is enlarged if it is too small, in the dtype that the engine holds."""
@@ -116,15 +116,18 @@ class WeightBuffers:
 
     def _on_the_gpu(self, slot: int, filled: Filled, bucket: Bucket) -> Handle:
         device = bucket[0][1].device
-        if filled.size > len(self._on_gpu.get(slot, ())):
-            self._on_gpu[slot] = torch.empty(filled.size, dtype=torch.uint8, device=device)
-        memory = self._on_gpu[slot]
+        if slot not in self._on_gpu or filled.size > len(self._on_gpu[slot][0]):
+            self._on_gpu.pop(slot, None)
+            memory = torch.empty(filled.size, dtype=torch.uint8, device=device)
+            # once for each memory: torch wraps the storage anew each time, and frees it by as deep a recursion
+            self._on_gpu[slot] = memory, _handle(memory)
+        memory, handle = self._on_gpu[slot]
         for (name, _, _, offset), (_, tensor) in zip(filled.tensors, bucket, strict=True):
             dtype = self._wire_dtype(name, tensor)
             target = memory[offset : offset + tensor.numel() * dtype.itemsize]
             target.view(dtype).view(tensor.shape).copy_(tensor.detach())
         torch.cuda.synchronize(device)
-        return _handle(memory)
+        return handle
 
     def release_gpu(self) -> None:
         """Free the slots on the GPU."""

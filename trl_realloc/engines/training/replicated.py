@@ -97,6 +97,7 @@ class ReplicatedEngine:
     ) -> dict[str, Tensor]:
         assert self.optimizer is not None, "a frozen role cannot be trained"
         self.head.train()
+        self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also where there are no samples
         statistics = run_training(
             self._call,
             samples,

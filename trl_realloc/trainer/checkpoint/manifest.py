@@ -6,6 +6,7 @@ One process reads one folder here. What all ranks do together is in `saving` and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -130,12 +131,17 @@ def step_of(folder: Path) -> int | None:
 def checkpoints_in(output_dir: Path) -> list[Path]:
     """The checkpoints in a folder, complete or not, from the latest to the earliest time of writing.
 
-    They are not sorted by the number in their names, because checkpoints of another run may be in the same folder.
+    They are not sorted by the number in their names, because checkpoints of another run may be in the same folder. A
+    folder that another rank deletes meanwhile is left out.
     """
     folders = [path for path in _folders(output_dir) if step_of(path) is not None]
     names = {path.name for path in folders}
     folders = [path for path in folders if not (path.suffix == REPLACED and path.stem in names)]
-    return sorted(folders, key=_time_and_step, reverse=True)
+    times = {}
+    for path in folders:
+        with contextlib.suppress(FileNotFoundError):
+            times[path] = _time_and_step(path)
+    return sorted(times, key=lambda path: times[path], reverse=True)
 
 
 def _folders(output_dir: Path) -> Iterator[Path]:

@@ -305,7 +305,10 @@ class CheckpointMixin:
     def _resume_hint(self) -> str:
         """Which checkpoint the run can be resumed from, for the message of a failure."""
         folder = Path(self.args.output_dir)
-        checkpoint = newest_whole(folder) if folder.is_dir() else None
+        try:
+            checkpoint = newest_whole(folder) if folder.is_dir() else None
+        except OSError as error:  # the run's own failure is what counts
+            return f"The checkpoints in {folder} cannot be read: {error}."
         if checkpoint is None:
             return (
                 "No checkpoint of this run has been saved."
