@@ -173,6 +173,17 @@ def test_mixed_precision_computes_roughly_and_keeps_float32_parameters(samples: 
     assert furthest(state(rough), state(precise)) < 0.1 * furthest(state(precise), before)
 
 
+def test_a_step_in_16_bits_keeps_no_weight_that_it_has_cast(samples: Rollouts) -> None:
+    """Autocast's cache would keep all of them until the forward ends, also where activations are recomputed."""
+    made, keeps = engine(policy_head(), compute_dtype=torch.bfloat16), list[bool]()
+    made.head.register_forward_pre_hook(lambda *_: keeps.append(torch.is_autocast_cache_enabled()))
+    made.train(samples, POLICY_LOSS, 30, learning_rate=1.0)
+    made.forward(samples, 30)
+    assert keeps and not any(keeps)
+    with made.whole_model():
+        assert torch.is_autocast_cache_enabled(), "a generation uses each weight for every token"
+
+
 def test_adapters_learn_and_their_base_does_not(samples: Rollouts) -> None:
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -15,6 +15,7 @@ from trl_realloc.plan.assignment import MOST_LOGITS, Assignment, ParallelStrateg
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.planner.activation_memory import working_bytes
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.call_cost import PARTS, CallCost
 from trl_realloc.planner.hardware import DEVICES, Link, Sharing
@@ -153,12 +154,46 @@ def test_a_micro_batch_half_as_large_takes_half_the_activations() -> None:
     assert small.transient == pytest.approx(large.transient / 2, rel=0.05)
 
 
+def test_an_engine_whose_weights_do_not_fit_in_its_share_fits_on_no_device() -> None:
+    """A 13B in 16 bits has 26 GB, and 0.3 of 80 GB are 24."""
+    prices = pricing(1)
+    assert prices.memory is not None
+    alone, split = (price("actor.generate", on(8, "vllm", tp=tp), 13) for tp in (1, 2))
+    assert alone.static > prices.memory.total > split.static
+
+
+@given(
+    billions=st.sampled_from([1, 7, 13, 70]),
+    tied=st.booleans(),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4, 8]),
+)
+def test_no_stage_of_a_pipeline_has_more_than_is_priced(billions: int, tied: bool, tp: int, pp: int) -> None:
+    """The first stage has the embedding, the last one the head."""
+    spec = replace(llama(billions), tied=tied, parameters=llama(billions).parameters[: -1 if tied else None])
+    assignment = Assignment(DeviceMesh(0, tp * pp), ParallelStrategy(1, tp, pp), "megatron")
+    layout = layout_of(assignment, spec)
+    most = max(layout.bytes(device) for device in layout.devices)
+    held = pricing(8).price(GRAPH.call("reference.forward"), [spec], assignment).static
+    assert most * 0.999 <= held <= most * 1.01
+
+
+def test_tensor_parallelism_splits_24_of_34_bytes_of_a_layers_activations() -> None:
+    of_layer = [
+        working_bytes(llama(7, "score"), 1000.0, ParallelStrategy(tp=tp), pricing().rates, work(), backward=False)
+        for tp in (1, 8)
+    ]
+    logits = [4 * 1000.0 * work().mean_response / work().mean_length / tp for tp in (1, 8)]
+    layers = [of - of_logits for of, of_logits in zip(of_layer, logits, strict=True)]
+    assert layers[1] / layers[0] == pytest.approx((10 + 24 / 8) / 34)
+
+
 @given(stage=st.integers(0, 3), dp=st.sampled_from([2, 4, 8]))
 def test_each_zero_stage_holds_less(stage: int, dp: int) -> None:
     held = price("actor.train", on(dp, "zero", zero_stage=stage)).static
     elements = llama(7).elements
     expected = {
-        0: 2 + 2 + 12,
+        0: 2 + 4 + 12,  # gradients of replicas are added up in float32
         1: 2 + 2 + 12 / dp,
         2: 2 + 2 / dp + 12 / dp,
         3: (2 + 2 + 12) / dp,

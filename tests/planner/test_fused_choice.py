@@ -52,8 +52,8 @@ MODELS = specs(7, 7)
 
 
 def slow_links(bandwidth: float = 1e9, error: float = 0.02, **changes: Any) -> Pricing:
-    """Four hosts of one device and a link between them that is too slow for the gradients of replicas."""
-    prices = pricing(4, 1, work(**changes))
+    """Four hosts of one device of 96 GB, and a link between them that is too slow for the gradients of replicas."""
+    prices = replace(pricing(4, 1, work(**changes)), memory=DeviceMemory(96e9, headroom=0.0))
     rates = prices.rates.changed(between=Link(bandwidth, 1e-4))  # type: ignore[attr-defined]
     return replace(prices, rates=replace(rates, error=error))
 

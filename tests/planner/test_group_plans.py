@@ -105,8 +105,9 @@ def test_passes_of_the_policy_after_the_streams_take_their_time() -> None:
 
 def test_models_that_fit_nowhere_are_refused_with_the_cluster_that_would_do() -> None:
     graph = FORMS[-1]
+    prices = replace(pricing(1, 1, groups(1, 1)), vllm_share=0.4)  # a 13B has 26 GB
     with pytest.raises(PlanError, match="of these devices would do"):
-        choose(specs(13, 13, graph), pricing(1, 1, groups(1, 1)), graph=graph, time_limit_s=1.0)
+        choose(specs(13, 13, graph), prices, graph=graph, time_limit_s=1.0)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaForCausalLM
 
 from trl_realloc.engines.models import adapts_head, with_adapters
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.profiling.job_models import spec_of, specs_of
+from trl_realloc.profiling.job_models import JobModels, spec_of, specs_of
+from trl_realloc.profiling.short_runs import _saved_bytes
 
 
 def config(family: str, **changes: Any) -> Any:
@@ -53,6 +56,21 @@ def test_whether_an_adapter_changes_the_head_is_known_before_it_is_created(
     assert not specs["critic.train"][0].whole_logits
 
 
+def test_a_vllm_engine_holds_its_weights_in_the_dtype_of_mixed_precision() -> None:
+    models = {role: [tiny.config()] for role in Role}
+    sizes = {
+        engine: {
+            name: of_call[0].bytes_per_element
+            for name, of_call in specs_of(models, mixed=torch.bfloat16, generation_engine=engine).items()
+        }
+        for engine in ("vllm", "transformers")
+    }
+    assert set(sizes["transformers"].values()) == {4}
+    assert sizes["vllm"] == {**sizes["transformers"], "actor.generate": 2}
+    job = JobModels(models, {}, mixed=torch.bfloat16)
+    assert job.shallow(1).specs["actor.generate"][0].bytes_per_element == 2
+
+
 def test_a_run_with_an_adapted_head_is_priced_with_whole_logits(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
@@ -60,3 +78,12 @@ def test_a_run_with_an_adapted_head_is_priced_with_whole_logits(tmp_path: Path) 
     models = made.setup.job.models
     assert models.specs["actor.train"][0].whole_logits
     assert models.shallow(1).specs["actor.train"][0].whole_logits
+
+
+def test_activations_of_16_bits_are_measured_without_the_cast_weights(tmp_path: Path) -> None:
+    """They grow with the tokens alone, so that those of no token are few."""
+    model = LlamaForCausalLM(tiny.config(hidden_size=64, intermediate_size=96, vocab_size=50))
+    options = tiny.trainer(tmp_path).setup.engine_options
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) * 2
+    short, long = (_saved_bytes(model, n, replace(options, compute_dtype=torch.bfloat16)) for n in (10, 20))
+    assert abs(2 * short - long) < 0.1 * matrices

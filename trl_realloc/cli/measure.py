@@ -63,7 +63,8 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
         forward_batch_size=forwards,
         pad_token_id=0 if pad is None else pad,
     )
-    models = JobModels(configs, specs_of(configs, recipe.graph, mixed), mixed=mixed)
+    specs = specs_of(configs, recipe.graph, mixed, generation_engine=recipe.engine)
+    models = JobModels(configs, specs, mixed=mixed, generation_engine=recipe.engine)
     work = recipe.workload(cluster)
     job = make_job(
         args, ReallocationPlugin(), cluster, world.process_index, recipe.engine, models, recipe.graph, work, options

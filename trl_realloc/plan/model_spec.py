@@ -176,6 +176,20 @@ class ModelSpec:
             return (pp - 1,)
         return (next(s for s, layers in enumerate(stage_layers(self.layers, pp)) if parameter.layer in layers),)
 
+    def stage_elements(self, pp: int) -> int:
+        """Elements of the largest of `pp` pipeline stages: the first has the embedding, the last the head."""
+        if pp not in self._stage_elements:
+            stages = [0] * pp
+            for parameter in self.parameters:
+                for stage in self.stages_of(parameter, pp):
+                    stages[stage] += parameter.elements
+            self._stage_elements[pp] = max(stages)
+        return self._stage_elements[pp]
+
+    @cached_property
+    def _stage_elements(self) -> dict[int, int]:
+        return {}
+
     def check_strategy(self, tp: int, pp: int) -> None:
         """Raise `PlanError` if the model cannot be split by this tp and pp."""
         problems = Problems()

@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..plan.assignment import LOGITS_SLICE, MOST_LOGITS, Assignment, ParallelStrategy, sleeps
+from ..plan.assignment import Assignment, ParallelStrategy, sleeps
 from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.model_spec import ModelSpec
-from ..realloc.memory import MOMENTS, state_bytes
+from ..realloc.memory import MOMENTS, gradient_bytes, state_bytes
+from .activation_memory import working_bytes
 from .call_cost import CallCost, StageSeconds, TrainingStage
 from .corrections import Corrections
 from .device_memory import DeviceMemory
@@ -110,7 +111,7 @@ class Pricing:
         tokens, squared = work.tokens / strategy.dp, work.episodes * work.mean_square / strategy.dp
         micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, strategy), strategy.pp)
         parts = self.forward_of(spec, assignment, tokens, squared)
-        size = spec.bytes / (strategy.tp * strategy.pp * (strategy.dp if strategy.zero_stage == 3 else 1))
+        size = _part(spec, strategy) * spec.bytes_per_element / (strategy.dp if strategy.zero_stage == 3 else 1)
         working = self._working(spec, tokens / micro, strategy, backward=False)
         if assignment.offload or assignment.drop:
             parts["load"] = ALLOCATE if assignment.drop else size / rates.host_bandwidth
@@ -166,16 +167,19 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         micro, tokens, squared = self._training_micro_batches(assignment)
         parts, compute = self._pass(spec, assignment, tokens, squared, micro, train=True)
-        elements = spec.elements / (strategy.tp * strategy.pp)
-        size = elements * spec.bytes_per_element
+        elements = _part(spec, strategy)
+        size, gradients = (
+            elements * spec.bytes_per_element,
+            elements * gradient_bytes(spec.bytes_per_element, assignment),
+        )
         stage, dp = strategy.zero_stage, strategy.dp
         if dp > 1:
             group = self._replicas(spec, assignment)
-            step = group.optimizer_step(stage, size, spec.bytes, micro, compute)
+            step = group.optimizer_step(stage, gradients, spec.bytes, micro, compute)
             parts["data"] = step * (rates.zero(stage, trains=True) if stage else 1.0)
         parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
         parts = {name: work.updates * seconds for name, seconds in parts.items()}
-        static = size / (dp if stage == 3 else 1) + size / (dp if stage >= 2 else 1)
+        static = size / (dp if stage == 3 else 1) + gradients / (dp if stage >= 2 else 1)
         static += elements * state_bytes(spec.bytes_per_element, assignment, self.moments) / (dp if stage else 1)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
         return CallCost(parts, static, self._working(spec, tokens, strategy, backward=True, held=held))
@@ -212,7 +216,7 @@ class Pricing:
         for steps, batch, cached in phases:
             _add(parts, self.decode_step(spec, assignment, batch, cached), steps)
         _add(parts, self.prefill(spec, assignment, share * work.prompt_tokens, work.prompt_tokens))
-        load = {"load": spec.bytes / strategy.tp / strategy.pp / self.rates.host_bandwidth}
+        load = {"load": _part(spec, strategy) * spec.bytes_per_element / self.rates.host_bandwidth}
         if sleeps(assignment):
             again = load["load"] if assignment.offload else 0.0  # weights to host memory and back
             load, static, cache = {"load": load["load"] + again + SLEEP}, 0.0, cache + static
@@ -273,7 +277,7 @@ class Pricing:
             Number of samples decoded at once, static bytes, and bytes of cache that are added while generating.
         """
         strategy = assignment.strategy
-        weights = spec.bytes / (strategy.tp * strategy.pp)
+        weights = _part(spec, strategy) * spec.bytes_per_element
         cache = self.workload.longest * spec.kv_bytes_per_token / strategy.pp  # bytes of one sample
         cache /= min(strategy.tp, max(spec.kv_heads, 1))
         if assignment.engine == "transformers":
@@ -283,40 +287,17 @@ class Pricing:
             return share, weights, share * cache
         reserved = self.memory.total * self.vllm_share
         slots = int((reserved - weights) / cache) if cache else share
-        # If the weights leave no room for a sample in the reserved memory, the weights and the cache of one sample are
-        # counted instead, so that the memory check can refuse the plan.
-        return (min(share, slots), reserved, 0.0) if slots >= 1 else (1, weights + cache, 0.0)
+        if slots < 1:  # no room for a sample: it counts as more than the device, so that the memory check refuses it
+            return 1, max(weights, self.memory.total) + cache, 0.0
+        return min(share, slots), reserved, 0.0
 
     # --- memory and shared processors --------------------------------------------------------------------------------
 
     def _working(
         self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
     ) -> float:
-        """Bytes of the activations and logits of one forward.
-
-        The bytes of a layer are as measured. If they were not measured, they are 34 bytes per token and channel at 16
-        bits (Korthikanti et al. 2022, equation 1, without the attention matrix). If activations are recomputed, only
-        the input of a layer is kept. Logits take two float32 copies; many are computed in slices where the model
-        can (`ModelSpec.whole_logits`).
-
-        Args:
-            held: number of micro-batches whose activations a stage holds at the same time.
-        """
-        width = spec.hidden * spec.activation_bytes / 2
-        layers = math.ceil(_layers(spec) / strategy.pp)
-        one_layer = 34 * tokens * width / strategy.tp
-        measured = self.rates.kept(spec, tokens, tokens * self.workload.mean_square / self.workload.mean_length)
-        if measured is not None:
-            one_layer = measured / strategy.tp
-        kept = 2 * tokens * width * layers if self.workload.recompute else one_layer * (layers - 1)
-        answered = tokens * self.workload.mean_response / self.workload.mean_length
-        elements = answered * spec.outputs / strategy.tp
-        logits = 8 * elements
-        if elements > MOST_LOGITS and not spec.whole_logits:
-            # with the sum of the head's gradients
-            of_slice = slice_bytes(spec.activation_bytes, backward=backward) * LOGITS_SLICE
-            logits = of_slice + 6 * spec.head_elements / strategy.tp if backward else 2 * of_slice
-        return (held * kept + one_layer if backward else one_layer / 2) + (logits if backward else logits / 2)
+        """See `activation_memory.working_bytes`."""
+        return working_bytes(spec, tokens, strategy, self.rates, self.workload, backward=backward, held=held)
 
     def shared(self, cost: CallCost, devices: int) -> CallCost:
         """The cost of work on so many neighbouring devices, with their slowdown where they share processors."""
@@ -336,15 +317,9 @@ def _add(parts: dict[str, float], more: Mapping[str, float], times: float = 1.0)
         parts[name] = parts.get(name, 0.0) + times * seconds
 
 
-def slice_bytes(activation_bytes: float, *, backward: bool) -> int:
-    """The most bytes of memory for each logit of a slice, where logits are computed in slices. The forward has four
-    float32 tensors at a time. The backward has three, with one in 16 bits if the products are in 16 bits; in float32 it
-    has four if the loss depends on the entropies.
-
-    Args:
-        activation_bytes: of the dtype that the products are computed in.
-    """
-    return 14 if backward and activation_bytes <= 2 else 16
+def _part(spec: ModelSpec, strategy: ParallelStrategy) -> float:
+    """Elements of the largest part of a model under tensor and pipeline parallelism."""
+    return spec.stage_elements(strategy.pp) / strategy.tp
 
 
 def _layers(spec: ModelSpec) -> int:

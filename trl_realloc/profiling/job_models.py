@@ -12,7 +12,7 @@ import torch
 from ..engines.models import shell
 from ..engines.training.sliced_head import logits_are_of_head
 from ..plan.algorithm_graphs import ppo_graph
-from ..plan.dataflow import DataflowGraph, Role
+from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, ModelSpec
 
 
@@ -30,6 +30,7 @@ class JobModels:
         processing_class: the tokenizer, for engines that need one.
         mixed: dtype of mixed precision, if any.
         adapts_head: the actor trains an adapter that changes the language head.
+        generation_engine: "vllm" or "transformers".
     """
 
     configs: Mapping[Role, Sequence[Any]]
@@ -38,6 +39,7 @@ class JobModels:
     processing_class: Any = None
     mixed: torch.dtype | None = None
     adapts_head: bool = False
+    generation_engine: str = "vllm"
 
     def shallow(self, most: int, graph: DataflowGraph | None = None) -> JobModels:
         """The same models with fewer layers, at least two, so that each has at most `most` elements where it can.
@@ -49,7 +51,10 @@ class JobModels:
             role: [_shallow(config, spec_of(config, role in POLICIES), most) for config in role_configs]
             for role, role_configs in self.configs.items()
         }
-        return replace(self, configs=configs, specs=specs_of(configs, graph, self.mixed, adapts_head=self.adapts_head))
+        specs = specs_of(
+            configs, graph, self.mixed, adapts_head=self.adapts_head, generation_engine=self.generation_engine
+        )
+        return replace(self, configs=configs, specs=specs)
 
 
 def specs_of(
@@ -58,13 +63,16 @@ def specs_of(
     mixed: torch.dtype | None = None,
     *,
     adapts_head: bool = False,
+    generation_engine: str = "vllm",
 ) -> dict[str, list[ModelSpec]]:
-    """The parameter specs of the models that each call runs, by the call's name.
+    """The parameter specs of the models that each call runs, by the call's name. A vLLM engine holds its weights in the
+    dtype that it computes in, that of mixed precision.
 
     Args:
         graph: PPO's by default.
         mixed: dtype of mixed precision, if any.
         adapts_head: an adapter changes the language head of the actor, and of a reference that is computed by it.
+        generation_engine: "vllm" or "transformers".
     """
     graph = graph or ppo_graph()
     of_role = {role: [spec_of(config, role in POLICIES) for config in configs.get(role, ())] for role in graph.roles}
@@ -75,7 +83,11 @@ def specs_of(
     if adapts_head:
         for role in of_role.keys() & set(POLICIES):
             of_role[role] = [replace(spec, whole_logits=True) for spec in of_role[role]]
-    return {call.name: of_role[call.role] for call in graph.calls}
+    specs = {call.name: of_role[call.role] for call in graph.calls}
+    if mixed is not None and generation_engine == "vllm":
+        for call in graph.calls_of(CallKind.GENERATE):
+            specs[call] = [replace(spec, bytes_per_element=mixed.itemsize) for spec in specs[call]]
+    return specs
 
 
 def element_bytes(config: Any) -> int:

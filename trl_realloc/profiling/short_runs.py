@@ -6,7 +6,6 @@ not used. `planner.measured_rates` fits unit costs to the observations.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import time
@@ -27,6 +26,7 @@ from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Sampling
 from ..engines.models import frozen_copy, shell, with_adapters, without_dropout
+from ..engines.training.mixed_precision import autocast
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
@@ -278,21 +278,21 @@ def _nothing(completions: Sequence[Any]) -> list[float]:
 
 
 def _saved_bytes(model: torch.nn.Module, length: int, options: EngineOptions) -> float:
-    """Bytes of the tensors that a forward of one sample of `length` tokens saves for its backward; without
-    parameters."""
+    """Bytes of the tensors that a forward of one sample of `length` tokens saves for its backward; without parameters,
+    and without their casts, whose bytes do not depend on the tokens (`activation_memory` counts them)."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    matrices = {tuple(sorted(parameter.shape)) for parameter in model.parameters() if parameter.dim() == 2}
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
+        is_cast = tensor.dtype is options.compute_dtype and tuple(sorted(tensor.shape)) in matrices
+        if storage.data_ptr() not in parameters and not is_cast:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     tokens = torch.zeros((1, length), dtype=torch.long, device=options.device)
-    mixed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if options.compute_dtype is not None:
-        mixed = torch.autocast(options.device.type, dtype=options.compute_dtype)
+    mixed = autocast(options.device, options.compute_dtype)
     with mixed, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = model(input_ids=tokens, use_cache=False)  # as long as it is referenced, no storage is used again
     del output

@@ -54,7 +54,14 @@ def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -
     sharded already."""
     dp, stage = assignment.strategy.dp, assignment.strategy.zero_stage
     state = elements * state_bytes(element_bytes, assignment)
-    return elements * element_bytes // (dp if stage == 2 else 1) + state // (dp if stage in (1, 2) else 1)
+    gradients = elements * gradient_bytes(element_bytes, assignment)
+    return gradients // (dp if stage == 2 else 1) + state // (dp if stage in (1, 2) else 1)
+
+
+def gradient_bytes(element_bytes: int, assignment: Assignment) -> int:
+    """Bytes of a parameter element's gradient. DeepSpeed's have the parameter's dtype. Elsewhere those of 16 bits are
+    added up in float32 (`engines.training.master_weights`)."""
+    return element_bytes if assignment.strategy.zero_stage else max(element_bytes, _MASTER)
 
 
 def state_bytes(element_bytes: int, assignment: Assignment, moments: int = MOMENTS) -> int:

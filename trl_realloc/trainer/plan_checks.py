@@ -6,7 +6,10 @@ What any plan must keep is checked in `plan.execution_plan`; what an optimizer n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from ..common.errors import Problems
 from ..engines.generation.vllm_support import MIN_TEMPERATURE
@@ -18,7 +21,7 @@ from ..plan.model_spec import ModelSpec
 from ..profiling.job_models import element_bytes, spec_of
 from ..realloc.memory import check_memory
 from .config_checks import ConfigError, by_transformers
-from .job_builder import launched_deepspeed_config
+from .job_builder import compute_dtype, launched_deepspeed_config
 
 
 if TYPE_CHECKING:
@@ -72,12 +75,20 @@ def check_plan(
             f"the DeepSpeed config offloads the optimizer of {sharded[0]} to an NVMe drive, where its state can be "
             f"neither saved nor resumed; set offload_optimizer.device to cpu or none, or use more devices."
         )
-    check_layouts(plan, configs, adapted)
+    check_layouts(plan, configs, adapted, compute_dtype(args))
 
 
-def check_layouts(plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]) -> None:
+def check_layouts(
+    plan: ExecutionPlan,
+    configs: Mapping[Role, Sequence[Any]],
+    adapted: Sequence[Role],
+    mixed: torch.dtype | None = None,
+) -> None:
     """Check the tensor and pipeline parallelism of every call, and the memory that the plan states, against the models'
     configs.
+
+    Args:
+        mixed: dtype of mixed precision, if any, in which a vLLM engine holds its weights.
 
     Raises:
         PlanError: a model that cannot be split as the plan says, or parameters that do not fit.
@@ -90,7 +101,10 @@ def check_layouts(plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], ad
         if assignment.engine == "megatron" or plan.cluster.memory_gb is not None:
             for config in configs[role]:
                 with problems.of(name):
-                    specs.setdefault(name, []).append(_spec(config, assignment, is_policy))
+                    spec = _spec(config, assignment, is_policy)
+                    if mixed is not None and assignment.engine == "vllm":
+                        spec = replace(spec, bytes_per_element=mixed.itemsize)
+                    specs.setdefault(name, []).append(spec)
     problems.refuse()
     check_memory(plan, specs, adapted)
 

@@ -140,8 +140,8 @@ def prepare_policy(
         check(request.plan)
     dtype = compute_dtype(args)
     in_head = adapts_head(model, configs[Role.ACTOR][0], peft_config)
-    specs = specs_of(configs, graph, dtype, adapts_head=in_head)
-    models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head)
+    specs = specs_of(configs, graph, dtype, adapts_head=in_head, generation_engine=request.engine)
+    models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head, request.engine)
     job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
     job = replace(job, check=check, max_staleness=args.max_staleness, streams=not turn_makers(inputs))
     job_plan = (

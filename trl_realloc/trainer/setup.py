@@ -217,14 +217,16 @@ def _describe_job(
     """What the planner needs to know of this run."""
     mixed, peft_config = compute_dtype(args), inputs.peft_config
     adapted_head = adapts_head(inputs.model, configs[Role.ACTOR][0], peft_config)
-    specs = specs_of(configs, args.ppo_settings().graph, mixed, adapts_head=adapted_head)
+    specs = specs_of(
+        configs, args.ppo_settings().graph, mixed, adapts_head=adapted_head, generation_engine=request.engine
+    )
     return ppo_job(
         args,
         plugin,
         request.cluster,
         rank,
         request.engine,
-        JobModels(configs, specs, peft_config, inputs.processing_class, mixed, adapted_head),
+        JobModels(configs, specs, peft_config, inputs.processing_class, mixed, adapted_head, request.engine),
         prompt_tokens=prompts.mean_tokens,
         context_length=context_length,
         pad_token_id=pad_token_id,

@@ -27,6 +27,7 @@ from ..parameter_pieces import Piece
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name
 from .master_weights import NamedOptimizer, SplitMasters
+from .mixed_precision import autocast
 from .nonfinite_guard import refusal
 from .packed_attention import base_of
 from .packed_forward import (
@@ -236,9 +237,7 @@ class MegatronEngine:
 
     def in_context(self, compute: Callable[[], Any]) -> Any:
         """Run a part of the model's forward with the engine's autocast."""
-        if self.compute_dtype is None:
-            return compute()
-        with torch.autocast(self.device.type, self.compute_dtype):
+        with autocast(self.device, self.compute_dtype):
             return compute()
 
     # --- parameters -----------------------------------------------------------------------------------------------

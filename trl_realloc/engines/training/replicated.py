@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +34,7 @@ from ..training_state import (
     scalars_of,
 )
 from .master_weights import MasterWeights
+from .mixed_precision import autocast
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .weight_export import buckets, check_names, specs_of, whole_pieces
@@ -170,7 +170,7 @@ class ReplicatedEngine:
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
         """See `base.InPlaceEngine`."""
-        with self._evaluating(), self._autocast():
+        with self._evaluating(), autocast(self.device, self.compute_dtype, keeps_weights=True):
             yield self.head.model
 
     def training_state(self) -> TrainingState:
@@ -215,14 +215,9 @@ class ReplicatedEngine:
         pass
 
     def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
-        with self._autocast():
+        with autocast(self.device, self.compute_dtype):
             outputs: Mapping[str, Ragged] = self.head(samples)
         return outputs
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.compute_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.compute_dtype)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

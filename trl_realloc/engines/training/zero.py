@@ -35,6 +35,7 @@ from ..training_state import (
 )
 from . import deepspeed_compat as compat
 from .compiled_ops import clear_stale_locks, compiles
+from .mixed_precision import autocast
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
@@ -180,7 +181,8 @@ class ZeroEngine:
     def whole_model(self) -> Iterator[nn.Module]:
         """See `base.InPlaceEngine`. Ranks may run different numbers of forwards inside, or none."""
         self.engine.eval()
-        with self._gather(list(self.head.model.parameters())), self._without_hooks(), self._autocast():
+        keeping = autocast(self.device, self.compute_dtype, keeps_weights=True)
+        with self._gather(list(self.head.model.parameters())), self._without_hooks(), keeping:
             yield self.head.model
 
     def _without_hooks(self) -> contextlib.AbstractContextManager[Any]:
@@ -233,14 +235,9 @@ class ZeroEngine:
         self.engine.destroy()
 
     def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
-        with self._autocast():
+        with autocast(self.device, self.compute_dtype):
             outputs: Mapping[str, Ragged] = self.engine(samples)
         return outputs
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.compute_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.compute_dtype)
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         """Inside, the parameters are full."""
