@@ -24,9 +24,10 @@ sys.path[:0] = [str(ROOT / "tests" / part) for part in ("multiprocess", "trainer
 
 ROUNDS, WARM = 8, 3  # mini-batches of each kind; the first ones are not counted
 TOKENS = 64  # of a sample
+COMPUTED = 192  # of a sample whose stages compute, so that a mini-batch takes a second and not a fifth of one
 
 # Forward seconds of a micro-batch on each stage of A and B; a backward sleeps twice as long. Or the layers of both
-# models, whose hidden width is 256.
+# models, whose hidden width is 512.
 CASES: tuple[dict[str, Any], ...] = (
     {"kind": "sleeping", "pp": (2, 2), "micro": (8, 8), "seconds": ([0.04, 0.04], [0.02, 0.02])},
     {"kind": "sleeping", "pp": (2, 2), "micro": (4, 4), "seconds": ([0.05, 0.04], [0.03, 0.04])},
@@ -120,6 +121,7 @@ def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
     from split import deal, groups
 
     from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
+    from trl_realloc.engines.base import TokenLoss
     from trl_realloc.engines.mesh_group import FusedGroups
     from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining
     from trl_realloc.engines.training.megatron import MegatronEngine
@@ -129,7 +131,8 @@ def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
     places = groups(world, 1, case["pp"][0]), groups(world, 1, case["pp"][1]).reversed()
     line, orders, engines, shares = groups(world, 1, world).pp, FusedOrders(), [], []
     orders.compile()
-    losses = (PolicyLoss(0.2), ValueLoss(0.2, 0.1))
+    losses: tuple[TokenLoss, TokenLoss] = (PolicyLoss(0.2), ValueLoss(0.2, 0.1))
+    tokens = TOKENS if "seconds" in case else COMPUTED
     for model, (groups_of, loss) in enumerate(zip(places, losses, strict=True)):
         own = _model(case, model)
         head = PolicyHead(own, 1.0) if model == 0 else ValueHead(own)
@@ -141,9 +144,9 @@ def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
         engines.append(engine)
         copies = world // case["pp"][model]
         samples = deal(
-            _samples(case["micro"][model] * copies, bool(case.get("unequal"))), copies, groups_of.dp.index, {}
+            _samples(case["micro"][model] * copies, tokens, bool(case.get("unequal"))), copies, groups_of.dp.index, {}
         )
-        budget = 2 * TOKENS - 1 if case.get("unequal") else TOKENS
+        budget = 2 * tokens - 1 if case.get("unequal") else tokens
         shares.append(FusedShare(samples, loss, budget, 1e-3))
     messages = (dist.new_group(),)
     return FusedTraining((engines[0], engines[1]), FusedGroups(line, messages), orders), (shares[0], shares[1]), orders
@@ -155,8 +158,8 @@ def _model(case: Mapping[str, Any], model: int) -> Any:
     small = {"num_hidden_layers": case["pp"][model]}
     large = {
         "num_hidden_layers": case.get("layers", (0, 0))[model],
-        "hidden_size": 256,
-        "intermediate_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
     }
@@ -164,16 +167,16 @@ def _model(case: Mapping[str, Any], model: int) -> Any:
     return made(**(small if "seconds" in case else large))
 
 
-def _samples(count: int, unequal: bool) -> Any:
-    """Samples of `TOKENS` tokens, or `unequal` of half to one and a half times as many."""
+def _samples(count: int, tokens: int, unequal: bool) -> Any:
+    """Samples of so many tokens, or `unequal` of half to one and a half times as many."""
     import torch
 
     from trl_realloc.algorithms.rollout import Ragged, Rollouts
 
     draw = torch.Generator().manual_seed(1)
-    lengths = [TOKENS] * count
+    lengths = [tokens] * count
     if unequal:
-        lengths = torch.randint(TOKENS // 2, 3 * TOKENS // 2, (count,), generator=draw).tolist()
+        lengths = torch.randint(tokens // 2, 3 * tokens // 2, (count,), generator=draw).tolist()
     prompts = Ragged.of([torch.randint(2, 100, (8,), generator=draw) for _ in lengths], torch.long)
     responses = Ragged.of([torch.randint(2, 100, (n - 8,), generator=draw) for n in lengths], torch.long)
     waves = torch.sin(torch.arange(len(responses.values)).float())
