@@ -26,6 +26,7 @@ def test_a_small_data_set_is_measured_whole(lengths: list[int]) -> None:
 
 def test_of_a_large_data_set_a_sample_is_measured_and_the_bound_has_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_lengths, "SAMPLE", 8)
+    monkeypatch.setattr(policy_lengths, "EXACT", 0)
     tokenizer, read = tiny.tokenizer(), []
     lengths = [1 + row % 20 for row in range(400)]
 
@@ -36,6 +37,17 @@ def test_of_a_large_data_set_a_sample_is_measured_and_the_bound_has_a_margin(mon
     found = measure_lengths(Dataset.from_dict({"prompt": [text(n) for n in lengths]}), counted, {})
     assert len(read) <= 16
     assert found.longest == int(20 * MARGIN) and found.mean == pytest.approx(10.5, abs=2)
+
+
+def test_the_longest_prompt_in_tokens_is_found_where_others_have_more_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policy_lengths, "SAMPLE", 8)
+    prompts = ["x" * (100 + row) for row in range(99)]  # long words, each one token
+    prompts.insert(50, text(30))  # fewer characters, and 30 tokens
+    assert measure_lengths(Dataset.from_dict({"prompt": prompts}), tiny.tokenizer(), {}) == Lengths(
+        pytest.approx(1.0, abs=4), 30
+    )
 
 
 def test_conversations_are_measured_with_their_template() -> None:

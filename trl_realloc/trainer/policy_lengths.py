@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
-SAMPLE = 512  # prompts that are tokenized: the longest by characters, and as many spread over the data set
+EXACT = 8_000_000  # characters of a data set of which every prompt is tokenized, as its longest is then known
+SAMPLE = (
+    512  # of a larger one, prompts that are tokenized: the longest by characters, and as many spread over the data set
+)
 READ = 20_000  # most prompts that are looked at
 MARGIN = 1.25  # a prompt that was not tokenized may have so many more tokens than the longest that was
 ASSUMED = 512  # tokens of a prompt where the data set cannot be read in advance
@@ -41,7 +44,9 @@ def measure_lengths(dataset: Any, processing_class: Any, template: Mapping[str, 
     prompts = list(read["prompt"])
     by_size = sorted(range(len(prompts)), key=lambda at: len(str(prompts[at])))
     spread = by_size[:: max(1, len(by_size) // SAMPLE)][:SAMPLE]
-    counts = {at: _tokens(prompts[at], processing_class, template) for at in {*spread, *by_size[-SAMPLE:]}}
+    is_small = sum(len(str(prompt)) for prompt in prompts) <= EXACT
+    chosen = range(len(prompts)) if is_small else {*spread, *by_size[-SAMPLE:]}
+    counts = {at: _tokens(prompts[at], processing_class, template) for at in chosen}
     everything = len(counts) == len(dataset)
     longest = max(counts.values(), default=1)
     mean = sum(counts[at] for at in spread) / max(1, len(spread))

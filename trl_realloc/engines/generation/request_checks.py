@@ -59,7 +59,7 @@ class RequestChecks:
             raise EngineError(
                 f"{self.name}: the prompt of request {request.index} has {length} tokens; with up to "
                 f"{limit} new ones that is more than max_model_len {self.max_model_len}. "
-                "Shorten the prompt or the response, or raise max_model_len."
+                "Shorten the prompt or the response, or raise max_model_len (vllm_max_model_length of GRPO and RLOO)."
             )
         if not self._in_vocabulary(request.prompt_ids):
             raise EngineError(
