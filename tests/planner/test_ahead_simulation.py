@@ -11,12 +11,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llamas import pricing, specs, work
+from llamas import SMALL, pricing, specs, work
 
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
 from trl_realloc.plan.timeline import Span
@@ -233,6 +234,19 @@ def test_reading_samples_again_after_an_update_costs_what_their_prefill_costs() 
     kept, again = (estimate_plan(plan, models, prices, exact=False) for plan in plans)
     prefill = engine_prices(kept.plan, "actor.generate", models, prices).prefill("actor.generate", [4096 + 128] * 16)
     assert 0.5 * prefill < again.seconds - kept.seconds < 1.5 * prefill
+
+
+def test_a_response_that_an_update_interrupts_has_tokens_of_both_policies() -> None:
+    """The update takes less than the step that is decoded when it comes, and that step still counts."""
+    spec = ModelSpec.from_config(SMALL, "lm", bytes_per_element=2)
+    models = dict.fromkeys(MODELS, (spec,))
+    prices = costs(work(episodes=64, prompt_tokens=64, response_tokens=(160,), epochs=4))
+    plan = estimate_plan(replace(halves(prices.cluster), staleness=Staleness(1)), models, prices, exact=False)
+    step = engine_prices(plan.plan, "actor.generate", models, prices).step("actor.generate", 16, 100.0)
+    taken = plan.estimate.moves["actor.generate"] + plan.costs["actor.generate"].parts.get("load", 0.0)
+    assert taken < step
+    assert plan.estimate.oldest == 1
+    assert 0 < plan.estimate.mean_age < 1
 
 
 def test_without_a_staleness_nothing_changes() -> None:

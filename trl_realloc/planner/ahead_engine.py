@@ -127,7 +127,7 @@ class EngineAhead:
         self._engine.resume()
 
     def update(self, *, recomputes: bool) -> None:
-        """It has the parameters after another update. It is paused.
+        """It has the parameters after another update. It is paused, and the last step before the pause may still run.
 
         Args:
             recomputes: the keys and values of the samples that are being generated, under the new parameters.

@@ -63,6 +63,7 @@ class SimulatedEngine:
         self._offset = 0  # sum over the running samples of their cached tokens at step 0
         self._slots = prices.slots(work.name)
         self._segment: tuple[int, int, float] | None = None  # activity, its steps and seconds, of decoding
+        self._kept = 0  # steps of an interrupted segment that count when the last of them has ended
         self._least: int | None = None  # most tokens of a sample that is withdrawn; `None` if none are
         self._is_busy = True  # until it has started
         self._is_closed = False  # to samples, until the batch has ended
@@ -104,8 +105,9 @@ class SimulatedEngine:
         self._rereads = bool(self._running)
 
     def running(self) -> dict[int, int]:
-        """The tokens that each of the running samples has."""
-        return {index: self.work.lengths[index] - (end - self._step) for end, index in self._running}
+        """The tokens that each of the running samples has, with that of a step which runs on after an interruption."""
+        step = self._step + self._kept
+        return {index: self.work.lengths[index] - (end - step) for end, index in self._running}
 
     def _interrupt(self) -> None:
         """End the current decoding after the step that runs."""
@@ -116,7 +118,7 @@ class SimulatedEngine:
             done = self.activities.stop(number)
             kept = min(steps, max(0, math.ceil(done * steps - 1e-9)))
             rest = max(0.0, kept / steps - done) * seconds
-            self._segment = None
+            self._segment, self._kept = None, kept
             self.activities.start(rest, self.work.devices, lambda: self._decoded(kept))
 
     def _go_on(self) -> None:
@@ -157,7 +159,7 @@ class SimulatedEngine:
         self._segment = None if self.work.whole_batches else (number, steps, seconds)
 
     def _decoded(self, steps: int) -> None:
-        self._segment = None
+        self._segment, self._kept = None, 0
         self.decoded += steps * len(self._running)
         self._step += steps
         ended: list[int] = []
