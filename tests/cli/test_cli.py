@@ -11,11 +11,13 @@ import pytest
 
 import trl_realloc
 from trl_realloc.cli.main import main
+from trl_realloc.cli.recipe_planning import choose_for_recipe
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS, flatten, interleave
 from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.planner.recipe import read_recipe
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -224,6 +226,23 @@ def test_the_choice_is_explained_by_what_each_way_to_overlap_calls_is_worth(
     assert main(["show", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert ("ahead of the training" in shown) == bool(allowed)
+
+
+@pytest.mark.parametrize("text", ["full_determinism: true", "fp16: true"])
+def test_no_plan_is_chosen_that_the_run_of_the_same_recipe_refuses(text: str, tmp_path: Path) -> None:
+    """The clock decides about a staleness, and megatron does not scale losses."""
+    recipe, path = tmp_path / "ppo.yaml", tmp_path / "plan.yaml"
+    demo = RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent))
+    longer = demo.replace("response_length: 24", "response_length: 160")  # which a staleness pays for
+    stale = "max_staleness: 2\nvllm_importance_sampling_correction: true\n"
+    recipe.write_text(f"{longer}\n{stale}{text}\n")
+    assert main(["plan", str(recipe), "--cluster", "h100:8", "-o", str(path), "--time-limit", "1", "--explain"]) == 0
+    plan = ExecutionPlan.load(path)
+    if text.startswith("full"):
+        assert not plan.staleness.versions
+        assert plan.streams is None or plan.streams.deterministic
+    decision = choose_for_recipe(read_recipe(recipe), "h100:8", None, None, None, 0.2)
+    assert ("megatron" in decision.best.space.engines) == (text != "fp16: true")
 
 
 def test_planning_a_recipe_leaves_torch_out(tmp_path: Path) -> None:

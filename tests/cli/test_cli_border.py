@@ -21,6 +21,7 @@ from trl_realloc.cli import measure
 from trl_realloc.cli.main import main
 from trl_realloc.cli.recipe_parser import RecipeError
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.hardware import Sharing
@@ -143,6 +144,25 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a model that is a number": ("ppo.yaml", _recipe("value_model_path: 5"), "is a model's name or path, not 5"),
     "a model with a long name": ("ppo.yaml", _recipe(f"value_model_path: {'x' * 5000}"), "no config.json in"),
     "a plan as a recipe": ("ppo.yaml", lambda at: shutil.copy(at / "plan.yaml", at / "ppo.yaml") and None, "is a plan"),
+    "an algorithm that is a list": ("ppo.yaml", _recipe("algorithm: [ppo]"), "there is no algorithm ['ppo']"),
+    "an algorithm that is a mapping": ("ppo.yaml", _recipe("algorithm: {a: 1}"), "there is no algorithm {'a': 1}"),
+    "a number for a boolean": ("ppo.yaml", _recipe("vllm_enable_sleep_mode: 3"), "must be true or false, not 3"),
+    "a word for a boolean": ("ppo.yaml", _recipe("bf16: 'off'"), "bf16 must be true or false, not 'off'"),
+    "uneven mini-batches": (
+        "ppo.yaml",
+        _recipe("num_mini_batches: 3"),
+        "= 8 episodes do not divide into num_mini_batches 3 equal parts",
+    ),
+    "an engine that takes the device": (
+        "ppo.yaml",
+        _recipe("vllm_gpu_memory_utilization: 1.0"),
+        "set vllm_gpu_memory_utilization below 0.88",
+    ),
+    "an engine that leaves no room for contexts": (
+        "ppo.yaml",
+        _recipe("vllm_gpu_memory_utilization: 0.9"),
+        "vllm_gpu_memory_utilization 0.9 reserves 72.0 GB",
+    ),
     "a date that is none": ("ppo.yaml", _recipe("run_name: 2020-13-45"), "month must be in 1..12"),
     "no heads": ("policy/config.json", _config(num_attention_heads=0), "num_attention_heads must be a whole number"),
     "negative layers": ("policy/config.json", _config(num_hidden_layers=-2), "must be a whole number from 1 to 10,000"),
@@ -265,7 +285,8 @@ def test_a_wrong_value_is_refused_with_the_file_and_the_key(
     wrong(folder)
     said = refusal(READERS[name], capsys)
     assert told in said
-    assert Path(name).name in said
+    assert Path(name).name in said or "vllm_gpu_memory_utilization" in told  # which the whole job has
+    assert "would do" not in said, "no number of devices mends it"
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -289,7 +310,19 @@ def test_the_files_as_they_are_here_are_taken(folder: Path, name: str, capsys: p
         ("plan ppo.yaml --cluster h100:8 -o run/plan.yaml/x.yaml", "cannot be written"),
         ("plan ppo.yaml --devices -1", "1 or more, not -1"),
         ("plan ppo.yaml --devices 100000", "so many processes would be started"),
-        ("plan ppo.yaml --profile profile.json --nodes 3", "each node has equally many devices"),
+        ("plan ppo.yaml --profile profile.json --nodes 3", "is a measurement of 1 node(s), but --nodes is 3"),
+        ("plan ppo.yaml --nodes 2", "this machine, which is one node"),
+        ("plan ppo.yaml --nodes 0", "--nodes is 1 or more, not 0"),
+        ("plan ppo.yaml --cluster h100:8 --nodes 4", "--cluster says how many nodes there are; leave --nodes out"),
+        ("plan ppo.yaml --cluster h100:8 --engine transformers --zero-stage 3", "--engine and --zero-stage are for"),
+        ("plan ppo.yaml --cluster h100:8 --engine vllm", "--engine is for a preset"),
+        ("plan flatten --devices 8 --cluster h100:8", "--cluster is for a recipe, and flatten is a preset"),
+        (
+            "plan flatten --devices 8 --profile p.json --prompt-tokens 9 --time-limit 1 --explain",
+            "--profile and --prompt-tokens and --explain and --time-limit are for a recipe",
+        ),
+        ("show plan.yaml --engine transformers", "--engine is for a preset, and 'plan.yaml' is a plan's file"),
+        ("show plan.yaml --nodes 2", "the size of the job is missing"),
         ("plan ppo.yaml --profile profile.json --devices 5", "was measured on 2 devices, but --devices is 5"),
         ("plan flatten --devices 99999999999999", "1,048,576 devices at most"),
         ("show plan.yaml --devices -1", "both are 1 or more"),
@@ -418,3 +451,13 @@ def test_a_plan_for_measured_gpus_fits_their_memory(folder: Path, capsys: pytest
     _edited("profile.json", lambda profile: profile.update(is_accelerator=True, memory=1e6))(folder)
     assert main(READERS["profile.json"]) == 2
     assert "a device has 0 GB for a plan" in capsys.readouterr().err
+
+
+def test_a_profile_of_two_nodes_is_planned_for_two_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _edited("profile.json", lambda profile: profile.update(nodes=2))(folder)
+    assert main([*READERS["profile.json"], "-o", "new.yaml"]) == 0, capsys.readouterr().err
+    assert ExecutionPlan.load(folder / "new.yaml").cluster == Cluster(2, 1)
+    assert main([*READERS["profile.json"], "--nodes", "2"]) == 0
+    assert "is a measurement of 2 node(s), but --nodes is 1" in refusal(
+        [*READERS["profile.json"], "--nodes", "1"], capsys
+    )

@@ -15,6 +15,8 @@ from trl import ModelConfig, ScriptArguments
 
 from trl_realloc import PPOConfig
 from trl_realloc.cli.recipe_parser import SENTENCES, RecipeError, parse_recipe
+from trl_realloc.common.errors import PlanError
+from trl_realloc.planner.recipe import read_recipe_settings
 
 
 KINDS = (ScriptArguments, PPOConfig, ModelConfig)
@@ -121,3 +123,19 @@ def test_any_settings_are_taken_or_refused_in_a_sentence(
         parse_recipe(KINDS, ["--config", str(path), "--bf16", "false", "--use_cpu", "true"])
     except SENTENCES as error:
         assert len(str(error)) < 3000
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "vllm_enable_sleep_mode", "full_determinism"])
+@pytest.mark.parametrize("text", ["'no'", "'False'", "'0'", "'yes'", "'TRUE'", "'1'", "false", "true"])
+def test_the_planner_reads_a_boolean_as_the_run_does(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / "ppo.yaml"
+    run = parsed(path, f"{name}: {text}\n")
+    assert read_recipe_settings(path)[name] is getattr(run, name)
+
+
+def test_a_word_that_the_run_reads_as_no_boolean_is_refused_by_the_planner_too(tmp_path: Path) -> None:
+    path = tmp_path / "ppo.yaml"
+    with pytest.raises(RecipeError):
+        parsed(path, "gradient_checkpointing: 'off'\n")
+    with pytest.raises(PlanError, match="gradient_checkpointing must be true or false, not 'off'"):
+        read_recipe_settings(path)

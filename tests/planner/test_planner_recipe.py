@@ -13,7 +13,7 @@ from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.planner.recipe import Recipe
+from trl_realloc.planner.recipe import Recipe, read_recipe
 from trl_realloc.planner.recipe_settings import DEFAULTS
 
 
@@ -58,3 +58,18 @@ def test_what_training_holds_of_a_parameter_in_both_dtypes() -> None:
     assert [cost.static / low.elements for cost in costs] == [16.0, 18.0]
     assert costs[0].transient - costs[1].transient == 2 * low.layer_elements
     assert costs[0].parts["data"] == costs[1].parts["data"]
+
+
+def test_a_critic_without_a_path_starts_from_the_reward_model(tmp_path: Path) -> None:
+    for model in ("policy", "reward"):
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.json").write_text(json.dumps(SMALL))
+    path = tmp_path / "ppo.yaml"
+    path.write_text("sft_model_path: policy\nreward_model_path: reward\nvalue_model_path: null\n")
+    assert read_recipe(path).folders[Role.CRITIC] == tmp_path / "reward"
+
+
+def test_what_a_run_refuses_is_no_candidate(tmp_path: Path) -> None:
+    recipe = task(tmp_path, fp16=True, full_determinism=True)
+    assert recipe.trainers == ("zero",)
+    assert recipe.deterministic

@@ -1,6 +1,6 @@
 """The command `trl-realloc`: chooses, prints and writes plans without torch, and starts a job that measures a machine.
 
-That job is in `measure`, and its start in `measuring_job`. Choosing a plan is in `planner`.
+That job is in `measure`, and its start in `measuring_job`. Planning a recipe is in `recipe_planning`.
 """
 
 from __future__ import annotations
@@ -8,42 +8,42 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 import yaml
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..common.errors import PlanError, Problems, shown, suggest
+from ..common.errors import PlanError, shown, suggest
 from ..common.files import exists, shortened
-from ..plan.algorithm_graphs import ppo_graph
-from ..plan.assignment import CACHED_TOKENS
-from ..plan.cluster import MOST_DEVICES, Cluster
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
-from ..planner.analytic_rates import AnalyticRates
-from ..planner.choose import Decision, choose
-from ..planner.cost import Pricing
-from ..planner.device_memory import gpu_memory
+from ..planner.choose import Decision
 from ..planner.fused_lists import example
-from ..planner.hardware import Rates, parse_cluster
-from ..planner.measured_rates import MeasuredRates
 from ..planner.overlap_worth import OverlapWorth
-from ..planner.profile import Profile, model_key
-from ..planner.recipe import Recipe, is_plan, read_recipe
+from ..planner.recipe import is_plan, read_recipe
 from ..planner.show import alternatives_table, draw_estimate, explained, overlap_table, plan_tables, schedule_table
 from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
 from .measuring_job import check_processes, measured_profile, processes_of
+from .recipe_planning import check_request, choose_for_recipe, job_cluster, overlap_worth
 
 
-LONGEST_SEARCH = 86_400  # seconds
 OVERLAPS = ""  # --explain without a call
+# Options of `plan` and `show` that one kind of input alone has, by their parameters' names.
+OF_PRESETS = {"engine": "--engine", "zero_stage": "--zero-stage"}
+OF_RECIPES = {
+    "cluster": "--cluster",
+    "measured": "--profile",
+    "prompt_tokens": "--prompt-tokens",
+    "calls": "--explain",
+    "time_limit": "--time-limit",
+}
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
@@ -64,7 +64,7 @@ def plan_table(plan: ExecutionPlan) -> Table:
 
 
 _devices = click.option("--devices", type=int, metavar="N", help="Devices of the whole job (its processes).")
-_nodes = click.option("--nodes", type=int, default=1, show_default=True, metavar="M", help="Nodes they are on.")
+_nodes = click.option("--nodes", type=int, metavar="M", help="Nodes they are on (1).")
 _prompt_tokens = click.option("--prompt-tokens", type=float, metavar="T", help="Mean length of a recipe's prompts.")
 _engine = click.option(
     "--engine",
@@ -88,15 +88,16 @@ def commands() -> None:
 @_nodes
 @_engine
 @_zero_stage
-def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: int) -> None:
+def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_stage: int) -> None:
     """Print PLAN, a preset's name or a YAML file. With --devices, check that it fits a job of that size."""
     if plan in PRESETS:
-        cluster = _cluster(plan, devices, nodes)
+        cluster = job_cluster(plan, devices, nodes)
         chosen = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
     else:
         chosen = load_plan(plan)
-        if devices is not None:
-            chosen.check_world(_cluster(plan, devices, nodes).size)
+        _refuse_given(OF_PRESETS, f"a preset, and {shown(plan)} is a plan's file, which says them")
+        if devices is not None or nodes is not None:
+            chosen.check_world(job_cluster(plan, devices, nodes).size)
     Console().print(plan_table(chosen))
     if chosen.fused:
         Console().print(schedule_table(chosen, example(chosen), is_example=True))
@@ -125,7 +126,7 @@ def show(plan: str, devices: int | None, nodes: int, engine: str, zero_stage: in
 def plan(
     what: str,
     devices: int | None,
-    nodes: int,
+    nodes: int | None,
     engine: str,
     zero_stage: int,
     output: Path | None,
@@ -145,18 +146,22 @@ def plan(
             raise PlanError(f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
         if is_plan(Path(what)):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
+        _refuse_given(OF_PRESETS, f"a preset; {what} is a recipe, with the engine in its settings")
         output = output or Path("plan.yaml")
         _check_output(output, "the plan")
         named = [call for call in calls if call != OVERLAPS]
-        _check_request(cluster, measured, devices, nodes, time_limit, named)
+        check_request(cluster, measured, devices, nodes, time_limit, named)
         recipe = read_recipe(what, prompt_tokens)
         for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
-        chosen = _choose(recipe, cluster, measured, devices, nodes, time_limit)
-        worth = _worth(recipe, chosen, time_limit) if len(named) < len(calls) else None
+        chosen = choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit)
+        if corrected := chosen.best.space.pricing.corrections.described():
+            click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
+        worth = overlap_worth(recipe, chosen, time_limit) if len(named) < len(calls) else None
         _show_choice(chosen, named, worth, output)
         return
-    written = PRESETS[what](_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
+    _refuse_given(OF_RECIPES, f"a recipe, and {what} is a preset, for which nothing is chosen")
+    written = PRESETS[what](job_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
     if output is None:
         click.echo(written.to_yaml(), nl=False)
         return
@@ -165,105 +170,26 @@ def plan(
     click.echo(f"written to {output}; run it with plan: {output}")
 
 
+def _refuse_given(options: Mapping[str, str], instead: str) -> None:
+    """Refuse options that would have no effect.
+
+    Args:
+        options: how each is written, by its parameter's name.
+        instead: what they are for, and what was given.
+    """
+    source = click.get_current_context().get_parameter_source
+    given = [text for name, text in options.items() if source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        raise PlanError(f"{' and '.join(given)} {verb} for {instead}; leave {them} out.")
+
+
 def _check_output(output: Path, what: str) -> None:
     """Refuse a file that cannot be written, before anything is measured."""
     if not exists(output.parent):
         raise PlanError(f"{what} cannot be written to {shortened(output)} (there is no folder {output.parent}).")
     if not os.access(output if exists(output) else output.parent, os.W_OK):
         raise PlanError(f"{what} cannot be written to {output} (no permission to write there).")
-
-
-def _check_request(
-    cluster: str | None,
-    measured: Path | None,
-    devices: int | None,
-    nodes: int,
-    time_limit: float,
-    calls: Sequence[str],
-) -> None:
-    """Refuse options that exclude each other, and values that are out of range."""
-    problems = Problems()
-    if cluster is not None and measured is not None:
-        problems.append(
-            "--cluster plans for devices by their specification and --profile for a measured machine; keep one."
-        )
-    if cluster is not None and devices is not None:
-        problems.append("--cluster says how many devices there are; leave --devices out.")
-    if not 0 < time_limit <= LONGEST_SEARCH:
-        problems.append(
-            f"--time-limit is a number of seconds above 0 and up to {LONGEST_SEARCH:,}, not {time_limit:g}."
-        )
-    if nodes < 1 or (devices is not None and devices < 1):
-        problems.append(f"--devices and --nodes are 1 or more, not {devices} and {nodes}.")
-    for call in calls:
-        with problems.of("--explain"):
-            ppo_graph(proximal=True).call(call)
-    problems.refuse()
-
-
-def _choose(
-    recipe: Recipe, cluster: str | None, measured: Path | None, devices: int | None, nodes: int, time_limit: float
-) -> Decision:
-    if cluster is not None:
-        machine, device = parse_cluster(cluster)
-        pricing = _pricing(recipe, machine, AnalyticRates(device), device.memory)
-    else:
-        if measured is None:
-            check_processes(devices)
-        recipe.specs()  # refuses a model that cannot be planned for, before it is measured
-        profile = Profile.load(measured) if measured else measured_profile(recipe, devices or processes_of(recipe.path))
-        if devices is not None and devices != profile.devices:
-            raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
-        machine = _cluster(recipe.path.name, profile.devices, nodes)
-        _check_measured(profile, recipe, measured)
-        if corrected := profile.corrections.described():
-            click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
-        pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if profile.is_accelerator else None)
-        cap = None if profile.is_accelerator else CACHED_TOKENS
-        pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
-    return choose(
-        recipe.specs(),
-        pricing,
-        graph=recipe.graph,
-        generation_engine=recipe.engine,
-        max_staleness=recipe.max_staleness,
-        time_limit_s=time_limit,
-    )
-
-
-def _worth(recipe: Recipe, chosen: Decision, time_limit: float) -> OverlapWorth:
-    """What each way to overlap calls is worth."""
-    graph = recipe.stale_graph
-    corrects = recipe.algorithm != "rloo"
-    return OverlapWorth(chosen, graph, recipe.specs(graph), recipe.max_staleness, recipe.engine, time_limit, corrects)
-
-
-def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None) -> Pricing:
-    """The cost model of a recipe.
-
-    Args:
-        memory: of a device in bytes; `None` if it is not known.
-    """
-    names = ("vllm_gpu_memory_utilization", "memory_headroom", "vllm_enable_sleep_mode")
-    share, headroom, sleeps = (recipe.settings[key] for key in names)
-    of_device = None if memory is None else gpu_memory(memory, headroom)
-    return Pricing(machine, recipe.workload(machine), rates, memory=of_device, vllm_share=share, vllm_sleeps=sleeps)
-
-
-def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None:
-    """Refuse a profile that has no measurements of the recipe's models."""
-    rates = MeasuredRates(profile)
-    unknown = {
-        model_key(spec)
-        for call, specs in recipe.specs().items()
-        for spec in specs
-        if not rates.measured(spec, 1, 1, generates=call.endswith(".generate"))
-    }
-    if unknown:
-        raise PlanError(
-            f"{path or 'the profile'} has no measurements of {' or of '.join(sorted(unknown))}; make one with "
-            f"trl-realloc profile {recipe.path}."
-        )
 
 
 def _show_choice(chosen: Decision, calls: Sequence[str], worth: OverlapWorth | None, output: Path) -> None:
@@ -358,19 +284,6 @@ def compare(runs: tuple[Path, Path]) -> None:
         "whole update", *(f"{seconds:.3f}" for seconds in whole), f"{whole[1] / whole[0]:.2f}x" if all(whole) else ""
     )
     Console().print(table)
-
-
-def _cluster(plan: str, devices: int | None, nodes: int) -> Cluster:
-    """The job's cluster by the options of the command. Raises `PlanError` if there is no such cluster."""
-    if devices is None:
-        raise PlanError(f"the size of the job is missing: say --devices N, for instance {plan} --devices 8.")
-    if devices > MOST_DEVICES:
-        raise PlanError(f"--devices {devices}: a plan can be for {MOST_DEVICES:,} devices at most.")
-    if nodes < 1 or devices < 1 or devices % nodes:
-        raise PlanError(
-            f"--devices {devices} on --nodes {nodes}: both are 1 or more, and each node has equally many devices."
-        )
-    return Cluster(nodes, devices // nodes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

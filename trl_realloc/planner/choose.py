@@ -187,6 +187,8 @@ def _why_not(plan: PricedPlan, best: PricedPlan) -> str:
 def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]) -> Decision:
     """The decision without a staleness. Raises `PlanError` as `choose`."""
     generation_engine = options["generation_engine"]
+    if generation_engine == "vllm" and pricing.memory is not None:
+        pricing.memory.check_engine(pricing.vllm_share)  # no cluster is large enough for such an engine
     try:
         return _choose(specs, pricing, **options)
     except PlanError as error:

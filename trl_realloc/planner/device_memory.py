@@ -6,7 +6,10 @@ The numbers of bytes are assumptions for NVIDIA GPUs, not measured here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from ..common.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,22 @@ class DeviceMemory:
     def usable(self) -> float:
         """Bytes that a plan may take, contexts and communicators included."""
         return self.total * (1 - self.headroom)
+
+    def check_engine(self, share: float) -> None:
+        """Refuse a share of the device that a vLLM engine cannot reserve beside the contexts of its own process and its
+        rank's, even where nothing else is on the device.
+
+        Raises:
+            PlanError: names the setting, and a share to set it to.
+        """
+        contexts = 2 * self.context
+        most = math.floor(100 * (self.usable - contexts) / self.total + 1e-9) / 100
+        if most > 0 and share * self.total > self.usable - contexts:
+            raise PlanError(
+                f"vllm_gpu_memory_utilization {share:g} reserves {share * self.total / 1e9:.1f} GB of a device for a "
+                f"vLLM engine, but a device has {self.usable / 1e9:.1f} GB for a plan, and the contexts of two "
+                f"processes take {contexts / 1e9:.1f} GB of it; set vllm_gpu_memory_utilization below {most:g}."
+            )
 
 
 # NVIDIA's driver takes 0.3 to 0.5 GB of a data-centre GPU for a process; kernels and cuBLAS's workspace add as much.

@@ -47,7 +47,7 @@ class OverlapWorth:
         stale_specs: the models that each call of it runs, by the call's name.
         allowed: the largest staleness that the user allows.
         corrects: the algorithm has a correction for old rollouts.
-        generation_engine, time_limit_s: as of `choose`.
+        generation_engine, time_limit_s, engines, deterministic: as of `choose`.
     """
 
     decision: Decision
@@ -57,6 +57,8 @@ class OverlapWorth:
     generation_engine: str = "vllm"
     time_limit_s: float = 5.0
     corrects: bool = True
+    engines: Sequence[str] = ("zero", "megatron")
+    deterministic: bool = False
 
     @cached_property
     def whole(self) -> PricedPlan:
@@ -78,6 +80,8 @@ class OverlapWorth:
             space.pricing,
             graph=space.graph,
             generation_engine=self.generation_engine,
+            engines=self.engines,
+            deterministic=self.deterministic,
             barrier=True,
             fuses=False,
             time_limit_s=self.time_limit_s,
@@ -94,7 +98,14 @@ class OverlapWorth:
             return known
         space: Space = replace(self.whole.space, graph=self.stale_graph, specs=self.stale_specs)
         exact = space.cluster.size <= MANY
-        found = choose_staleness(space, self._synchronous, most, time_limit_s=self.time_limit_s, exact=exact)
+        found = choose_staleness(
+            space,
+            self._synchronous,
+            most,
+            deterministic=self.deterministic,
+            time_limit_s=self.time_limit_s,
+            exact=exact,
+        )
         by_versions = {**found.by_versions, **(known.by_versions if known is not None else {})}
         return replace(found, by_versions=dict(sorted(by_versions.items())))
 

@@ -16,7 +16,7 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import Head, ModelSpec
 from ..plan.staleness import uncorrected
-from .recipe_settings import DEFAULTS_OF, algorithm_of, group_workload
+from .recipe_settings import DEFAULTS_OF, algorithm_of, group_workload, read_booleans
 from .workload import Workload
 
 
@@ -50,6 +50,16 @@ class Recipe:
         if self.algorithm == "ppo":
             return str(self.settings["generation_engine"] or "vllm")
         return "transformers" if self.settings["use_vllm"] is False else "vllm"
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """The engines that may score and train in the run: megatron does not scale losses, as fp16 needs."""
+        return ("zero",) if self.settings["fp16"] else ("zero", "megatron")
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether two runs are to give the same bits."""
+        return bool(self.settings["full_determinism"])
 
     @property
     def max_staleness(self) -> int:
@@ -106,22 +116,28 @@ class Recipe:
         """One iteration on the cluster's devices, in which every response has its largest number of tokens.
 
         Raises:
-            PlanError: GRPO's or RLOO's batches cannot be divided as the recipe says.
+            PlanError: the batches cannot be divided as the recipe says.
         """
         if self.algorithm != "ppo":
             return group_workload(self.settings, self.prompt_tokens, cluster)
         settings = self.settings
         longest = round(self.prompt_tokens + settings["response_length"])
-        share = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
+        each, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
+        share, parts = each * accumulated, settings["num_mini_batches"]
+        if share % parts:
+            raise PlanError(
+                f"{self.path}: per_device_train_batch_size {each} x gradient_accumulation_steps {accumulated} = "
+                f"{share} episodes do not divide into num_mini_batches {parts} equal parts; change one of the three."
+            )
         return Workload(
             episodes=share * cluster.size,
             prompt_tokens=self.prompt_tokens,
             response_tokens=(settings["response_length"],),
-            mini_batches=settings["num_mini_batches"],
+            mini_batches=parts,
             epochs=settings["num_ppo_epochs"],
             recompute=bool(settings["gradient_checkpointing"]),
             forward_tokens=settings["local_rollout_forward_batch_size"] * longest,
-            train_tokens=settings["per_device_train_batch_size"] * longest,
+            train_tokens=each * longest,
         )
 
 
@@ -145,18 +161,18 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
         raise PlanError(f"--prompt-tokens is a number from 1 to {MOST_TOKENS:,}, not {prompt_tokens:g}.")
     settings = read_recipe_settings(path)
     algorithm = algorithm_of(settings, path)
-    policy = next((settings[key] for key in POLICY if key in settings), None)
-    reward = next((settings[key] for key in REWARD if key in settings), None)
-    critic = settings.get("value_model_path", reward)
-    needed = "sft_model_path and reward_model_path" if algorithm == "ppo" else "model_name_or_path"
-    if policy is None or (critic is None and algorithm == "ppo"):
-        raise PlanError(f"{path} names no models; it needs {needed}.")
     paths = [(key, settings[key]) for key in (*POLICY, *REWARD, "value_model_path") if key in settings]
     Problems(
         f"{path}: {key} is a model's name or path, not {shown(value)}."
         for key, value in paths
         if not isinstance(value, str | None)
     ).refuse()
+    policy = next((settings[key] for key in POLICY if settings.get(key)), None)  # null is as good as no key
+    reward = next((settings[key] for key in REWARD if settings.get(key)), None)
+    critic = settings.get("value_model_path") or reward
+    needed = "sft_model_path and reward_model_path" if algorithm == "ppo" else "model_name_or_path"
+    if policy is None or (critic is None and algorithm == "ppo"):
+        raise PlanError(f"{path} names no models; it needs {needed}.")
     actor = _folder(policy, path)
     folders = {Role.ACTOR: actor, Role.REFERENCE: actor}
     if critic is not None and algorithm == "ppo":
@@ -171,7 +187,8 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
 
 
 def read_recipe_settings(path: Path) -> dict[str, Any]:
-    """A recipe's settings. Those of `common.settings` are checked and converted to numbers.
+    """A recipe's settings. Those of `common.settings` are checked and converted to numbers, and texts such as 'no' are
+    converted to the booleans that a run reads.
 
     A key that is similar to a setting's name is refused as misspelt. Any other unknown key is accepted here, because it
     may belong to the user's script; a run checks all keys.
@@ -187,13 +204,14 @@ def read_recipe_settings(path: Path) -> dict[str, Any]:
         if near:
             problems.append(f"{path}: no setting {shown(key)}; did you mean {near!r}?")
     read, wrong = read_settings({key: number_of_text(value) for key, value in contents.items() if key in SETTINGS})
-    problems += [f"{path}: {problem}" for problem in wrong]
+    switches, unclear = read_booleans(contents)
+    problems += [f"{path}: {problem}" for problem in (*wrong, *unclear)]
     numbers = {key for defaults in DEFAULTS_OF.values() for key, value in defaults.items() if isinstance(value, int)}
     for key in sorted(numbers | {"generation_batch_size", "steps_per_generation"}):
         if (read.get(key) or 1) > MOST_TOKENS:
             problems.append(f"{path}: {key} {read[key]:,} is more than the {MOST_TOKENS:,} that are planned for.")
     problems.refuse()
-    return {**contents, **read}
+    return {**contents, **read, **switches}
 
 
 def is_plan(path: Path) -> bool:

@@ -1,5 +1,5 @@
-"""The settings of recipes by algorithm: their defaults, which algorithm a recipe is for, and the batches of GRPO and
-RLOO."""
+"""The settings of recipes by algorithm: their defaults, which of them are booleans, which algorithm a recipe is for,
+and the batches of GRPO and RLOO."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _SHARED: Mapping[str, Any] = {
     "memory_headroom": HEADROOM,
     "bf16": True,
     "fp16": False,
+    "full_determinism": False,
 }
 
 # A recipe's settings that the planner reads, with the defaults of `PPOConfig`, `GRPOConfig` and `RLOOConfig`.
@@ -50,11 +51,39 @@ DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05},
 }
 
+# Booleans of these, and the texts that a run's parser reads as booleans, in small letters.
+BOOLEANS = (
+    "gradient_checkpointing",
+    "vllm_enable_sleep_mode",
+    "bf16",
+    "fp16",
+    "full_determinism",
+    "use_vllm",
+    "vllm_importance_sampling_correction",
+)
+_TRUE = ("yes", "true", "t", "y", "1")
+_FALSE = ("no", "false", "f", "n", "0")
+
 # settings that one algorithm alone has, by which a recipe without `algorithm` is known
 _PPO = ("sft_model_path", "reward_model_path", "value_model_path", "num_ppo_epochs", "num_mini_batches", "kl_coef")
 _RLOO = ("normalize_advantages", "reward_clip_range")
 _GRPO = ("num_generations", "max_completion_length", "num_iterations", "steps_per_generation", "generation_batch_size")
 _GRPO_ALONE = ("loss_type", "scale_rewards", "importance_sampling_level")
+
+
+def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], list[str]]:
+    """(read, problems): the booleans that a recipe writes as text, read as a run's parser reads them, and a sentence
+    for each value that is no boolean. `None` stays, because some of these settings may be unset."""
+    read: dict[str, bool | None] = {}
+    problems: list[str] = []
+    for name in BOOLEANS:
+        value = settings.get(name)
+        word = value.lower() if isinstance(value, str) else None
+        if word in (*_TRUE, *_FALSE):
+            read[name] = word in _TRUE
+        elif value is not None and not isinstance(value, bool):
+            problems.append(f"{name} must be true or false, not {shown(value)}.")
+    return read, problems
 
 
 def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
@@ -66,9 +95,9 @@ def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
     """
     named = settings.get("algorithm")
     if named is not None:
-        if named not in DEFAULTS_OF:
+        if not isinstance(named, str) or named not in DEFAULTS_OF:
             raise PlanError(f"{path}: there is no algorithm {shown(named)}; {suggest(named, DEFAULTS_OF)}")
-        return str(named)
+        return named
     if any(key in settings for key in (*_PPO, "response_length")):
         return "ppo"
     if any(key in settings for key in _RLOO):

@@ -1,0 +1,170 @@
+"""Plans a recipe for the devices that the options of `trl-realloc plan` say.
+
+The commands and what they print are in `main`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..common.errors import PlanError, Problems
+from ..plan.algorithm_graphs import ppo_graph
+from ..plan.assignment import CACHED_TOKENS
+from ..plan.cluster import MOST_DEVICES, Cluster
+from ..planner.analytic_rates import AnalyticRates
+from ..planner.choose import Decision, choose
+from ..planner.cost import Pricing
+from ..planner.device_memory import gpu_memory
+from ..planner.hardware import Rates, parse_cluster
+from ..planner.measured_rates import MeasuredRates
+from ..planner.overlap_worth import OverlapWorth
+from ..planner.profile import Profile, model_key
+from ..planner.recipe import Recipe
+from .measuring_job import check_processes, measured_profile, processes_of
+
+
+LONGEST_SEARCH = 86_400  # seconds
+
+
+def check_request(
+    cluster: str | None,
+    measured: Path | None,
+    devices: int | None,
+    nodes: int | None,
+    time_limit: float,
+    calls: Sequence[str],
+) -> None:
+    """Refuse options that exclude each other, and values that are out of range."""
+    problems = Problems()
+    if cluster is not None and measured is not None:
+        problems.append(
+            "--cluster plans for devices by their specification and --profile for a measured machine; keep one."
+        )
+    if cluster is not None and devices is not None:
+        problems.append("--cluster says how many devices there are; leave --devices out.")
+    if cluster is not None and nodes is not None:
+        problems.append("--cluster says how many nodes there are; leave --nodes out.")
+    if cluster is None and measured is None and nodes is not None and nodes > 1:
+        problems.append(
+            f"--nodes {nodes}: a recipe is planned for this machine, which is one node; name the devices of several "
+            f"nodes with --cluster h100:16x8, or a profile that was measured on them with --profile."
+        )
+    if not 0 < time_limit <= LONGEST_SEARCH:
+        problems.append(
+            f"--time-limit is a number of seconds above 0 and up to {LONGEST_SEARCH:,}, not {time_limit:g}."
+        )
+    for option, number in (("--devices", devices), ("--nodes", nodes)):
+        if number is not None and number < 1:
+            problems.append(f"{option} is 1 or more, not {number}.")
+    for call in calls:
+        with problems.of("--explain"):
+            ppo_graph(proximal=True).call(call)
+    problems.refuse()
+
+
+def choose_for_recipe(
+    recipe: Recipe,
+    cluster: str | None,
+    measured: Path | None,
+    devices: int | None,
+    nodes: int | None,
+    time_limit: float,
+) -> Decision:
+    """The plan for a recipe on the devices of --cluster, on the machine of --profile, or on this one, which is
+    measured.
+
+    Raises:
+        PlanError: there are no such devices, the profile is of others, or no plan fits.
+    """
+    if cluster is not None:
+        machine, device = parse_cluster(cluster)
+        pricing = _pricing(recipe, machine, AnalyticRates(device), device.memory)
+    else:
+        if measured is None:
+            check_processes(devices)
+        recipe.specs()  # refuses a model that cannot be planned for, before it is measured
+        profile = Profile.load(measured) if measured else measured_profile(recipe, devices or processes_of(recipe.path))
+        if devices is not None and devices != profile.devices:
+            raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
+        if nodes is not None and nodes != profile.nodes:
+            raise PlanError(
+                f"{measured or 'the profile'} is a measurement of {profile.nodes} node(s), but --nodes is {nodes}; "
+                f"leave --nodes out, or measure on as many nodes."
+            )
+        machine = job_cluster(recipe.path.name, profile.devices, profile.nodes)
+        _check_measured(profile, recipe, measured)
+        pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if profile.is_accelerator else None)
+        cap = None if profile.is_accelerator else CACHED_TOKENS
+        pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
+    return choose(
+        recipe.specs(),
+        pricing,
+        graph=recipe.graph,
+        generation_engine=recipe.engine,
+        engines=recipe.trainers,
+        deterministic=recipe.deterministic,
+        max_staleness=recipe.max_staleness,
+        time_limit_s=time_limit,
+    )
+
+
+def overlap_worth(recipe: Recipe, chosen: Decision, time_limit: float) -> OverlapWorth:
+    """What each way to overlap calls is worth."""
+    graph = recipe.stale_graph
+    corrects = recipe.algorithm != "rloo"
+    return OverlapWorth(
+        chosen,
+        graph,
+        recipe.specs(graph),
+        recipe.max_staleness,
+        recipe.engine,
+        time_limit,
+        corrects,
+        recipe.trainers,
+        recipe.deterministic,
+    )
+
+
+def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None) -> Pricing:
+    """The cost model of a recipe.
+
+    Args:
+        memory: of a device in bytes; `None` if it is not known.
+    """
+    names = ("vllm_gpu_memory_utilization", "memory_headroom", "vllm_enable_sleep_mode")
+    share, headroom, sleeps = (recipe.settings[key] for key in names)
+    of_device = None if memory is None else gpu_memory(memory, headroom)
+    return Pricing(machine, recipe.workload(machine), rates, memory=of_device, vllm_share=share, vllm_sleeps=sleeps)
+
+
+def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None:
+    """Refuse a profile that has no measurements of the recipe's models."""
+    rates = MeasuredRates(profile)
+    unknown = {
+        model_key(spec)
+        for call, specs in recipe.specs().items()
+        for spec in specs
+        if not rates.measured(spec, 1, 1, generates=call.endswith(".generate"))
+    }
+    if unknown:
+        raise PlanError(
+            f"{path or 'the profile'} has no measurements of {' or of '.join(sorted(unknown))}; make one with "
+            f"trl-realloc profile {recipe.path}."
+        )
+
+
+def job_cluster(plan: str, devices: int | None, nodes: int | None) -> Cluster:
+    """The job's cluster by the options of the command; one node where none are said. Raises `PlanError` if there is no
+    such cluster."""
+    nodes = 1 if nodes is None else nodes
+    if devices is None:
+        raise PlanError(f"the size of the job is missing: say --devices N, for instance {plan} --devices 8.")
+    if devices > MOST_DEVICES:
+        raise PlanError(f"--devices {devices}: a plan can be for {MOST_DEVICES:,} devices at most.")
+    if nodes < 1 or devices < 1 or devices % nodes:
+        raise PlanError(
+            f"--devices {devices} on --nodes {nodes}: both are 1 or more, and each node has equally many devices."
+        )
+    return Cluster(nodes, devices // nodes)
