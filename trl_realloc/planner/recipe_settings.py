@@ -81,6 +81,8 @@ def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], 
         word = value.lower() if isinstance(value, str) else None
         if word in (*_TRUE, *_FALSE):
             read[name] = word in _TRUE
+        elif value in (0, 1):
+            read[name] = bool(value)
         elif value is not None and not isinstance(value, bool):
             problems.append(f"{name} must be true or false, not {shown(value)}.")
     return read, problems
