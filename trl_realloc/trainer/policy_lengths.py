@@ -10,9 +10,7 @@ from typing import Any
 
 
 EXACT = 8_000_000  # characters of a data set of which every prompt is tokenized, as its longest is then known
-SAMPLE = (
-    512  # of a larger one, prompts that are tokenized: the longest by characters, and as many spread over the data set
-)
+SAMPLE = 512  # of a larger one, so many prompts are tokenized: the longest by characters, and as many spread over it
 READ = 20_000  # most prompts that are looked at
 MARGIN = 1.25  # a prompt that was not tokenized may have so many more tokens than the longest that was
 ASSUMED = 512  # tokens of a prompt where the data set cannot be read in advance
