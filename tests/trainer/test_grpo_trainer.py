@@ -15,9 +15,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.streams import Streams
+from trl_realloc.runtime.failures.alarm import JobFailed
 from trl_realloc.trainer import policy_trainer
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.plan_request import PlanRequest
@@ -278,6 +280,37 @@ def test_prompts_of_an_evaluation_and_of_tools_have_room(tmp_path: Path) -> None
     made = GRPOTrainer(policy(), distinct, settings(tmp_path), PROMPTS, long, processing_class=tiny.tokenizer())
     made.close()
     assert made.setup.job.options.context_length == 40 + 8
+
+
+def words(count: int, rows: int = 4) -> Dataset:
+    return Dataset.from_dict({"prompt": [" ".join(["w5"] * count)] * rows})
+
+
+def test_generation_in_the_model_that_trains_has_room_for_all_prompts_that_the_model_has(tmp_path: Path) -> None:
+    """Also for those of an evaluation that are longer than those of the data set, as in TRL."""
+    args = settings(tmp_path, per_device_eval_batch_size=4)
+    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    assert made.evaluate(words(60))["eval_completions/max_length"] == 8
+    assert made.evaluate(words(123))["eval_completions/max_length"] == 5  # of 128 positions
+    with pytest.raises(JobFailed, match=r"128 tokens, .* nothing can be generated; the model has no more positions"):
+        made.evaluate(words(128))
+    made.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+def test_an_engine_says_that_it_shortens_completions_and_what_to_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = settings(tmp_path, per_device_eval_batch_size=4, use_vllm=True)
+    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    assert made.evaluate(words(5))["eval_completions/max_length"] == 6
+    assert made.evaluate(words(4))["eval_completions/max_length"] == 7
+    (message,) = [text for text in caplog.messages if "a prompt has" in text]
+    assert "5 tokens" in message and "at most 6, not 8; set vllm_max_model_length" in message
+    with pytest.raises(JobFailed, match="11 tokens, .* nothing can be generated; set vllm_max_model_length"):
+        made.evaluate(words(11))
 
 
 def test_vespo_needs_weights_of_tokens(tmp_path: Path) -> None:

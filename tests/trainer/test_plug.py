@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -18,6 +19,7 @@ from trl_realloc.trainer.accelerate_fallback import plan_generation
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.generation_plan import GENERATE
 from trl_realloc.trainer.planned_generation import NoImagesError, PlannedGeneration
+from trl_realloc.trainer.plug import _context_length
 
 
 needs_vllm = pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
@@ -141,6 +143,28 @@ def test_settings_that_the_engines_cannot_follow_are_refused_before_one_starts(
     with pytest.raises(ConfigError, match=message):
         plug(made, **engine)
     assert not made.use_vllm and not hasattr(made, "vllm_generation")
+
+
+def test_engines_have_room_for_the_prompts_that_the_trainer_has(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    config = made.model.config
+    lengths = [len(text.split()) for text in made.train_dataset["prompt"]]
+    assert _context_length(made, None, 12, config) == max(lengths) + 12
+    made.eval_dataset = Dataset.from_dict({"prompt": ["w2 " * 30]})
+    assert _context_length(made, None, 12, config) == 30 + 12
+    assert _context_length(made, 77, 12, config) == 77
+    made.eval_dataset = Dataset.from_dict({"prompt": ["w2 " * 300]})
+    assert _context_length(made, None, 12, config) == 128
+
+
+def test_engines_have_room_for_all_that_the_model_has_where_prompts_are_made_in_the_run(tmp_path: Path) -> None:
+    config = tiny.config()
+    made = trainer(tmp_path)
+    made.rollout_func = lambda *args: {}
+    assert _context_length(made, None, 12, config) == 128
+    made = trainer(tmp_path)
+    made._tokenize_prompts = lambda prompts: [[2] * 100 for _ in prompts]
+    assert _context_length(made, None, 12, config) == 128
 
 
 @needs_vllm

@@ -21,6 +21,7 @@ from ..algorithms.rewards import FunctionReward, ModelReward, decode, weighted_s
 from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, Unfinished
 from ..plan.dataflow import Call, Role
+from .context_limit import ContextLimit
 from .placement import Placement
 from .routes import sources
 from .shares import as_responses
@@ -49,8 +50,7 @@ class CallSettings:
         reward_tokens: from samples with the column `TEXTS` to what each reward model reads of them, by its name: token
             ids, int64; `None` where reward models read prompts and responses.
         finished: called on the rank that generates, with samples as they end and the columns generated of them.
-        context_length: most tokens of a prompt and its response; 0 where no prompt leaves less room than the sampling's
-            `max_tokens`.
+        context: of the engines; `None` where every prompt leaves room for the sampling's `max_tokens`.
     """
 
     sampling: Sampling
@@ -61,7 +61,7 @@ class CallSettings:
     reward_weights: dict[str, float]
     skip_nonfinite: bool = False
     sampling_of: Mapping[str, Sampling] = field(default_factory=dict)
-    context_length: int = 0
+    context: ContextLimit | None = None
     reward_tokens: Callable[[Rollouts], Mapping[str, Ragged]] | None = None
     finished: Callable[[Rollouts], None] | None = None
 
@@ -111,25 +111,22 @@ def requests_of(
     Args:
         samples: with the columns `index` and the call's first input.
         begun: by sample, what another engine has generated of it.
+
+    Raises:
+        EngineError: the context has no room for a response to some prompt.
     """
     begun = begun or {}
+    most = sampling_of(settings, call, step).max_tokens
     return [
         GenerationRequest(
             index,
             tuple(row.tolist()),
             sample_seed(settings.seed, step.number, index, call.label, step.draw),
             begun.get(index),
-            _limit(settings, call, step, len(row)),
+            None if settings.context is None else settings.context.response(len(row), most),
         )
         for index, row in zip(samples.tensor("index").tolist(), samples.ragged(call.inputs[0]).rows(), strict=True)
     ]
-
-
-def _limit(settings: CallSettings, call: Call, step: Step, prompt: int) -> int | None:
-    """Most response tokens to a prompt of so many tokens, where the context ends before the sampling's `max_tokens`. A
-    prompt without room for a token is refused by the engine."""
-    room = max(1, settings.context_length - prompt)
-    return room if settings.context_length and room < sampling_of(settings, call, step).max_tokens else None
 
 
 def sampling_of(settings: CallSettings, call: Call, step: Step) -> Sampling:

@@ -29,6 +29,7 @@ from ..runtime.messages import GlooMessages
 from ..runtime.rounds import Rounds
 from ..runtime.vllm_start import VLLMOptions, start_vllm
 from .generation_plan import GENERATE, engine_owners
+from .policy_lengths import context_limit
 
 
 class NoImagesError(ValueError):
@@ -91,7 +92,7 @@ class PlannedGeneration:
     ) -> None:
         self.plan, self.rank, self.sampling, self.takes_turns = plan, rank, sampling, takes_turns
         self._policy, self._seed, self._device = policy, seed, options.device
-        self._context_length = options.context_length
+        self._context = context_limit(options.context_length, policy.config)
         self._version = 0  # of the engines' parameters: the number of synchronizations
         self._is_stale = True  # whether the engines have no parameters
         self._draws = (-1, 0)  # the optimizer step, and how often `generate` was called in it
@@ -236,8 +237,9 @@ class PlannedGeneration:
 
     def _serve(self, requests: list[tuple[list[int], int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         assert self.engine is not None, "only ranks with an engine are asked to serve"
+        most = self.sampling.max_tokens  # a later turn has a long prompt
         asked = [
-            GenerationRequest(at, tuple(prompt), seed, max_tokens=self._limit(prompt))
+            GenerationRequest(at, tuple(prompt), seed, max_tokens=self._context.response(len(prompt), most))
             for at, (prompt, seed) in enumerate(requests)
         ]
         made: dict[int, Any] = {}
@@ -245,12 +247,6 @@ class PlannedGeneration:
             self._alarm.check()
             made[completion.index] = completion
         return [(made[at].token_ids, made[at].logprobs) for at in range(len(asked))]
-
-    def _limit(self, prompt: Sequence[int]) -> int | None:
-        """Most tokens of a completion, if the context ends before `sampling.max_tokens`. A later turn has a long
-        prompt. One without room for a token is refused by the engine."""
-        room = max(1, self._context_length - len(prompt))
-        return room if room < self.sampling.max_tokens else None
 
 
 def _seed(*numbers: int) -> int:

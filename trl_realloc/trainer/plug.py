@@ -32,6 +32,7 @@ from .generation_plan import generation_plan
 from .job_builder import compute_dtype
 from .model_checks import check_adapter_kind
 from .planned_generation import PlannedGeneration, Policy
+from .policy_lengths import ASSUMED, Lengths, context_length, lengths_of
 from .trl_sampling import read_sampling
 
 
@@ -90,7 +91,7 @@ def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
     config = read_config(trainer.accelerator.unwrap_model(model), "model")
     options = VLLMOptions(
         device,
-        context_length=int(vllm.get("max_model_len") or _context_length(args, config)),
+        context_length=_context_length(trainer, vllm.get("max_model_len"), sampling.max_tokens, config),
         compute_dtype=compute_dtype(args),
         vllm=_engine_settings(args, vllm, resolved["actor.generate"].strategy.dp, len(processes)),
         log_folder=Path(args.output_dir) / "logs",
@@ -187,17 +188,45 @@ def _check_settings(args: Any, vllm: Mapping[str, Any]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _context_length(args: Any, config: Any) -> int:
-    """Most tokens of a prompt and its completion: the setting, or what the model has positions for."""
-    length: Any = _setting(args, "vllm_max_model_length")
-    if length is None:
-        length = getattr(config.get_text_config(), "max_position_embeddings", None)
+def _context_length(trainer: Any, given: int | None, completion: int, config: Any) -> int:
+    """Most tokens of a prompt and its completion: the setting, or what the trainer's data sets need, or what the model
+    has positions for.
+
+    Args:
+        given: replaces `vllm_max_model_length`.
+        completion: most tokens of a completion.
+    """
+    given = given or _setting(trainer.args, "vllm_max_model_length")
+    lengths = Lengths(ASSUMED, None)
+    if given is None and _reads_prompts_as_given(trainer):
+        template = dict(getattr(trainer, "chat_template_kwargs", None) or {})
+        if (chat_template := getattr(trainer, "chat_template", None)) is not None:
+            template["chat_template"] = chat_template
+        lengths = lengths_of(trainer.train_dataset, trainer.eval_dataset, trainer.processing_class, template)
+    length = context_length(given, lengths, completion, config)
     if length is None:
         raise ConfigError(
             f"the config of {config.model_type} does not say how long a sample may be; set vllm_max_model_length to "
             f"the tokens of the longest prompt and max_completion_length together."
         )
-    return int(length)
+    return length
+
+
+# Methods that lead from the rows of a data set to what is generated from, and the modules of those that are known.
+_PROMPT_METHODS = (
+    *("_prepare_inputs", "_generate_and_score_completions", "_generate", "_tokenize_prompts"),
+    "_generate_single_turn",
+)
+_KNOWN_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", __name__.rpartition(".")[0])
+
+
+def _reads_prompts_as_given(trainer: Any) -> bool:
+    """Whether a trainer generates from the prompts of its data sets alone, as TRL's GRPO and RLOO do without tools,
+    environments, a `rollout_func`, or a method of the user's in between."""
+    if takes_turns(trainer) or getattr(trainer, "environment_factories", None):
+        return False
+    modules = [str(getattr(getattr(trainer, name, None), "__module__", None)) for name in _PROMPT_METHODS]
+    return all(module.startswith(_KNOWN_MODULES) for module in modules)
 
 
 def _engine_settings(args: Any, vllm: Mapping[str, Any], engines: int, ranks: int) -> dict[str, Any]:

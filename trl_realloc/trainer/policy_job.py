@@ -14,7 +14,7 @@ from .accelerate_plugin import ReallocationPlugin
 from .grpo_config import PolicyConfig
 from .job_builder import engine_options, make_job, recomputes
 from .plan_request import PlanRequest
-from .policy_lengths import Lengths, measure_lengths
+from .policy_lengths import context_length, lengths_of
 
 
 def make_policy_job(
@@ -31,10 +31,13 @@ def make_policy_job(
     Args:
         inputs: the arguments of the trainer's constructor, by name.
     """
-    lengths = _lengths(inputs, models.processing_class, args.chat_template_kwargs or {})
+    datasets = (inputs.get("train_dataset"), inputs.get("eval_dataset"))
+    lengths = lengths_of(*datasets, models.processing_class, args.chat_template_kwargs or {})
     (config,) = models.configs[Role.ACTOR]
-    context = _context_length(args, lengths, config, inputs)
-    usual = min(context, (lengths.longest or int(2 * lengths.mean)) + args.max_completion_length)
+    completion, is_open = int(args.max_completion_length), bool(turn_makers(inputs))
+    context = context_length(args.vllm_max_model_length, lengths, completion, config, is_open=is_open)
+    context = context or int(4 * lengths.mean) + completion
+    usual = min(context, lengths.usual + completion)
     workload = Workload.of_groups(
         steps_per_generation=args.steps_per_generation,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -64,26 +67,3 @@ def turn_makers(inputs: Mapping[str, Any]) -> list[str]:
     """The given arguments of the trainer's constructor that make prompts, or parts of them, while the run goes on: a
     completion may then be made in several turns."""
     return [name for name in ("tools", "environment_factory", "rollout_func") if inputs.get(name)]
-
-
-def _lengths(inputs: Mapping[str, Any], tokenizer: Any, template: Mapping[str, Any]) -> Lengths:
-    """The lengths of the training prompts, and the longest of all data sets."""
-    lengths = measure_lengths(inputs.get("train_dataset"), tokenizer, template)
-    evaluation = inputs.get("eval_dataset")
-    others = [*evaluation.values()] if isinstance(evaluation, Mapping) else [evaluation]
-    longest = [measure_lengths(rows, tokenizer, template).longest for rows in others if rows is not None]
-    if lengths.longest is None or None in longest:
-        return Lengths(lengths.mean, None)
-    return Lengths(lengths.mean, max([lengths.longest, *(length for length in longest if length is not None)]))
-
-
-def _context_length(args: PolicyConfig, lengths: Lengths, config: Any, inputs: Mapping[str, Any]) -> int:
-    """Most tokens of a prompt with its response: `vllm_max_model_length`, or what the data set needs, or, where prompts
-    are made while the run goes on, what the model has positions for."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if args.vllm_max_model_length is not None:
-        return int(args.vllm_max_model_length)
-    if limit is not None and (turn_makers(inputs) or lengths.longest is None):
-        return int(limit)
-    needed = (lengths.longest or int(4 * lengths.mean)) + int(args.max_completion_length)
-    return needed if limit is None else min(needed, int(limit))

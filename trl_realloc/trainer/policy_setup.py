@@ -36,6 +36,7 @@ from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels, specs_of
 from ..runtime.calls import CallSettings
+from ..runtime.context_limit import ContextLimit
 from ..runtime.engine_options import EngineOptions
 from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
@@ -47,6 +48,7 @@ from .job_builder import compute_dtype
 from .optimizers import LearningRates, check_optimizer
 from .plan_request import PlanRequest, read_plan_request
 from .policy_job import make_policy_job, turn_makers
+from .policy_lengths import context_limit, positions_of
 from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
@@ -155,6 +157,11 @@ def prepare_policy(
     if corrects:
         _check_correction(args)
     sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
+    # the training engine's model takes prompts that are longer than those of the data sets
+    tokens = (
+        job.options.context_length if by_vllm else args.vllm_max_model_length or positions_of(configs[Role.ACTOR][0])
+    )
+    context = None if tokens is None else context_limit(tokens, configs[Role.ACTOR][0])
     announce(request.processes, job_plan.plan, rank)
     policy, roles = build_policy_roles(args, job_plan.plan, rank, model, peft_config, configs, rewards)
     if world.num_processes == 1:
@@ -164,7 +171,7 @@ def prepare_policy(
         plan=job_plan.plan,
         model_before_start=policy if has_part else _shell(configs[Role.ACTOR][0], model),
         roles=roles,
-        call_settings=_call_settings(args, sampling, processing_class, rewards, job.options.context_length),
+        call_settings=_call_settings(args, sampling, processing_class, rewards, context),
         reward_models=rewards.models,
         algorithm=HostLoss(graph),
         rates=LearningRates.of(args, optimizer, scheduler, (Role.ACTOR,)),
@@ -281,7 +288,7 @@ def _shell(config: Any, model: Any) -> Any:
 
 
 def _call_settings(
-    args: PolicyConfig, sampling: Sampling, processing_class: Any, rewards: Rewards, context_length: int
+    args: PolicyConfig, sampling: Sampling, processing_class: Any, rewards: Rewards, context: ContextLimit | None
 ) -> CallSettings:
     return CallSettings(
         sampling=sampling,
@@ -291,5 +298,5 @@ def _call_settings(
         functions=(),
         reward_weights=rewards.weights,
         skip_nonfinite=args.skip_nonfinite_updates,
-        context_length=context_length,
+        context=context,
     )
