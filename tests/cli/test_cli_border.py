@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "an engine that takes the device": (
         "ppo.yaml",
         _recipe("vllm_gpu_memory_utilization: 1.0"),
-        "set vllm_gpu_memory_utilization below 0.88",
+        "set vllm_gpu_memory_utilization to at most 0.88",
     ),
     "an engine that leaves no room for contexts": (
         "ppo.yaml",

@@ -133,6 +133,25 @@ def test_the_planner_reads_a_boolean_as_the_run_does(tmp_path: Path, name: str, 
     assert read_recipe_settings(path)[name] is getattr(run, name)
 
 
+@pytest.mark.parametrize(("number", "expected"), [(0, False), (1, True)])
+def test_a_boolean_may_be_written_as_0_or_1(tmp_path: Path, number: int, expected: bool) -> None:
+    path = tmp_path / "ppo.yaml"
+    assert parsed(path, f"full_determinism: {number}\n").full_determinism == expected
+    assert read_recipe_settings(path)["full_determinism"] is expected
+
+
+@pytest.mark.parametrize(("bf16", "fp16"), [("true", "true"), ("yes", "1")])
+def test_both_kinds_of_mixed_precision_are_refused_by_the_run_and_the_planner(
+    tmp_path: Path, bf16: str, fp16: str
+) -> None:
+    path = tmp_path / "ppo.yaml"
+    with pytest.raises(RecipeError, match="fp16 and bf16"):
+        parsed(path, f"fp16: {fp16}\n", "--bf16", bf16)
+    path.write_text(f"bf16: '{bf16}'\nfp16: {fp16}\n")
+    with pytest.raises(PlanError, match=r"ppo\.yaml: bf16 and fp16 are both true; keep one of them\."):
+        read_recipe_settings(path)
+
+
 def test_a_word_that_the_run_reads_as_no_boolean_is_refused_by_the_planner_too(tmp_path: Path) -> None:
     path = tmp_path / "ppo.yaml"
     with pytest.raises(RecipeError):

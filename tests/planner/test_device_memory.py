@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from llamas import pricing, specs
 
+from trl_realloc.common.errors import PlanError
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.device_memory import CONTEXT, DeviceMemory, gpu_memory
 from trl_realloc.planner.show import memory_table
@@ -37,3 +38,14 @@ def test_the_parts_of_the_fullest_device_are_shown_with_what_is_free() -> None:
 
 def test_usable_is_what_the_headroom_leaves() -> None:
     assert DeviceMemory(80e9, 0.25).usable == 60e9
+
+
+@pytest.mark.parametrize("total", [16e9, 24e9, 40e9, 80e9, 80 * 2**30, 141e9])
+def test_the_share_that_a_refusal_of_an_engine_names_is_taken_and_the_next_is_not(total: float) -> None:
+    memory = gpu_memory(total)
+    with pytest.raises(PlanError) as refused:
+        memory.check_engine(1.0)
+    share = float(str(refused.value).rpartition("to at most ")[2].rstrip("."))
+    memory.check_engine(share)
+    with pytest.raises(PlanError):
+        memory.check_engine(share + 0.01)

@@ -47,7 +47,7 @@ class DeviceMemory:
             raise PlanError(
                 f"vllm_gpu_memory_utilization {share:g} reserves {share * self.total / 1e9:.1f} GB of a device for a "
                 f"vLLM engine, but a device has {self.usable / 1e9:.1f} GB for a plan, and the contexts of two "
-                f"processes take {contexts / 1e9:.1f} GB of it; set vllm_gpu_memory_utilization below {most:g}."
+                f"processes take {contexts / 1e9:.1f} GB of it; set vllm_gpu_memory_utilization to at most {most:g}."
             )
 
 

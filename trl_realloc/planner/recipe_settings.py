@@ -85,6 +85,8 @@ def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], 
             read[name] = bool(value)
         elif value is not None and not isinstance(value, bool):
             problems.append(f"{name} must be true or false, not {shown(value)}.")
+    if read.get("bf16") and read.get("fp16"):
+        problems.append("bf16 and fp16 are both true; keep one of them.")
     return read, problems
 
 
