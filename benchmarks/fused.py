@@ -7,17 +7,19 @@ one copy of the pipeline, and forward time and activation memory of a micro-batc
 forwards. Other columns are printed as they are. Without `--cases` the cases are RLHFuse's (arXiv 2409.13221), with the
 time of both models one after the other and with what its search reached.
 
+    python benchmarks/fused.py --like-published 40 [--json FILE]
     python benchmarks/fused.py --random 40 [--unequal] [--json FILE]
     python benchmarks/fused.py --small 2000 [--json FILE]
     python benchmarks/fused.py --in-a-run [--json FILE]
     python benchmarks/fused.py --measured [--json FILE]
 
-try random cases: of 2 to 16 stages, with `--unequal` with other times on every stage and for every micro-batch; or
-small ones, compared with an exhaustive search; or measure the search with the effort that a run gives it. One core.
-Before the first case the search is compiled, if this was not done in an earlier run; its time is not part of a case's.
+try random cases: of RLHFuse's kind (`like_published`); of 2 to 16 stages and any number of micro-batches, with
+`--unequal` with other times on every stage and for every micro-batch; small ones, compared with an exhaustive search;
+or measure the search with the effort that a run gives it. One core. Before the first case the search is compiled, if this was not done in an earlier run; its time is not part of a case's.
 
 The last trains two pipelines on 2 and 4 gloo processes, fused and one after the other (`fused_measured`). Each of these
-is a section of its own in the file: `rows` of the cases, `random`, `random_unequal`, `small`, `in_a_run`, `measured`.
+is a section of its own in the file: `rows` of the cases, `like_published`, `random`, `random_unequal`, `small`,
+`in_a_run`, `measured`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from fused_cases import exists, random_small  # noqa: E402
 from fused_measured import measured  # noqa: E402
 
 from trl_realloc.common.errors import PlanError  # noqa: E402
-from trl_realloc.planner.fused_check import check, memory_limit, serial_memory, serial_time  # noqa: E402
+from trl_realloc.planner.fused_check import MOST_MEMORY, check, memory_limit, serial_memory, serial_time  # noqa: E402
 from trl_realloc.planner.fused_pipelines import FusedPipelines, Pipeline, from_json, to_json  # noqa: E402
 from trl_realloc.planner.fused_search import FoundSchedule, search  # noqa: E402
 from trl_realloc.runtime.fused_orders import LEAST_EFFORT, MOST_EFFORT  # noqa: E402
@@ -69,6 +71,21 @@ STAGES = (
     (12, 12),
     (16, 4),
     (16, 8),
+)
+LIKE_PUBLISHED = (
+    (4, 4),
+    (4, 2),
+    (6, 6),
+    (6, 3),
+    (8, 8),
+    (8, 4),
+    (8, 2),
+    (12, 12),
+    (12, 6),
+    (12, 4),
+    (16, 16),
+    (16, 8),
+    (16, 4),
 )
 IN_A_RUN = (
     ((2, 2), (8, 8)),
@@ -98,6 +115,20 @@ def _numbers(path: Path, line: int, row: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         raise SystemExit(f"{path}, line {line}: {error}.") from error
     return {**numbers, **{key: value for key, value in row.items() if key and key not in COLUMNS}}
+
+
+def cases_like_published(count: int, seed: int) -> list[dict[str, Any]]:
+    """Cases of RLHFuse's kind: 4 to 16 stages, one, two or four micro-batches of A for each stage, as many
+    micro-batches for a stage of B, forwards of 1 to 6 and memory of 1 to 3."""
+    rng = np.random.default_rng(seed)
+    cases = []
+    for _ in range(count):
+        pp = LIKE_PUBLISHED[rng.integers(len(LIKE_PUBLISHED))]
+        rounds = int(rng.choice((1, 2, 4)))
+        forward, memory = rng.integers(1, 7, 2), rng.integers(100, 301, 2) / 100
+        values = [*pp, *(rounds * stages for stages in pp), *map(float, forward), *map(float, memory)]
+        cases.append(dict(zip(COLUMNS, values, strict=True)))
+    return cases
 
 
 def random_cases(count: int, seed: int) -> list[dict[str, Any]]:
@@ -214,16 +245,20 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(rows)
     reached = sum(row["on_bound"] for row in rows)
-    lean = sum(row["memory_ratio"] <= 1.25 for row in rows)
+    lean = [row["on_bound"] for row in rows if row["memory_ratio"] <= MOST_MEMORY]
     print(
         f"{len(rows)} cases: {reached} on the bound, the others at most "
         f"{100 * max((row['makespan'] / row['bound'] - 1 for row in rows), default=0):.2f} % above; "
-        f"{lean} with at most 1.25 times 1F1B's memory; at most {max((row['seconds'] for row in rows), default=0)} s."
+        f"{len(lean)} with at most {MOST_MEMORY:g} times 1F1B's memory, of these {sum(lean)} on the bound; "
+        f"at most {max((row['seconds'] for row in rows), default=0)} s."
     )
 
 
 def rows_of(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    cases = random_cases(given.random, given.seed) if given.random else read_cases(given.cases)
+    if given.like_published:
+        cases = cases_like_published(given.like_published, given.seed)
+    else:
+        cases = random_cases(given.random, given.seed) if given.random else read_cases(given.cases)
     search(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), effort=1)  # compiles
     for number, case in enumerate(cases):
         try:
@@ -244,6 +279,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--schedules", type=Path, help="folder for each case's schedule")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--like-published", type=int, default=0, metavar="N", help="so many of RLHFuse's kind instead")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="so many random cases instead")
     parser.add_argument("--unequal", action="store_true", help="stages and micro-batches of unequal times")
     parser.add_argument("--small", type=int, default=0, metavar="N", help="so many small cases, all orders tried")
@@ -262,7 +298,8 @@ def main() -> None:
         result["small"] = measure_small(given.small, given.seed)
         print(json.dumps(result["small"]))
     else:
-        section = "rows" if not given.random else "random_unequal" if given.unequal else "random"
+        section = "like_published" if given.like_published else "random" if given.random else "rows"
+        section += "_unequal" if given.unequal else ""
         result[section] = list(rows_of(given))
         print_rows(result[section])
     if given.json:
