@@ -19,7 +19,8 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
 from trl_realloc.plan.dataflow import CallKind
 from trl_realloc.planner import search as searching
 from trl_realloc.planner.call_cost import CallCost
-from trl_realloc.planner.choose import choose, why_slower
+from trl_realloc.planner.choose import choose
+from trl_realloc.planner.decision import why_slower
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.search import partitions, search

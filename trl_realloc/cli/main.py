@@ -24,7 +24,7 @@ from ..common.files import exists, shortened
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
-from ..planner.choose import Decision
+from ..planner.decision import Decision
 from ..planner.fused_lists import example
 from ..planner.overlap_worth import OverlapWorth
 from ..planner.recipe import is_plan, read_recipe

@@ -14,8 +14,9 @@ from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import MOST_DEVICES, Cluster
 from ..planner.analytic_rates import AnalyticRates
-from ..planner.choose import Decision, choose
+from ..planner.choose import choose
 from ..planner.cost import Pricing
+from ..planner.decision import Decision
 from ..planner.device_memory import gpu_memory
 from ..planner.hardware import Rates, parse_cluster
 from ..planner.measured_rates import MeasuredRates

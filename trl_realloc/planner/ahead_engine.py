@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import overload
 
 from ..plan.execution_plan import ExecutionPlan
@@ -62,15 +64,16 @@ class _Repeated(Sequence[int]):
 
 
 class EngineAhead:
-    """Engines of a call that share their devices with the same other calls, and so do the same at the same time. One of
-    them is simulated: of each batch, that with the longest sample. Batches differ as random ones do, because one with a
-    long sample delays the training of later ones, whose tokens grow older meanwhile.
+    """Engines of a call that do the same at the same time, of which one is simulated; or a single engine.
 
     Args:
         units: the parts of the cluster that they are on.
         devices: how many devices of each node they have.
         engines: how many there are.
+        batches: the response lengths of the simulated engine's samples in each batch, as many in each; later batches
+            repeat them.
         generated: called when a batch has ended.
+        finished: called with samples that have ended: their batch, and of each (its place in the batch, tokens).
 
     Attributes:
         version: updates that have made their parameters.
@@ -83,19 +86,20 @@ class EngineAhead:
     def __init__(
         self,
         call: str,
-        prices: EnginePrices,
+        prices: StreamPrices,
         activities: Activities[Event],
         *,
         units: Iterable[int],
         devices: Mapping[int, int],
         engines: int,
+        batches: Sequence[Sequence[int]],
         generated: Callable[[int], None],
+        finished: Callable[[int, Sequence[tuple[int, int]]], None] = lambda batch, samples: None,
     ) -> None:
-        work = prices.pricing.workload
-        batches = work.longest_engine_by_batch(prices.plan[call].strategy.dp, MOST_SAMPLES)
-        self.units, self.engines, self._generated = frozenset(units), engines, generated
+        self.units, self.engines, self._generated, self._told = frozenset(units), engines, generated, finished
         self._size = len(batches[0])
-        prompts, lengths = [round(work.prompt_tokens)], [length for batch in batches for length in batch]
+        prompts = [round(prices.pricing.workload.prompt_tokens)]
+        lengths = [length for batch in batches for length in batch]
         self._work = EngineWork(call, devices, _Repeated(prompts), _Repeated(lengths))
         self._engine = SimulatedEngine(
             self._work, (), prices, activities, finished=self._finished, withdrawn=lambda samples: None
@@ -117,6 +121,10 @@ class EngineAhead:
         self.admitted_at[batch] = self._activities.now
         self._left[batch], self._ended[batch], self._counted[batch] = self._size, 0, 0
         self._engine.give({batch * self._size + at: 0 for at in range(self._size)})
+        if not self._size:  # an engine without samples
+            self.tokens[batch] = self.ages[batch] = self.oldest[batch] = 0
+            self.ended_at[batch] = self._activities.now
+            self._activities.start(0.0, {}, partial(self._generated, batch))
 
     def pause(self) -> None:
         """Its devices do something else."""
@@ -142,6 +150,8 @@ class EngineAhead:
             self._engine.reread()
 
     def _finished(self, samples: Sequence[int]) -> None:
+        for batch, of_batch in groupby(sorted(samples), key=lambda index: index // self._size):
+            self._told(batch, [(index % self._size, self._work.lengths[index]) for index in of_batch])
         for index in samples:
             batch = index // self._size
             self._left[batch] -= 1

@@ -1,18 +1,23 @@
 """Simulates iterations with a staleness: engines that generate batch after batch, scoring ahead, training, updates of
 the engines' parameters, and what is handed over between two iterations, in virtual time.
 
-The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`. While an engine's
-devices take parameters, it stands still. While they score, it stands still on a device of its own: a GPU that two
-processes use does the work of both in the same time. On devices that share processors, as CPU ranks do, it is one more
-process that decodes on, and slows training too.
+The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`, what a device runs
+next in `ahead_queues`. Engines whose devices run the same calls do the same at the same time, so one of them is
+simulated: of each batch, that with the longest sample. Batches differ as random ones do, because one with a long sample
+delays the training of later ones, whose tokens grow older meanwhile. Where samples are scored as they end, each engine
+is simulated (`ahead_samples`).
+
+While an engine's devices take parameters, it stands still. While they score, it stands still on a device of its own: a
+GPU that two processes use does the work of both in the same time. On devices that share processors, as CPU ranks do, it
+is one more process that decodes on, and slows training too.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..plan.execution_plan import ExecutionPlan
@@ -21,12 +26,16 @@ from ..plan.model_spec import ModelSpec
 from ..plan.staleness import calls_ahead, devices_ahead
 from ..plan.timeline import Span
 from .activities import Activities, devices_by_node
-from .ahead_engine import EngineAhead, engine_prices
-from .ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
+from .ahead_engine import MOST_SAMPLES, EngineAhead, engine_prices
+from .ahead_order import AheadOrder, AheadTask, EndIteration, EndScoring, RunCall, ScoreSamples, TakeUpdate
+from .ahead_queues import DeviceQueues, Units, Work
+from .ahead_samples import SamplesAhead
 from .call_cost import CallCost
 from .cost import Pricing
+from .dispatcher import Score
 from .stream import replicas_of
 from .stream_engine import Event
+from .stream_simulation import MESSAGE
 from .workload import BATCHES
 
 
@@ -75,49 +84,6 @@ def simulate_ahead(
     return simulation.result(warm_up)
 
 
-@dataclass(eq=False)
-class _Work:
-    """A call, a reallocation or an update of the engines' parameters, in the queues of its devices.
-
-    Args:
-        units: the parts of the cluster that it is on.
-        stops: whether engines on these stand still meanwhile.
-        needs: calls of the same iteration whose outputs it reads.
-        end: called when it has ended.
-    """
-
-    name: str
-    iteration: int
-    units: frozenset[int]
-    seconds: float
-    stops: bool
-    needs: frozenset[str] = frozenset()
-    end: Callable[[], None] = lambda: None
-
-
-@dataclass
-class _Units:
-    """The devices in parts of which all devices run the same calls, and so do the same at the same time."""
-
-    plan: ExecutionPlan
-    devices: list[list[int]] = field(default_factory=list)
-    of_call: dict[str, frozenset[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        parts: dict[tuple[str, ...], list[int]] = {}
-        for device in range(self.plan.cluster.size):
-            parts.setdefault(self.plan.calls_on(device), []).append(device)
-        calls = [calls for calls in parts if calls]
-        self.devices = [parts[of_part] for of_part in calls]
-        self.of_call = {
-            name: frozenset(at for at, of_part in enumerate(calls) if name in of_part) for name in self.plan.order
-        }
-
-    def nodes(self, units: Iterable[int]) -> Mapping[int, int]:
-        devices = (device for unit in units for device in self.devices[unit])
-        return devices_by_node(devices, self.plan.cluster.devices_per_node)
-
-
 class _Simulation:
     """Virtual time from the start of the first iteration to the end of the last."""
 
@@ -140,14 +106,19 @@ class _Simulation:
         train = graph.train_call(graph.call(self.generate).role)
         assert train is not None, "the role that generates is trained"
         self.train = train
-        self.units = _Units(plan)
         devices = devices_ahead(graph, plan.assignments)
-        self.units_ahead = frozenset(at for at, part in enumerate(self.units.devices) if part[0] in devices)
-        self.order = AheadOrder(plan, {name: (plan.mesh(name).first,) for name in plan.order}, 0)
+        self.samples = SamplesAhead(plan, specs, pricing) if plan.streamed else None
+        self.units = Units(plan, devices if self.samples is not None else ())
+        self.units_ahead = self.units.of(devices)
+        sources = {name: (plan.mesh(name).first,) for name in plan.order}
+        streams = self.samples
+        self.order = AheadOrder(plan, sources, 0, None if streams is None else lambda iteration: streams.stream)
         self.orders: list[AheadTask] = []
-        self.queues: list[deque[_Work]] = [deque() for _ in self.units.devices]
-        self.busy: set[int] = set()
-        self.works: dict[tuple[int, str], _Work] = {}
+        self.queues = DeviceQueues(
+            self.units, self.activities, has_inputs=self._has_inputs, begins=self._stop_engines, ended=self._end
+        )
+        self.works: dict[tuple[int, str], Work] = {}  # that devices which train and devices ahead run together
+        self.published_by = Counter[tuple[int, str]]()  # units that have published what a streamed call has made
         self.done = dict.fromkeys(plan.order, 0)  # by call, iterations; each runs its iterations in order
         self.published: dict[int, int] = {}  # by engine, batches
         self.generated: dict[int, set[int]] = {}
@@ -157,14 +128,15 @@ class _Simulation:
         self.between = BETWEEN * max(handovers, default=0.0)
         self.ends: list[float] = []
         self.spans: list[Span] = []
-        self.engines = self._engines(specs, pricing)
+        self.engines = self._engines(specs, pricing) if streams is None else self._engines_by_one(streams)
 
     def _engines(self, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> list[EngineAhead]:
+        """One for all engines on the same units."""
         prices = engine_prices(self.plan, self.generate, specs, pricing)
-        unit_of = {device: at for at, part in enumerate(self.units.devices) for device in part}
         alike: dict[frozenset[int], list[tuple[int, ...]]] = {}
         for ranks in replicas_of(self.plan, self.generate):
-            alike.setdefault(frozenset(map(unit_of.__getitem__, ranks)), []).append(ranks)
+            alike.setdefault(self.units.of(ranks), []).append(ranks)
+        batches = pricing.workload.longest_engine_by_batch(self.plan[self.generate].strategy.dp, MOST_SAMPLES)
         engines = []
         for number, (units, of_units) in enumerate(alike.items()):
             self.published[number], self.generated[number] = 0, set()
@@ -177,7 +149,28 @@ class _Simulation:
                     units=units,
                     devices=devices,
                     engines=len(of_units),
+                    batches=batches,
                     generated=partial(self._generated, number),
+                )
+            )
+        return engines
+
+    def _engines_by_one(self, samples: SamplesAhead) -> list[EngineAhead]:
+        """Each engine by itself."""
+        engines = []
+        for number, ranks in enumerate(replicas_of(self.plan, self.generate)):
+            self.published[number], self.generated[number] = 0, set()
+            engines.append(
+                EngineAhead(
+                    self.generate,
+                    samples.prices,
+                    self.activities,
+                    units=self.units.of(ranks),
+                    devices=devices_by_node(ranks, self.plan.cluster.devices_per_node),
+                    engines=1,
+                    batches=samples.batches(number),
+                    generated=partial(self._generated, number),
+                    finished=partial(samples.finish, number),
                 )
             )
         return engines
@@ -202,12 +195,26 @@ class _Simulation:
         self._advance()
 
     def _publish(self) -> None:
-        """An engine's rank publishes its batches in their order, when it runs nothing else."""
+        """A rank says what its engine has ended, and publishes batches in their order, when it runs nothing else."""
         for number, engine in enumerate(self.engines):
-            while self.published[number] in self.generated[number] and not engine.units & self.busy:
+            if engine.units & self.queues.busy:
+                continue
+            if self.samples is not None:
+                for batch, ended in self.samples.take(number):
+                    self._tell(partial(self.order.generated, batch, number, ended))
+            while self.published[number] in self.generated[number]:
                 self.published[number] += 1
         while min(self.published.values()) > self.done[self.generate]:
             self._report(self.generate)
+
+    def _tell(self, event: Callable[[], Sequence[AheadTask]]) -> None:
+        """What follows from a rank's message, when the orders that it leads to have arrived."""
+
+        def arrive() -> None:
+            self._take(event())
+            self._advance()
+
+        self.activities.start(2 * MESSAGE, {}, arrive)
 
     def _report_all(self, calls: Sequence[str]) -> None:
         for call in calls:
@@ -225,10 +232,10 @@ class _Simulation:
             if names[0] in self.ahead:
                 continue
             for work in self._works(iteration, names):
-                self._queue(work, work.units - self.units_ahead)
+                self.queues.add(work, work.units - self.units_ahead)
             if self.train in names:
                 work = self._update(iteration)
-                self._queue(work, work.units - self.units_ahead)
+                self.queues.add(work, work.units - self.units_ahead)
         self._take(self.order.begin(iteration))
         self._advance()
 
@@ -238,19 +245,40 @@ class _Simulation:
             match order:
                 case RunCall(iteration, call):
                     for work in self._works(iteration, (call,)):
-                        self._queue(work, work.units & self.units_ahead)
+                        self.queues.add(work, work.units & self.units_ahead)
+                case ScoreSamples(iteration, score):
+                    work = self._forward(iteration, score)
+                    self.queues.add(work, work.units)
+                case EndScoring(iteration, call):
+                    for unit in self.units.of_call[call]:
+                        self.queues.add(self._publication(iteration, call, unit), [unit])
                 case TakeUpdate(iteration):
                     work = self._update(iteration)
-                    self._queue(work, work.units & self.units_ahead)
-                    self._queue(self._load(iteration), self.units.of_call[self.generate])
+                    self.queues.add(work, work.units & self.units_ahead)
+                    self.queues.add(self._load(iteration), self.units.of_call[self.generate])
                 case EndIteration():
                     self.is_ending = True
 
-    def _queue(self, work: _Work, units: Iterable[int]) -> None:
-        for unit in units:
-            self.queues[unit].append(work)
+    def _forward(self, iteration: int, score: Score) -> Work:
+        """One forward of a streamed call."""
+        assert self.samples is not None, "a plan that streams"
+        units, seconds = self.units.of(self.samples.ranks(score)), self.samples.seconds(iteration, score)
+        end = partial(self._tell, partial(self.order.scored, iteration, score.number))
+        stops, samples = score.call in self.stopping, self.samples.count(score)
+        return Work(score.call, iteration, units, seconds, stops, end=end, samples=samples)
 
-    def _works(self, iteration: int, names: Sequence[str]) -> list[_Work]:
+    def _publication(self, iteration: int, call: str, unit: int) -> Work:
+        """A rank publishes what it has made of an iteration's samples. The seconds are in those of its forwards."""
+
+        def end() -> None:
+            self.published_by[iteration, call] += 1
+            if self.published_by[iteration, call] == len(self.units.of_call[call]):
+                del self.published_by[iteration, call]
+                self._report(call)
+
+        return Work("", iteration, frozenset([unit]), 0.0, stops=False, end=end)
+
+    def _works(self, iteration: int, names: Sequence[str]) -> list[Work]:
         """A call, and before it the reallocation to it, if there is one; or the two calls that the plan fuses."""
         name = names[0]
         home = self.plan.graph.train_call(self.plan.graph.call(name).role)
@@ -264,12 +292,12 @@ class _Simulation:
         seconds, stops = self.costs[run].seconds, name in self.stopping
         return [*works, self._work(iteration, run, units, seconds, stops=stops, needs=needs, end=end)]
 
-    def _update(self, iteration: int) -> _Work:
+    def _update(self, iteration: int) -> Work:
         units = self.units.of_call[self.train] | self.units.of_call[self.generate]
         seconds = self.moves.get(self.generate, 0.0)
         return self._work(iteration, f"{self.train} -> {self.generate}", units, seconds, stops=True)
 
-    def _load(self, iteration: int) -> _Work:
+    def _load(self, iteration: int) -> Work:
         """The engines take what they have received."""
         seconds, units = self.costs[self.generate].parts.get("load", 0.0), self.units.of_call[self.generate]
         return self._work(iteration, "", units, seconds, stops=True, end=self._updated)
@@ -290,21 +318,19 @@ class _Simulation:
         stops: bool,
         needs: frozenset[str] = frozenset(),
         end: Callable[[], None] = lambda: None,
-    ) -> _Work:
+    ) -> Work:
         """The same object for the devices that train and for those ahead."""
         key = iteration, name
         if key not in self.works:
-            self.works[key] = _Work(name, iteration, units, seconds, stops, needs, end)
+            self.works[key] = Work(name, iteration, units, seconds, stops, needs, end)
         return self.works[key]
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Start what is next on all of its devices, and the next iteration when all devices have ended this one."""
-        for queue in self.queues:
-            if queue and self._may_start(queue[0]):
-                self._start(queue[0])
-        if self.is_ending and not self.busy and not any(self.queues):
+        self.queues.advance()
+        if self.is_ending and self.queues.is_idle:
             self.is_ending = False
             units = set(range(len(self.units.devices))) - self.units_ahead
             self.activities.start(self.between, self.units.nodes(units), self._ended)
@@ -315,38 +341,31 @@ class _Simulation:
         if len(self.ends) < self.iterations:
             self._begin(len(self.ends))
 
-    def _may_start(self, work: _Work) -> bool:
-        is_next = all(self.queues[unit] and self.queues[unit][0] is work for unit in work.units)
-        has_data = all(self.done[call] > work.iteration for call in work.needs)
-        return is_next and has_data and not work.units & self.busy
+    def _has_inputs(self, work: Work) -> bool:
+        return all(self.done[call] > work.iteration for call in work.needs)
 
-    def _start(self, work: _Work) -> None:
-        self.busy |= work.units
+    def _stop_engines(self, work: Work) -> None:
         for engine in self._stopped_by(work):
             engine.pause()
-        end = partial(self._end, work, self.activities.now)
-        self.activities.start(work.seconds, self.units.nodes(work.units), end)
 
-    def _end(self, work: _Work, start: float) -> None:
-        self.busy -= work.units
-        del self.works[work.iteration, work.name]
-        for unit in work.units:
-            self.queues[unit].popleft()
-            if work.name:
-                self._span(work.name, unit, start, work.iteration)
+    def _end(self, work: Work, start: float) -> None:
+        self.works.pop((work.iteration, work.name), None)
+        if work.name:
+            self._span(work, start)
         work.end()
         for engine in self._stopped_by(work):
             engine.resume()
         self._publish()
         self._advance()
 
-    def _stopped_by(self, work: _Work) -> list[EngineAhead]:
+    def _stopped_by(self, work: Work) -> list[EngineAhead]:
         return [engine for engine in self.engines if work.stops and engine.units & work.units]
 
-    def _span(self, name: str, unit: int, start: float, iteration: int) -> None:
-        if iteration >= self.iterations - SHOWN:
-            now = self.activities.now
-            self.spans += [Span(name, device, start, now, iteration) for device in self.units.devices[unit]]
+    def _span(self, work: Work, start: float) -> None:
+        if work.iteration >= self.iterations - SHOWN:
+            of_unit = partial(Span, work.name, start=start, end=self.activities.now, step=work.iteration)
+            devices = [device for unit in work.units for device in self.units.devices[unit]]
+            self.spans += [of_unit(device=device, samples=work.samples) for device in devices]
 
     # --- the result ---------------------------------------------------------------------------------------------------
 

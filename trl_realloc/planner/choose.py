@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..common.errors import PlanError
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
-from ..plan.fused import Fused, joined, parted
 from ..plan.model_spec import ModelSpec
 from ..plan.presets import presets_of, with_sleeping_engines
 from .ahead_choice import StalenessChoice, choose_staleness
-from .call_cost import PARTS, CallCost
 from .cost import Pricing
+from .decision import Alternative, Decision, too_large, why_slower
 from .fused_choice import FusedChoice, choose_fused
 from .priced_plan import PricedPlan
 from .problem import Problem
-from .search import SearchResult, search
+from .search import search
 from .simulate import Overlap
 from .space import Space
 from .stream_choice import StreamChoice, choose_streams
@@ -32,56 +31,8 @@ FUSED_SHARE = 0.25  # of a search's time limit: the time in which fused training
 STREAMS_SHARE = 0.25  # of a search's time limit: the time in which streams are simulated
 WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
 MOST_STREAMED = 1024  # devices; on more, the simulation of streams takes several seconds
+MOST_STREAMED_AHEAD = 256  # devices; the same beside a staleness, of which some thirty iterations are simulated
 MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A plan that was not chosen.
-
-    Args:
-        plan: `None` where it does not fit in memory.
-        reason: why it was not chosen, in a sentence.
-    """
-
-    name: str
-    plan: PricedPlan | None
-    reason: str
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The plan to run and the alternatives.
-
-    Args:
-        search: that found the plan, or of several the one for plans without a staleness.
-        fused: what fused training is worth; `None` where it was not looked for.
-        fused_ahead: what it is worth beside a staleness; `None` where there is none.
-        streams: what streams are worth; `None` where that was not simulated.
-        staleness: what a staleness is worth; `None` where none is allowed.
-    """
-
-    best: PricedPlan
-    alternatives: tuple[Alternative, ...]
-    search: SearchResult
-    streams: StreamChoice | None = None
-    staleness: StalenessChoice | None = None
-    fused: FusedChoice | None = None
-    fused_ahead: FusedChoice | None = None
-
-    @property
-    def summary(self) -> str:
-        """The chosen plan and its estimate in a sentence, without a capital letter and a full stop."""
-        how = "all of them" if self.search.exhaustive else "a search"
-        worth = [choice.sentence for choice in (self.fused, self.streams, self.staleness) if choice is not None]
-        worth += [f"beside a staleness {self.fused_ahead.sentence}"] if self.fused_ahead is not None else []
-        return "; ".join(
-            [
-                f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
-                f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)",
-                *worth,
-            ]
-        )
 
 
 def choose(
@@ -146,7 +97,10 @@ def choose(
     if fused is not None and fused.fastest is fused.fused:
         by_versions = {**choice.by_versions, fused.fastest.staleness.versions: fused.fastest}
         choice = replace(choice, by_versions=by_versions)
-    return replace(_with_staleness(decision, choice), fused_ahead=fused)
+    ahead = _streams_ahead(choice, time_limit_s) if streams else {}
+    with_streams = {versions: found.fastest for versions, found in ahead.items()}
+    choice = replace(choice, by_versions={**choice.by_versions, **with_streams})
+    return replace(_with_staleness(decision, choice, ahead), fused_ahead=fused)
 
 
 def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float) -> FusedChoice | None:
@@ -160,8 +114,23 @@ def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float) -> 
     return choose_fused(space, space.candidates(), [best], deadline, exact=space.cluster.size <= MANY)
 
 
-def _with_staleness(decision: Decision, choice: StalenessChoice) -> Decision:
-    """The decision where a staleness is allowed."""
+def _streams_ahead(choice: StalenessChoice, time_limit_s: float) -> dict[int, StreamChoice]:
+    """What streams are worth beside each staleness, the fastest first, as far as there is time."""
+    deadline = time.perf_counter() + STREAMS_SHARE * time_limit_s
+    plans = sorted(choice.by_versions.items(), key=lambda item: item[1].seconds)
+    return {
+        versions: choose_streams(plan, deadline)
+        for versions, plan in plans
+        if plan.space.cluster.size <= MOST_STREAMED_AHEAD and time.perf_counter() < deadline
+    }
+
+
+def _with_staleness(decision: Decision, choice: StalenessChoice, streams: Mapping[int, StreamChoice]) -> Decision:
+    """The decision where a staleness is allowed.
+
+    Args:
+        streams: what they are worth beside each staleness.
+    """
     best, whole = choice.fastest, decision.best
     alternatives = list(decision.alternatives)
     if best is not whole:
@@ -172,7 +141,11 @@ def _with_staleness(decision: Decision, choice: StalenessChoice) -> Decision:
     for plan in choice.by_versions.values():
         if plan is not best:
             alternatives.append(Alternative(plan.name, plan, _why_not(plan, best)))
-    return replace(decision, best=best, alternatives=tuple(alternatives), staleness=choice)
+    beside = streams.get(best.staleness.versions)
+    if beside is not None and beside.whole is not best:
+        alternatives.append(Alternative(beside.whole.name, beside.whole, f"without streams; {beside.sentence}"))
+    found = tuple(alternatives)
+    return replace(decision, best=best, alternatives=found, staleness=choice, streams_ahead=streams)
 
 
 def _why_not(plan: PricedPlan, best: PricedPlan) -> str:
@@ -286,7 +259,7 @@ def _price_presets(
 ) -> tuple[list[PricedPlan], list[Alternative]]:
     """The presets that fit in memory, each under its fastest ZeRO stage; and those that do not fit."""
     fitting: list[PricedPlan] = []
-    too_large: list[Alternative] = []
+    unfit: list[Alternative] = []
     cluster, graph = problem.space.cluster, problem.space.graph
     for name, preset in presets_of(graph).items():
         by_stage = []
@@ -300,63 +273,8 @@ def _price_presets(
             fitting.append(min((plan for plan in by_stage if plan.fits), key=lambda plan: plan.seconds))
         else:
             smallest = min(by_stage, key=lambda plan: plan.estimate.memory)
-            too_large.append(Alternative(smallest.name, None, _too_large(smallest)))
-    return fitting, too_large
-
-
-def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
-    """The main reason why a plan takes longer than the best one, in a sentence."""
-    difference = plan.seconds - best.seconds
-    if difference < 0.01 * best.seconds:
-        return f"{difference / best.seconds:.1%} slower by estimate"
-    here, there = (_by_run(priced, plan.fused or best.fused) for priced in (plan, best))
-    slower = {name: here[name].seconds - there[name].seconds for name in here}
-    name = max(slower, key=lambda run: slower[run])
-    if slower[name] > 0.25 * difference:
-        return (
-            f"{name} takes {here[name].seconds:.3g} s on {_places(plan, name)}, not {there[name].seconds:.3g} s on "
-            f"{_places(best, name)}"
-        )
-    moved = sum(plan.estimate.moves.values()) - sum(best.estimate.moves.values())
-    if moved > 0.25 * difference:
-        return f"its reallocations take {moved:.3g} s more"
-    work, best_work = plan.device_seconds, best.device_seconds
-    spent, best_spent = sum(work.values()), sum(best_work.values())
-    if spent / best_spent > (plan.seconds / best.seconds) ** 0.5:  # more work, rather than more idle devices
-        part = max(work, key=lambda cause: work[cause] - best_work.get(cause, 0.0))
-        return f"its calls take {spent:.3g} s of devices, those of the best {best_spent:.3g} s: more of {PARTS[part]}"
-    if best.staleness.versions:
-        return "its calls wait for each other, and those of the best generate for later iterations meanwhile"
-    size = plan.space.cluster.size
-    busy, best_busy = spent / (size * plan.seconds), best_spent / (size * best.seconds)
-    return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {best_busy:.0%}"
-
-
-def _by_run(plan: PricedPlan, fused: Fused) -> dict[str, CallCost]:
-    """The costs of a plan's calls; of these two together: fused, one after the other, or side by side."""
-    costs = plan.run_costs
-    if not fused or plan.fused:
-        return costs
-    pair = [costs.pop(name) for name in fused]
-    one, other = (plan.calls[name].assignment.mesh for name in fused)
-    longer = max(pair, key=lambda cost: cost.seconds)
-    return {**costs, joined(fused): pair[0] + pair[1] if one.overlaps(other) else longer}
-
-
-def _places(plan: PricedPlan, run: str) -> str:
-    """Where the calls of a run are."""
-    assignments = [plan.calls[name].assignment for name in parted(run)]
-    places = " and ".join(dict.fromkeys(f"{each.mesh} ({each.strategy})" for each in assignments))
-    return f"{places}, fused" if plan.fused and joined(plan.fused) == run else places
-
-
-def explain(cost: CallCost) -> str:
-    """The causes of a call's seconds, the largest first, in words and numbers."""
-    parts = sorted(cost.parts.items(), key=lambda item: -item[1])
-    whole = cost.seconds
-    return "; ".join(
-        f"{seconds / whole:.0%} {PARTS[name]} ({seconds:.3g} s)" for name, seconds in parts if seconds > 0.005 * whole
-    )
+            unfit.append(Alternative(smallest.name, None, too_large(smallest)))
+    return fitting, unfit
 
 
 def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan | None:
@@ -367,17 +285,6 @@ def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan 
         return tuple((a.mesh, a.engine, a.strategy.layout) for a in assignments)
 
     return next((plan for plan in ranked if layouts(plan) != layouts(best)), None)
-
-
-def _too_large(plan: PricedPlan) -> str:
-    memory, estimate = plan.space.pricing.memory, plan.estimate
-    usable = memory.usable if memory else 0.0
-    largest = sorted(estimate.holds, key=lambda name: -estimate.holds[name])[:3]
-    parts = ", ".join(f"{name} {estimate.holds[name] / 1e9:.1f}" for name in largest)
-    return (
-        f"device {estimate.fullest} would hold {estimate.memory / 1e9:.1f} GB ({parts}), and has {usable / 1e9:.0f} GB "
-        f"for a plan"
-    )
 
 
 def smallest_cluster(

@@ -280,7 +280,7 @@ class Dispatcher:
         order = Score(self._number, state.stream.name, team[1], parts)
         self._number += 1
         self._open[order.number] = order
-        self._teams.give(team)
+        self._teams.give(team, max(sum(taken[at][1] for at in part) for part in positions))
         return order
 
 

@@ -1,4 +1,4 @@
-"""`FreeTeams`: which teams of ranks could run a forward now, and how many forwards they have to run already.
+"""`FreeTeams`: which teams of ranks could run a forward now, and which of them should.
 
 A team runs a forward together (`stream.StreamedScoring`). Each change of a rank takes time proportional to the teams
 that it is in, so that thousands of ranks can be served.
@@ -37,6 +37,8 @@ class FreeTeams:
         self._generating = {rank for engine in engines for rank in engine}
         self._load = Counter[int]()
         self._latest: dict[int, int] = {}  # rank -> call of its latest forward
+        self._is_beside = stream.scores_beside
+        self._tokens = Counter[int]()  # of the forwards that each rank has been given
         self._unfree = {team: len(ranks) for team, ranks in self.ranks.items()}  # ranks that are not free
         self._loaded = dict.fromkeys(self.ranks, 0)  # ranks that have a forward
         # of each call the free teams, by (has it a forward, was its latest forward of another call)
@@ -54,11 +56,12 @@ class FreeTeams:
         self._generating.discard(rank)
         self._changed(rank, before)
 
-    def give(self, team: Team) -> None:
-        """A team has been given a forward."""
+    def give(self, team: Team, tokens: int) -> None:
+        """A team has been given a forward of so many tokens."""
         for rank in self.ranks[team]:
             before = self._state(rank)
             self._load[rank] += 1
+            self._tokens[rank] += tokens
             self._latest[rank] = team[0]
             self._changed(rank, before)
 
@@ -75,16 +78,30 @@ class FreeTeams:
 
     def best(self, call: int) -> tuple[bool, bool, int, int] | None:
         """The team of a call that should run its next forward: one that has nothing to do, and that ran the same call
-        before, so that its parameters stay on the device.
+        before, so that its parameters stay on the device. Where ranks score beside their engines, the one that has been
+        given the fewest tokens: a forward holds up the engine, and the slowest engine holds up the training.
 
         Returns:
             (has a forward, ran another call before, call, number of the team); the best of several calls is the
             smallest of these. `None` if no team is free.
         """
+        if self._is_beside:
+            return self._least_loaded(call)
         for key in ((False, False), (False, True), (True, False), (True, True)):
             if self._free[call][key]:
                 return (*key, call, min(self._free[call][key]))
         return None
+
+    def _least_loaded(self, call: int) -> tuple[bool, bool, int, int] | None:
+        for is_loaded in (False, True):
+            teams = self._free[call][is_loaded, False] | self._free[call][is_loaded, True]
+            if teams:
+                return is_loaded, False, call, min(teams, key=lambda number: (self._given((call, number)), number))
+        return None
+
+    def _given(self, team: Team) -> int:
+        """The most tokens that a rank of a team has been given."""
+        return max(self._tokens[rank] for rank in self.ranks[team])
 
     def _state(self, rank: int) -> tuple[bool, bool]:
         """(free, has a forward)."""

@@ -15,9 +15,11 @@ from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
 from .ahead_choice import StalenessChoice, ages, choose_staleness, saving
-from .choose import MANY, Decision, choose
+from .choose import MANY, choose
+from .decision import Decision
 from .priced_plan import PricedPlan
 from .space import Space
+from .stream_choice import StreamChoice
 
 
 LOOKED_AT = 4  # updates: the least staleness up to which plans are shown, also where fewer are allowed
@@ -158,7 +160,18 @@ class OverlapWorth:
         if not self.staleness.by_versions:
             yield Way("staleness", None, self.staleness.reason)
         for versions, plan in self.staleness.by_versions.items():
-            yield Way(f"staleness {versions}", plan, self._verdict(plan))
+            streams = self.decision.streams_ahead.get(versions)
+            whole = plan if streams is None else streams.whole
+            yield Way(f"staleness {versions}", whole, self._verdict(whole))
+            if streams is not None:
+                yield from self._streams_ahead(versions, streams)
+
+    def _streams_ahead(self, versions: int, streams: StreamChoice) -> Iterator[Way]:
+        name = f"staleness {versions}, streams"
+        if streams.still is None:
+            yield Way(name, None, streams.reason)
+        else:
+            yield Way(name, streams.still, self._verdict(streams.still))
 
     def _verdict(self, plan: PricedPlan) -> str:
         best, error = self.decision.best, self.whole.space.pricing.rates.error
@@ -190,6 +203,8 @@ class OverlapWorth:
         if self.decision.streams is not None:
             lines.append(f"Streams: {self.decision.streams.sentence}.")
         lines.append(f"Staleness: {self._staleness_sentence}.")
+        if self.decision.stream_ahead is not None:
+            lines.append(f"Streams beside this staleness: {self.decision.stream_ahead.sentence}.")
         lines.append(f"Chosen: {best.name}, {best.seconds:.3g} s, which {saving(best, self.apart)}.")
         return tuple(lines)
 

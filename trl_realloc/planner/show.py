@@ -12,7 +12,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.stage_spans import MiniBatchStages
 from ..plan.streams import Streams
 from .ahead_choice import ages
-from .choose import Decision, explain
+from .decision import Decision, explain
 from .fused_lists import Found, StageList, measured_lists, schedule_timeline, stage_lists, task_names
 from .overlap_worth import OverlapWorth
 from .priced_plan import PricedPlan

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
+from ..plan.fused import joined
+from ..plan.staleness import devices_ahead
 from ..plan.streams import Migration, Streams
 from .priced_plan import PricedPlan
 from .stream_cost import StreamPrices
@@ -72,7 +75,8 @@ def _gain(plan: PricedPlan, whole: PricedPlan) -> str:
 
 
 def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> StreamChoice:
-    """The streams of a plan, by simulation.
+    """The streams of a plan, by simulation. Beside a staleness no samples move: an engine that has ended a batch
+    generates the next one.
 
     Args:
         whole: a plan without streams.
@@ -90,7 +94,7 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
     if time.perf_counter() >= deadline:
         return StreamChoice(whole, reason="no time was left to simulate scoring while others generate")
     still = whole.with_streams(Streams(deterministic=deterministic))
-    if deterministic:
+    if deterministic or whole.staleness.versions:
         return StreamChoice(whole, still)
     sweep = MigrationSweep(whole, streamed, deadline)
     return StreamChoice(whole, still, sweep.best() if sweep.engines > 1 else None)
@@ -98,10 +102,23 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
 
 def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
     """Whether an iteration without the streamed scoring calls would be faster by more than the estimates' error."""
-    graph = plan.space.graph
+    graph, error = plan.space.graph, plan.space.pricing.rates.error
     scored = [name for name in streamed if graph.call(name).kind is CallKind.FORWARD]
     seconds = sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored)
-    return seconds > plan.space.pricing.rates.error * plan.seconds
+    if plan.staleness.versions:  # the devices that train work on while others score
+        seconds = min(seconds, plan.seconds - _training(plan))
+    return seconds > error * plan.seconds
+
+
+def _training(plan: PricedPlan) -> float:
+    """Seconds of the work of the fullest device on which nothing runs ahead, in one iteration."""
+    costs, runs = plan.run_costs, plan.plan
+    ahead = devices_ahead(runs.graph, runs.assignments)
+    spent = defaultdict[int, float](float)
+    for names in runs.runs_of(runs.order):
+        for device in {device for name in names for device in runs.mesh(name).devices} - ahead:
+            spent[device] += costs[joined(names)].seconds
+    return max(spent.values(), default=0.0)
 
 
 class MigrationSweep:

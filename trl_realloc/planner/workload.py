@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from random import Random
@@ -158,6 +158,14 @@ class Workload:
         frequent in all of them together."""
         return _longest_engine_by_batch(self.response_tokens, self.episodes, engines, most)
 
+    def engine_lengths_by_batch(self, engines: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The lengths of the responses that each engine generates, as `engine_lengths`, of the batches of
+        `longest_engine_by_batch`."""
+        batches = _batches(self.response_tokens, self.episodes)
+        return tuple(
+            tuple(_engine_lengths(batch, self.episodes, engines, each) for each in range(engines)) for batch in batches
+        )
+
 
 def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine: int) -> tuple[int, ...]:
     """The response lengths of an engine's samples. The batch's lengths in ascending order are divided into groups of
@@ -184,12 +192,16 @@ def _longest_engine_by_batch(
     lengths: tuple[int, ...], episodes: int, engines: int, most: int
 ) -> tuple[tuple[int, ...], ...]:
     drawn = episodes if math.ceil(episodes / engines) <= most else most * engines
+    return tuple(_longest_engine(batch, drawn, engines, most) for batch in _batches(lengths, drawn))
+
+
+def _batches(lengths: Sequence[int], drawn: int) -> Iterator[tuple[int, ...]]:
+    """Batches of so many lengths, each ascending, into which the lengths are dealt at random."""
     batches = max(1, min(BATCHES, MOST_DEALT // drawn))
     total = batches * drawn
     dealt = [lengths[(2 * at + 1) * len(lengths) // (2 * total)] for at in range(total)]
     Random(0).shuffle(dealt)
-    each = (tuple(sorted(dealt[at * drawn : (at + 1) * drawn])) for at in range(batches))
-    return tuple(_longest_engine(batch, drawn, engines, most) for batch in each)
+    return (tuple(sorted(dealt[at * drawn : (at + 1) * drawn])) for at in range(batches))
 
 
 @lru_cache(1024)

@@ -16,7 +16,7 @@ from ..common.errors import PlanError
 from ..common.notices import notice, working
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import flatten, with_sleeping_engines
-from ..planner.choose import Decision
+from ..planner.decision import Decision
 from ..planner.priced_plan import PricedPlan
 from ..planner.problem import estimate_plan
 from ..planner.profile import Profile

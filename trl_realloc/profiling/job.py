@@ -15,8 +15,9 @@ from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
-from ..planner.choose import Decision, choose
+from ..planner.choose import choose
 from ..planner.cost import Pricing
+from ..planner.decision import Decision
 from ..planner.device_memory import HEADROOM, DeviceMemory, gpu_memory
 from ..planner.profile import Profile
 from ..planner.specification import rates_of

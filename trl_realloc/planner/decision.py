@@ -1,0 +1,142 @@
+"""`Decision`: the plan to run, the alternatives, and in words why each of them was not chosen.
+
+The choice is made in `choose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..plan.fused import Fused, joined, parted
+from .ahead_choice import StalenessChoice
+from .call_cost import PARTS, CallCost
+from .fused_choice import FusedChoice
+from .priced_plan import PricedPlan
+from .search import SearchResult
+from .stream_choice import StreamChoice
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen.
+
+    Args:
+        plan: `None` where it does not fit in memory.
+        reason: why it was not chosen, in a sentence.
+    """
+
+    name: str
+    plan: PricedPlan | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The plan to run and the alternatives.
+
+    Args:
+        search: that found the plan, or of several the one for plans without a staleness.
+        fused: what fused training is worth; `None` where it was not looked for.
+        fused_ahead: what it is worth beside a staleness; `None` where there is none.
+        streams: what streams are worth; `None` where that was not simulated.
+        streams_ahead: what they are worth beside each staleness, by the staleness; without those not looked at.
+        staleness: what a staleness is worth; `None` where none is allowed.
+    """
+
+    best: PricedPlan
+    alternatives: tuple[Alternative, ...]
+    search: SearchResult
+    streams: StreamChoice | None = None
+    staleness: StalenessChoice | None = None
+    fused: FusedChoice | None = None
+    fused_ahead: FusedChoice | None = None
+    streams_ahead: Mapping[int, StreamChoice] = field(default_factory=dict)
+
+    @property
+    def stream_ahead(self) -> StreamChoice | None:
+        """What streams are worth beside the staleness that is chosen; `None` where none is, or that was not
+        simulated."""
+        return self.streams_ahead.get(self.best.staleness.versions)
+
+    @property
+    def summary(self) -> str:
+        """The chosen plan and its estimate in a sentence, without a capital letter and a full stop."""
+        how = "all of them" if self.search.exhaustive else "a search"
+        worth = [choice.sentence for choice in (self.fused, self.streams, self.staleness) if choice is not None]
+        worth += [f"beside a staleness {self.fused_ahead.sentence}"] if self.fused_ahead is not None else []
+        worth += [f"beside that staleness {self.stream_ahead.sentence}"] if self.stream_ahead is not None else []
+        return "; ".join(
+            [
+                f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
+                f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)",
+                *worth,
+            ]
+        )
+
+
+def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
+    """The main reason why a plan takes longer than the best one, in a sentence."""
+    difference = plan.seconds - best.seconds
+    if difference < 0.01 * best.seconds:
+        return f"{difference / best.seconds:.1%} slower by estimate"
+    here, there = (_by_run(priced, plan.fused or best.fused) for priced in (plan, best))
+    slower = {name: here[name].seconds - there[name].seconds for name in here}
+    name = max(slower, key=lambda run: slower[run])
+    if slower[name] > 0.25 * difference:
+        return (
+            f"{name} takes {here[name].seconds:.3g} s on {_places(plan, name)}, not {there[name].seconds:.3g} s on "
+            f"{_places(best, name)}"
+        )
+    moved = sum(plan.estimate.moves.values()) - sum(best.estimate.moves.values())
+    if moved > 0.25 * difference:
+        return f"its reallocations take {moved:.3g} s more"
+    work, best_work = plan.device_seconds, best.device_seconds
+    spent, best_spent = sum(work.values()), sum(best_work.values())
+    if spent / best_spent > (plan.seconds / best.seconds) ** 0.5:  # more work, rather than more idle devices
+        part = max(work, key=lambda cause: work[cause] - best_work.get(cause, 0.0))
+        return f"its calls take {spent:.3g} s of devices, those of the best {best_spent:.3g} s: more of {PARTS[part]}"
+    if best.staleness.versions:
+        return "its calls wait for each other, and those of the best generate for later iterations meanwhile"
+    size = plan.space.cluster.size
+    busy, best_busy = spent / (size * plan.seconds), best_spent / (size * best.seconds)
+    return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {best_busy:.0%}"
+
+
+def _by_run(plan: PricedPlan, fused: Fused) -> dict[str, CallCost]:
+    """The costs of a plan's calls; of these two together: fused, one after the other, or side by side."""
+    costs = plan.run_costs
+    if not fused or plan.fused:
+        return costs
+    pair = [costs.pop(name) for name in fused]
+    one, other = (plan.calls[name].assignment.mesh for name in fused)
+    longer = max(pair, key=lambda cost: cost.seconds)
+    return {**costs, joined(fused): pair[0] + pair[1] if one.overlaps(other) else longer}
+
+
+def _places(plan: PricedPlan, run: str) -> str:
+    """Where the calls of a run are."""
+    assignments = [plan.calls[name].assignment for name in parted(run)]
+    places = " and ".join(dict.fromkeys(f"{each.mesh} ({each.strategy})" for each in assignments))
+    return f"{places}, fused" if plan.fused and joined(plan.fused) == run else places
+
+
+def explain(cost: CallCost) -> str:
+    """The causes of a call's seconds, the largest first, in words and numbers."""
+    parts = sorted(cost.parts.items(), key=lambda item: -item[1])
+    whole = cost.seconds
+    return "; ".join(
+        f"{seconds / whole:.0%} {PARTS[name]} ({seconds:.3g} s)" for name, seconds in parts if seconds > 0.005 * whole
+    )
+
+
+def too_large(plan: PricedPlan) -> str:
+    """Why a plan does not fit in memory, in words."""
+    memory, estimate = plan.space.pricing.memory, plan.estimate
+    usable = memory.usable if memory else 0.0
+    largest = sorted(estimate.holds, key=lambda name: -estimate.holds[name])[:3]
+    parts = ", ".join(f"{name} {estimate.holds[name] / 1e9:.1f}" for name in largest)
+    return (
+        f"device {estimate.fullest} would hold {estimate.memory / 1e9:.1f} GB ({parts}), and has {usable / 1e9:.0f} GB "
+        f"for a plan"
+    )
