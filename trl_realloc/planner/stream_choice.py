@@ -18,6 +18,7 @@ from ..plan.dataflow import CallKind
 from ..plan.fused import joined
 from ..plan.staleness import devices_ahead
 from ..plan.streams import Migration, Streams
+from .ahead_simulation import BETWEEN
 from .priced_plan import PricedPlan
 from .stream_cost import StreamPrices
 from .stream_simulation import MESSAGE
@@ -111,14 +112,16 @@ def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
 
 
 def _training(plan: PricedPlan) -> float:
-    """Seconds of the work of the fullest device on which nothing runs ahead, in one iteration."""
+    """Seconds of the work of the fullest device on which nothing runs ahead, in one iteration, with what is handed over
+    to the next one."""
     costs, runs = plan.run_costs, plan.plan
     ahead = devices_ahead(runs.graph, runs.assignments)
     spent = defaultdict[int, float](float)
     for names in runs.runs_of(runs.order):
         for device in {device for name in names for device in runs.mesh(name).devices} - ahead:
             spent[device] += costs[joined(names)].seconds
-    return max(spent.values(), default=0.0)
+    handovers = [cost.parts.get("handover", 0.0) for cost in costs.values()]
+    return max(spent.values(), default=0.0) + BETWEEN * max(handovers, default=0.0)
 
 
 class MigrationSweep:
