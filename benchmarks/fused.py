@@ -15,7 +15,8 @@ time of both models one after the other and with what its search reached.
 
 try random cases: of RLHFuse's kind (`like_published`); of 2 to 16 stages and any number of micro-batches, with
 `--unequal` with other times on every stage and for every micro-batch; small ones, compared with an exhaustive search;
-or measure the search with the effort that a run gives it. One core. Before the first case the search is compiled, if this was not done in an earlier run; its time is not part of a case's.
+or measure the search with the effort that a run gives it. One core. Before the first case the search is compiled, if
+this was not done in an earlier run; its time is not part of a case's.
 
 The last trains two pipelines on 2 and 4 gloo processes, fused and one after the other (`fused_measured`). Each of these
 is a section of its own in the file: `rows` of the cases, `like_published`, `random`, `random_unequal`, `small`,
