@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llamas import llama, pricing, specs, work
 
+from trl_realloc.engines.mesh_group import split_ranks
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import MOST_LOGITS, Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
@@ -19,9 +22,12 @@ from trl_realloc.planner.activation_memory import working_bytes
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.call_cost import PARTS, CallCost
 from trl_realloc.planner.hardware import DEVICES, Link, Sharing
+from trl_realloc.planner.measured_rates import MeasuredRates
 from trl_realloc.planner.problem import Problem
+from trl_realloc.planner.profile import Observation, Profile
 from trl_realloc.planner.reallocation_cost import move_seconds, quick_move_seconds
 from trl_realloc.planner.space import Space
+from trl_realloc.planner.specification import rates_of
 from trl_realloc.realloc.layout import layout_of
 from trl_realloc.realloc.schedule import make_schedule
 
@@ -38,7 +44,7 @@ def on(size: int, engine: str = "megatron", *, first: int = 0, offload: bool = F
 
 def price(call: str, assignment: Assignment, billions: int = 7, **changes: Any) -> CallCost:
     workload = changes.pop("workload", None)
-    prices = pricing(changes.pop("nodes", 1), workload=workload, **changes)
+    prices = pricing(changes.pop("nodes", 1), changes.pop("per_node", 8), workload=workload, **changes)
     head = "lm" if call.startswith(("actor", "reference")) else "score"
     return prices.price(GRAPH.call(call), [llama(billions, head)], assignment)
 
@@ -257,3 +263,183 @@ def test_a_model_known_by_its_shapes_has_logits_and_a_critic_has_none() -> None:
     assert transients[0] - transients[1] == pytest.approx(8 * tokens / 2 * 255_999)
     ours, judged = (pricing().price(call, [llama(7, head)], assignment).transient for head in ("lm", "score"))
     assert ours - judged == pytest.approx(8 * tokens / 2 * 31_999)
+
+
+# --- collectives between nodes ----------------------------------------------------------------------------------------
+
+bandwidths = st.floats(1e8, 1e12)
+
+
+def traffic_of_rings(nodes: int, members: int, size: float) -> tuple[float, float]:
+    """The most bytes that an adapter and a link inside a node send in a ring all-gather of `size` bytes.
+
+    There is a ring for each member of a node. It visits the nodes one after the other, enters each at this member,
+    passes all members of the node and leaves by the adapter of the last one. It gathers its share of the bytes.
+    """
+    adapters: dict[tuple[int, int], float] = defaultdict(float)
+    inside: dict[tuple[int, int], float] = defaultdict(float)
+    for ring in range(members):
+        order = [(node, (ring + at) % members) for node in range(nodes) for at in range(members)]
+        for place, follower in zip(order, [*order[1:], order[0]], strict=True):
+            sent = adapters if place[0] != follower[0] else inside
+            sent[place] += (len(order) - 1) / len(order) * size / members
+    return max(adapters.values()), max(inside.values(), default=0.0)
+
+
+def rates_with(inside: float, between: float) -> AnalyticRates:
+    links = {"inside": inside, "between": between}
+    bare = {name: Link(bandwidth, 0.0, 0.0, 1.0) for name, bandwidth in links.items()}
+    return AnalyticRates(DEVICES["h100"]).changed(**bare)  # type: ignore[arg-type]
+
+
+@given(nodes=st.integers(2, 9), members=st.integers(1, 8), slow=bandwidths, faster=st.floats(1, 100))
+def test_a_collective_between_nodes_takes_as_long_as_the_busiest_link_of_its_rings(
+    nodes: int, members: int, slow: float, faster: float
+) -> None:
+    fast, size, n = faster * slow, 1e9, nodes * members
+    by_adapter, by_link = traffic_of_rings(nodes, members, size)
+    seconds = max(by_adapter / slow, by_link / fast)
+    link = rates_with(fast, slow).across(members)
+    assert link.all_reduce(size, n) == pytest.approx(2 * link.gather(size, n))
+    if members * slow <= fast:
+        assert link.gather(size, n) == pytest.approx(seconds)
+    else:  # a device is priced as if it sent to the next one in its node in all rings, and in one it leaves the node
+        assert seconds * 0.999 <= link.gather(size, n) <= seconds * 1.001 * max(1.0, members / max(members - 1, 1))
+
+
+@given(inside=bandwidths, between=bandwidths, members=st.integers(1, 15))
+def test_more_members_in_a_node_never_make_a_collective_slower(inside: float, between: float, members: int) -> None:
+    fewer, more = (rates_with(inside, between).across(number) for number in (members, members + 1))
+    assert more.gather(1e9, 64) <= fewer.gather(1e9, 64)
+    assert fewer.gather(1e9, 64) <= rates_with(inside, between).between.gather(1e9, 64)
+
+
+@given(
+    between=bandwidths,
+    stage=st.integers(0, 3),
+    split=st.sampled_from([{"tp": 1}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]),
+)
+def test_devices_in_fewer_nodes_never_communicate_longer(between: float, stage: int, split: dict[str, int]) -> None:
+    """The same groups on 16 nodes of 4 devices up to 2 nodes of 32."""
+    if split != {"tp": 1}:
+        stage = min(stage, 1)
+    engine = "megatron" if split != {"tp": 1} else "zero"
+    seconds = [
+        price(
+            "actor.train", on(64, engine, zero_stage=stage, **split), nodes=64 // n, per_node=n, between=Link(between)
+        )
+        for n in (4, 8, 16, 32)
+    ]
+    data = [cost.parts["data"] for cost in seconds]
+    assert all(later <= before * (1 + 1e-9) for before, later in pairwise(data))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_over_whole_nodes_sends_by_the_adapters_of_all_devices(stage: int) -> None:
+    """8 adapters of 50 GB/s are as fast as one of 400 GB/s, which the devices of a node share."""
+    own, shared = (
+        price("actor.train", on(16, "zero", zero_stage=stage), nodes=2, overlap=0.0, **changes)
+        for changes in ({}, {"between": Link(8 * 50e9), "own_adapters": False})
+    )
+    one = price("actor.train", on(16, "zero", zero_stage=stage), nodes=2, overlap=0.0, own_adapters=False)
+    assert own.parts == pytest.approx(shared.parts)
+    assert one.parts["data"] > 7 * own.parts["data"]
+    assert {**one.parts, "data": 0} == {**own.parts, "data": 0}
+
+
+def test_links_inside_a_node_bound_a_collective_between_nodes() -> None:
+    slow, fast = (
+        price("actor.train", on(16, "zero"), nodes=2, overlap=0.0, inside=Link(60e9), between=Link(bandwidth))
+        for bandwidth in (50e9, 200e9)
+    )
+    assert slow.parts["data"] == pytest.approx(
+        price("actor.train", on(16), per_node=16, inside=Link(60e9), overlap=0.0).parts["data"]
+    )
+    assert slow.parts["data"] >= fast.parts["data"]
+
+
+@dataclass(frozen=True)
+class Asked(AnalyticRates):
+    """Notes for how many members in a node it was asked."""
+
+    members: list[int] = field(default_factory=list)
+
+    def across(self, members: int) -> Link:
+        self.members.append(members)
+        return super().across(members)
+
+
+@given(
+    per_node=st.integers(1, 12),
+    nodes=st.integers(2, 6),
+    first=st.integers(0, 2),
+    data=st.data(),
+)
+def test_a_group_has_as_many_adapters_as_it_has_members_in_the_node_with_the_fewest(
+    per_node: int, nodes: int, first: int, data: st.DataObject
+) -> None:
+    """Groups are those that the engines make (`split_ranks`)."""
+    size = nodes * per_node
+    tp = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    pp = data.draw(st.sampled_from([n for n in range(1, size // tp + 1) if size // tp % n == 0]))
+    asked = Asked(DEVICES["h100"])
+    prices = replace(pricing(first + nodes, per_node), rates=asked)
+    assignment = on(size, first=first * per_node, tp=tp, pp=pp)
+    groups = split_ranks(tuple(assignment.mesh.devices), tp, pp)
+
+    def least(kind: str) -> int | None:
+        """`None` if every group is in one node."""
+        held = [Counter(rank // per_node for rank in group) for group in groups[kind]]
+        return min((min(each.values()) for each in held if len(each) > 1), default=None)
+
+    prices.training_stage(llama(7), assignment)
+    assert asked.members == [number for number in (least("tp"),) if number is not None]
+    asked.members.clear()
+    prices.price(GRAPH.call("actor.train"), [llama(7)], assignment)
+    if assignment.strategy.dp > 1:
+        assert asked.members[-1] == least("dp")
+
+
+@given(between=bandwidths, own=st.booleans(), tp=st.sampled_from([1, 2, 4]), stage=st.integers(0, 1))
+def test_the_price_of_groups_in_one_node_does_not_depend_on_the_network(
+    between: float, own: bool, tp: int, stage: int
+) -> None:
+    assignment = on(8, tp=tp, zero_stage=stage)
+    expected = price("actor.train", assignment)
+    assert price("actor.train", assignment, between=Link(between), own_adapters=own) == expected
+    assert price("actor.train", assignment, nodes=4, between=Link(between), own_adapters=own) == expected
+
+
+@given(dp=st.sampled_from([2, 4, 8]), stage=st.integers(0, 1))
+def test_groups_with_one_device_in_a_node_have_one_adapter_each(dp: int, stage: int) -> None:
+    """The eight groups of a node use its eight adapters together."""
+    assignment = on(8 * dp, tp=8, zero_stage=stage)
+    own, shared = (price("actor.train", assignment, nodes=dp, own_adapters=adapters) for adapters in (True, False))
+    assert own == shared
+
+
+def test_messages_and_reallocations_between_nodes_are_of_one_adapter_each() -> None:
+    own, shared = (pricing(2, own_adapters=adapters) for adapters in (True, False))
+    spec, home, other = llama(7), on(8, pp=8), on(8, pp=8, first=8)
+    schedule = make_schedule(own.cluster, layout_of(home, spec), layout_of(other, spec))
+    seconds = move_seconds(schedule, own.rates)
+    assert seconds == move_seconds(schedule, shared.rates)
+    assert seconds == pytest.approx(max(schedule.traffic()[1][0]) / 50e9, rel=0.01)
+    stages = [price("critic.forward", on(16, pp=16), nodes=2, own_adapters=adapters) for adapters in (True, False)]
+    assert stages[0] == stages[1]
+
+
+@given(members=st.integers(1, 16))
+def test_a_measured_link_is_used_as_it_was_measured(members: int) -> None:
+    """It was fitted to all-reduces over whole nodes, and has the bandwidth of all adapters already."""
+    rows = tuple(
+        Observation(work, "", 1e-4 * times + times * size * 1e-10, 16, bytes=float(size), far=True)
+        for size in (1 << 18, 1 << 22, 1 << 26)
+        for work, times in (("send", 1.0), ("all_reduce", 2 * 15 / 16))
+    )
+    profile = Profile("NVIDIA H100", {}, 16, None, True, (), nodes=2, links=rows)
+    specified = rates_of(profile)
+    assert isinstance(specified, AnalyticRates)
+    for rates in (specified, MeasuredRates(profile)):
+        assert rates.across(members) == rates.between
+        assert rates.between.bandwidth == pytest.approx(1e10)

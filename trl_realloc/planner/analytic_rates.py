@@ -32,6 +32,22 @@ class AnalyticRates:
     def between(self) -> Link:
         return self.device.between
 
+    def across(self, members: int) -> Link:
+        """See `Rates`.
+
+        A ring all-reduce, all-gather or reduce-scatter over n devices moves as many bytes from each node to the next as
+        from each device to the next: 2 (n - 1) / n or (n - 1) / n of them. NCCL divides the bytes among rings that
+        leave a node by different adapters, so that each adapter of the members carries its share of them. (Of 400 Gb/s
+        adapters NCCL's maintainers expect 46 to 48 GB/s each, https://github.com/NVIDIA/nccl-tests/issues/290.) The
+        links inside a node carry the bytes of all rings, so the bandwidth does not exceed theirs. A node with fewer
+        members limits all rings. Other groups of the same nodes use the adapters of their own members.
+        """
+        inside, between = self.device.inside, self.device.between
+        if members == 1 or not self.device.own_adapters:
+            return between
+        most = max(between.bandwidth, inside.bandwidth * inside.efficiency / between.efficiency)
+        return replace(between, bandwidth=min(members * between.bandwidth, most))
+
     @property
     def host_bandwidth(self) -> float:
         return self.device.host_bandwidth

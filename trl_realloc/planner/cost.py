@@ -90,19 +90,31 @@ class Pricing:
 
     # --- links of the groups of a mesh -------------------------------------------------------------------------------
 
-    def _link(self, devices: int) -> Link:
-        """The link of a group of neighbouring devices. A group across nodes is as slow as the link between nodes."""
-        return self.rates.inside if devices <= self.cluster.devices_per_node else self.rates.between
+    def _links(self, assignment: Assignment) -> tuple[Link, Link]:
+        """The links of the collectives of tensor-parallel groups, and of the messages between pipeline stages.
 
-    def _links(self, assignment: Assignment) -> tuple[Link, Link, Link]:
-        """The links of the tensor-parallel, pipeline-parallel and data-parallel groups."""
-        strategy = assignment.strategy
-        inner = strategy.tp * strategy.pp
-        return self._link(strategy.tp), self._link(inner), self._link(inner * strategy.dp)
+        A link is the slowest one of all groups. A stage's device sends its messages by its own adapter.
+        """
+        strategy, per_node, rates = assignment.strategy, self.cluster.devices_per_node, self.rates
+        tensor = pipeline = rates.inside
+        if assignment.mesh.size > per_node:  # whole nodes, where groups of neighbours lie side by side
+            if per_node % strategy.tp:
+                tensor = rates.across(math.gcd(per_node, strategy.tp))
+            if per_node % (strategy.tp * strategy.pp):
+                pipeline = rates.between
+        return tensor, pipeline
 
     def _replicas(self, spec: ModelSpec, assignment: Assignment) -> DataParallelGroup:
-        link = self._links(assignment)[2]
-        return DataParallelGroup(link, assignment.strategy.dp, self.rates.overlap, _layers(spec))
+        """The data-parallel groups of an assignment, with the link of the slowest one.
+
+        Each has one of every tp x pp neighbouring devices. All groups of a node communicate at the same time, each by
+        the adapters of its own devices: no device is in two groups.
+        """
+        strategy, per_node = assignment.strategy, self.cluster.devices_per_node
+        link = self.rates.inside
+        if assignment.mesh.size > per_node:
+            link = self.rates.across(max(1, per_node // (strategy.tp * strategy.pp)))
+        return DataParallelGroup(link, strategy.dp, self.rates.overlap, _layers(spec))
 
     # --- scoring -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +160,7 @@ class Pricing:
     ) -> StageSeconds:
         """One micro-batch on the slowest pipeline stage, with the arguments of `_pass`."""
         strategy, rates, work = assignment.strategy, self.rates, self.workload
-        tensor_link, pipeline_link, _ = self._links(assignment)
+        tensor_link, pipeline_link = self._links(assignment)
         layers = self._stage_layers(spec, assignment)
         answered = tokens * work.mean_response / work.mean_length  # the head runs only at response positions
         layer = layers * rates.layer(spec, tokens, squared, strategy.tp)
@@ -235,7 +247,7 @@ class Pricing:
             cached: mean number of their cached tokens.
         """
         rates = self.rates
-        tensor_link, pipeline_link, _ = self._links(assignment)
+        tensor_link, pipeline_link = self._links(assignment)
         tp, pp, layers = assignment.strategy.tp, assignment.strategy.pp, self._stage_layers(spec, assignment)
         part = batch / pp  # pp micro-batches keep all stages busy
         busy, reading = rates.decode(spec, part, cached, tp)

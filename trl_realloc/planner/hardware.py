@@ -99,7 +99,8 @@ class Device:
         flops: peak dense FLOP/s of bf16 matrix products.
         memory: bytes of device memory.
         memory_bandwidth: bytes/s of device memory.
-        inside, between: links inside a node and between nodes.
+        inside, between: link of one device to another in its node, and to one in another node. `between` is the network
+            adapter that the device sends by, not the sum of a node's adapters.
         host_bandwidth: bytes/s between device and host memory.
         efficiency: fraction of `flops` that large matrix products reach.
         memory_efficiency: fraction of `memory_bandwidth` that reading weights and caches reaches.
@@ -109,6 +110,9 @@ class Device:
         call: seconds that a call takes to receive and send samples.
         overlap: fraction of ZeRO's communication that overlaps with arithmetic.
         single_flops: peak FLOP/s of float32 matrix products without tensor cores; 0 where they are those of bf16.
+        own_adapters: whether each device of a node has an adapter of its own, so that a collective over several devices
+            of each node has the bandwidth of all their adapters. False if the devices of a node share one adapter, and
+            if `between` was fitted to collectives of whole nodes, which has this bandwidth already.
     """
 
     name: str
@@ -126,6 +130,7 @@ class Device:
     call: float = 20e-3
     overlap: float = 0.8
     single_flops: float = 0.0
+    own_adapters: bool = True
 
 
 # Peak dense bf16 and float32 FLOP/s, memory and NVLink bandwidth are from NVIDIA's data sheets of the A100 80GB SXM,
@@ -175,6 +180,13 @@ class Rates(Protocol):
     def inside(self) -> Link: ...
     @property
     def between(self) -> Link: ...
+    def across(self, members: int) -> Link:
+        """The link of a collective over a group with devices in several nodes.
+
+        Args:
+            members: number of the group's devices in a node, from 1. If nodes differ, the smallest of these numbers.
+        """
+
     @property
     def host_bandwidth(self) -> float: ...
     @property

@@ -76,6 +76,9 @@ class MeasuredRates:
     def between(self) -> Link:
         return self._link(True, self._links) or self.inside  # a job of one node
 
+    def across(self, members: int) -> Link:
+        return self.between  # fitted to all-reduces over all devices, which use all adapters of the nodes
+
     @property
     def _links(self) -> tuple[Observation, ...]:
         return self.profile.links or self.profile.observations

@@ -14,7 +14,8 @@ from .profile import Profile
 ERROR = 0.3
 
 # Devices without a specification of their own. The numbers are assumptions: what a run shows corrects them within some
-# updates, and until then only their ratios matter. `CPU` is one rank on a core or two that sends by gloo.
+# updates, and until then only their ratios matter. `CPU` is one rank on a core or two that sends by gloo. In both, the
+# devices of a node share one network adapter.
 CPU = Device(
     "CPU",
     flops=60e9,
@@ -27,8 +28,9 @@ CPU = Device(
     decode_launch=100e-6,
     call=5e-3,
     overlap=0.0,
+    own_adapters=False,
 )
-GPU = Device("GPU", 150e12, 0.0, 1e12, Link(25e9), Link(10e9), 16e9, single_flops=20e12)
+GPU = Device("GPU", 150e12, 0.0, 1e12, Link(25e9), Link(10e9), 16e9, single_flops=20e12, own_adapters=False)
 
 
 def rates_of(profile: Profile) -> Rates:
@@ -46,4 +48,4 @@ def specified_device(profile: Profile) -> Device:
     else:
         device = CPU
     far = [row for row in profile.links if row.far]
-    return replace(device, between=MeasuredRates(profile).between) if far else device
+    return replace(device, between=MeasuredRates(profile).between, own_adapters=False) if far else device
