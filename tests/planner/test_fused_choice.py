@@ -78,9 +78,9 @@ def fused_plan(prices: Pricing, **homes: Assignment) -> PricedPlan:
     return estimate_plan(replace(pipelined(prices, **homes), fused=PAIR), MODELS, prices)
 
 
-def chosen(prices: Pricing, whole: ExecutionPlan, deadline: float = math.inf) -> FusedChoice:
+def chosen(prices: Pricing, whole: ExecutionPlan, deadline: float = math.inf, latest: float = math.inf) -> FusedChoice:
     space = Space(prices.cluster, whole.graph, MODELS, prices)
-    return choose_fused(space, space.candidates(), [estimate_plan(whole, MODELS, prices)], deadline)
+    return choose_fused(space, space.candidates(), [estimate_plan(whole, MODELS, prices)], deadline, latest)
 
 
 def overlaps(timeline: Timeline) -> list[str]:
@@ -264,6 +264,13 @@ def test_where_nothing_can_be_fused_a_sentence_says_why(changes: dict[str, Any],
     space = replace(Space(prices.cluster, whole.space.graph, MODELS, prices), **changes)
     choice = choose_fused(space, {}, [whole], math.inf)
     assert choice.fastest is whole and said in choice.sentence
+
+
+def test_without_time_no_schedule_is_searched_and_no_training_is_fused() -> None:
+    prices = replace(FEW, memory=None)
+    assert chosen(prices, pipelined(prices)).fastest.fused
+    late = chosen(prices, pipelined(prices), latest=-math.inf)
+    assert late.fastest is late.whole and "no time was left to search its schedules" in late.sentence
 
 
 def test_the_pair_is_the_two_calls_that_train() -> None:

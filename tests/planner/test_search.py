@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,12 +19,13 @@ from trl_realloc.plan.algorithm_graphs import GRAPHS, ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
 from trl_realloc.plan.dataflow import CallKind
+from trl_realloc.planner import choose as choosing
 from trl_realloc.planner import search as searching
 from trl_realloc.planner.call_cost import CallCost
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.decision import why_slower
 from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import Problem
+from trl_realloc.planner.problem import Problem, State
 from trl_realloc.planner.search import partitions, search
 from trl_realloc.planner.simulate import Overlap
 from trl_realloc.planner.space import Candidate, Space, meshes_of, undominated
@@ -75,6 +78,23 @@ def test_the_search_keeps_its_time_limit() -> None:
     outcome = search(random_problem(5, per_call=10), time_limit_s=0.05)
     assert outcome.seconds < 1.0
     assert outcome.states
+
+
+def test_a_choice_without_time_prices_one_plan_that_the_search_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer schedule of several nodes takes a third of a second, and a plan has several."""
+    priced: list[str] = []
+    price = Problem.priced_plan
+
+    def counted(problem: Problem, state: State, name: str, **how: Any) -> PricedPlan:
+        priced.append(name)
+        return price(problem, state, name, **how)
+
+    monkeypatch.setattr(Problem, "priced_plan", counted)
+    for share in (math.inf, 0.0):
+        monkeypatch.setattr(choosing, "PRICED_SHARE", share)
+        priced.clear()
+        found = choose(specs(7, 7), pricing(1), fuses=False, streams=False, time_limit_s=0.2).search.states
+        assert priced.count("searched") == (len(found) if share else 1) and len(found) > 1
 
 
 def test_at_128_devices_large_meshes_are_still_looked_at() -> None:

@@ -29,6 +29,7 @@ from .stream_choice import StreamChoice, choose_streams
 MOST_DEVICES = 1024  # of the cluster that a refusal suggests
 FUSED_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for
 STREAMS_SHARE = 0.25  # of a search's time limit: the time in which streams are simulated
+PRICED_SHARE = 0.5  # of a search's time limit: the time in which what it has found is priced by transfer schedules
 WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
 MOST_STREAMED = 1024  # devices; on more, the simulation of streams takes several seconds
 MOST_STREAMED_AHEAD = 256  # devices; the same beside a staleness, of which some thirty iterations are simulated
@@ -63,7 +64,9 @@ def choose(
         max_staleness: the largest staleness of a plan.
         fuses: two calls may train in fused pipelines.
         streams: samples may stream.
-        time_limit_s: of the search; where a staleness is allowed, of a second search too.
+        time_limit_s: of the search; where a staleness is allowed, of a second search too. Pricing what it has found,
+            and looking for fused training and streams, take up to 1.25 times as long after it, and one step each at
+            least; listing and pricing the candidates before it is not limited.
 
     Raises:
         PlanError: the models fit on no plan; names the smallest cluster on which they fit.
@@ -111,7 +114,8 @@ def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float) -> 
     if not best.staleness.versions:
         best = min(choice.by_versions.values(), key=lambda plan: plan.seconds)
     deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
-    return choose_fused(space, space.candidates(), [best], deadline, exact=space.cluster.size <= MANY)
+    latest, exact = deadline + FUSED_SHARE * time_limit_s, space.cluster.size <= MANY
+    return choose_fused(space, space.candidates(), [best], deadline, latest, exact=exact)
 
 
 def _streams_ahead(choice: StalenessChoice, time_limit_s: float) -> dict[int, StreamChoice]:
@@ -198,7 +202,11 @@ def _choose(
     presets, alternatives = _price_presets(problem, stages, generation_engine, is_small=is_small)
     starts = [tuple(preset.calls.values()) for preset in presets]
     result = search(problem, seed=seed, time_limit_s=time_limit_s, starts=starts)
-    searched = [problem.priced_plan(state, "searched", exact=is_small) for state in result.states]
+    deadline = time.perf_counter() + PRICED_SHARE * time_limit_s
+    searched = [problem.priced_plan(result.states[0], "searched", exact=is_small)]
+    for state in result.states[1:]:
+        if time.perf_counter() < deadline:
+            searched.append(problem.priced_plan(state, "searched", exact=is_small))
     ranked = sorted(searched, key=lambda plan: plan.seconds)
     best = ranked[0] if is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
     alone = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best])  # each call trains by itself
@@ -206,12 +214,15 @@ def _choose(
     if fuses:
         plans = [alone, *(plan for plan in (*ranked[:2], *presets) if plan.calls != alone.calls)]
         deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
-        fused = choose_fused(space, problem.candidates, plans, deadline, exact=is_small)
+        fused = choose_fused(
+            space, problem.candidates, plans, deadline, deadline + FUSED_SHARE * time_limit_s, exact=is_small
+        )
     best = alone if fused is None else fused.fastest
     streams = None
     if pricing.cluster.size <= MOST_STREAMED and may_stream:
         others = [*presets, *ranked[:2]] if is_small else []  # estimated without a transfer schedule on more devices
-        streams = _streamed([best, *others], time_limit_s, deterministic)
+        deadline = time.perf_counter() + STREAMS_SHARE * time_limit_s
+        streams = _streamed([best, *others], deadline, deterministic)
     whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
     if best is not whole:
         reason = f"without streams; {streams.sentence if streams is not None else ''}"
@@ -237,10 +248,9 @@ def _preferred(plans: Sequence[PricedPlan]) -> PricedPlan:
     return next(plan for plan in plans if plan.seconds <= fastest * (1 + plan.space.pricing.rates.error))
 
 
-def _streamed(plans: Sequence[PricedPlan], time_limit_s: float, deterministic: bool) -> StreamChoice:
+def _streamed(plans: Sequence[PricedPlan], deadline: float, deterministic: bool) -> StreamChoice:
     """What streams are worth for the plan that is fastest with its best streams. An earlier plan is preferred if the
     difference is within the error of the estimates."""
-    deadline = time.perf_counter() + STREAMS_SHARE * time_limit_s
     choices = [choose_streams(plans[0], deadline, deterministic=deterministic)]
     error = plans[0].space.pricing.rates.error
     for plan in plans[1:]:

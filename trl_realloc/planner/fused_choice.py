@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,6 +101,7 @@ def choose_fused(
     candidates: Mapping[str, Sequence[Candidate]],
     plans: Sequence[PricedPlan],
     deadline: float,
+    latest: float = math.inf,
     *,
     exact: bool = True,
 ) -> FusedChoice:
@@ -110,6 +112,7 @@ def choose_fused(
         plans: without fused calls and streams. Their meshes are tried, with their other calls as a start. The first one
             is what fused training is compared with; the others have its staleness.
         deadline: of `time.perf_counter`, after which no further pair of pipelines is tried.
+        latest: of `time.perf_counter`, after which no further schedule is searched.
         exact: price reallocations by their transfer schedules.
     """
     whole = plans[0]
@@ -122,7 +125,13 @@ def choose_fused(
     if not found:
         return FusedChoice(whole, reason=search.why_nothing)
     limit = whole.seconds / (1 + space.pricing.rates.error)
-    searched = [search.exact(plan) for plan in found if plan.seconds < limit]
+    promising = [plan for plan in found if plan.seconds < limit]
+    searched: list[PricedPlan] = []
+    for plan in promising:
+        if time.perf_counter() < latest:
+            searched.append(search.exact(plan))
+    if promising and not searched:
+        return FusedChoice(whole, reason="no time was left to search its schedules")
     return FusedChoice(whole, min(searched or found[:1], key=lambda plan: plan.seconds))
 
 

@@ -62,6 +62,7 @@ class Replanner:
         self._searched_at = _estimate(observer.job_plan)  # the estimate at the last search
         self._estimated: tuple[object, _Lengths, PricedPlan] | None = None  # the latest estimate, and of what
         self._spent_s = 0.0  # on searches
+        self._beyond_s = 0.0  # that the latest search took beyond its limit
 
     def follow(self, job_plan: JobPlan) -> None:
         """Watch another plan from now on: its estimate counts as that of the last search. Called before the observer
@@ -100,7 +101,7 @@ class Replanner:
         if remaining_s < move_seconds:  # no plan can save that much
             return None
         # half of what is left for searches, because the first estimates change with each update
-        time_limit_s = min(time_limit_s, (SEARCH_SHARE * remaining_s - self._spent_s) / 2)
+        time_limit_s = min(time_limit_s, (SEARCH_SHARE * remaining_s - self._spent_s) / 2 - self._beyond_s)
         if abs(current.seconds / self._searched_at - 1) <= self.threshold or time_limit_s <= 0:
             return None
         self._searched_at = current.seconds
@@ -116,7 +117,8 @@ class Replanner:
         except (PlanError, ValueError):  # no plan fits, or the run can have none of those that do
             return None
         finally:
-            self._spent_s += time.perf_counter() - begun
+            taken_s = time.perf_counter() - begun
+            self._spent_s, self._beyond_s = self._spent_s + taken_s, max(0.0, taken_s - time_limit_s)
         if current.seconds - _estimate(found) < worth:
             return None
         self._searched_at = _estimate(found)

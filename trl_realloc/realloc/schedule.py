@@ -346,11 +346,15 @@ def _add_relays(boxes: Sequence[_CommonBox], per_node: int, loads: np.ndarray) -
         busy = [int(d) for d in common.holders if loads[d] > most]
         if not busy or len(common.receivers) < 2:
             continue
-        passes_on = np.stack([np.isin(common.receivers, row) for row in common.sources])
-        relayed = np.isin(common.sources, common.receivers)
+        sends = np.zeros((len(common.sources), len(loads)), bool)  # of each parameter, by device
+        sends[np.arange(len(sends))[:, None], common.sources] = True
+        passes_on = sends[:, common.receivers]
+        receives = np.zeros(len(loads), bool)
+        receives[common.receivers] = True
+        relayed = receives[common.sources]
         for device in busy:
             for row, column in zip(*np.nonzero(common.sources == device), strict=True):
-                if loads[device] <= most:
+                if loads[device] <= most or loads[common.receivers].min() + common.bytes >= loads[device]:
                     break
                 if passes_on[row, column]:
                     continue
