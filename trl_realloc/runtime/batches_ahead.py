@@ -262,7 +262,12 @@ class BatchesAhead:
         self.restarts += 1
 
     def drawn(self, first: int) -> DrawnSamples | None:
-        """What has been drawn for the iterations from `first`, on rank 0; `None` on the others. All ranks together."""
+        """What has been drawn for the iterations from `first`, on rank 0; `None` on the others. All ranks together.
+
+        Rank 0 receives one message of each rank that generates, so none of them is on its way when the ranks meet next.
+        What batches have published that no iteration reads any more stays unreceived. At a change of plan it ends with
+        its process group, and the messages of the next plan's group are apart from it.
+        """
         peeked: dict[int, dict[int, Unfinished]] = {}
         try:
             if self._generation is not None:

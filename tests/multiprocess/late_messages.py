@@ -1,0 +1,47 @@
+"""Two ranks, of which one has sent what the other never receives when their process group is destroyed, as at a change
+of plan; what the other receives in the next group under the same tag is written to the folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from trl_realloc.runtime.messages import GlooMessages
+from trl_realloc.runtime.process_groups import destroy_groups
+
+
+TAG = 7
+
+
+def main() -> None:
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    first = dist.new_group(backend="gloo")
+    before = GlooMessages(first)
+    if rank:
+        for size in options["sizes"]:
+            before.send(b"l" * size, 0, TAG)
+    else:
+        before.send(b"l", 1, TAG + 1)  # on its way at the receiver's side too
+    dist.barrier()
+    destroy_groups(first)
+    after = GlooMessages(dist.new_group(backend="gloo"))
+    if rank:
+        after.send(b"new", 0, TAG)
+        after.flush()
+        received = after.receive(0, TAG + 1)
+    else:
+        received = after.receive(1, TAG)
+        after.send(b"new", 1, TAG + 1)
+        after.flush()
+    (folder / f"{rank}.txt").write_bytes(received)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

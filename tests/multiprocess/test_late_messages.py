@@ -1,0 +1,20 @@
+"""What is still on its way when a plan changes does not reach the next plan's readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize("sizes", [[4], [3 << 20, 4]], ids=["small", "large"])
+def test_a_message_that_was_not_received_is_not_received_in_the_next_group(
+    run: Callable[..., Path], sizes: list[int]
+) -> None:
+    """As the outputs of a batch that was generated ahead, whose iteration the old plan never runs."""
+    folder = run("late_messages.py", 2, {"sizes": sizes}, "job")
+    assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["new", "new"]
