@@ -12,8 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fused_check import one_f_one_b
+from .fused_equal import SAME, STALE_BUILDS, EqualChains, construct_in_turn
 from .fused_kernel import Chains, Integers, Limits, construct
 from .fused_pipelines import KINDS, MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
+
+
+BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
+EQUAL_EFFORT = 0.3  # of the effort of a build where all micro-batches of a copy are equal
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +35,7 @@ class BuiltSchedule:
 
     makespan: float
     starts: Array
-    places: Integers
+    places: Integers | Array
     in_flight: Integers
     patience: float
 
@@ -69,6 +74,7 @@ class FusedChains:
         self.chains = Chains(offsets, numbers, stages, seconds, memory)
         self._mirror = np.concatenate([group.tasks[:, ::-1].ravel() for group in self.groups])
         self._mirrored = self.chains._replace(seconds=seconds[self._mirror])
+        self._equal = self._equal_chains() if all(group.equal for group in self.groups) else None
         self._takes = np.array([task.kind == "forward" for task in self._names])
         self._total = np.bincount(stages, memory * self._takes, minlength=self.stages)
 
@@ -86,9 +92,36 @@ class FusedChains:
         memory = np.concatenate([pipeline.memory[copy], pipeline.memory[copy, :, ::-1]], axis=1)
         return np.tile([*route, *route[::-1]], count).astype(np.int64), seconds.ravel(), memory.ravel()
 
+    def _equal_chains(self) -> tuple[EqualChains, EqualChains]:
+        """The same from both ends of time, for `fused_equal`."""
+        copies, stages = len(self.groups), self.stages
+        lengths = np.array([len(group.route) for group in self.groups], np.int64)
+        counts = np.array([len(group.tasks) for group in self.groups], np.int64)
+        offsets = np.concatenate([[0], np.cumsum(2 * lengths * counts)]).astype(np.int64)
+        routes, memory = np.zeros((copies, stages), np.int64), np.zeros((copies, stages))
+        forth, back = np.zeros((copies, 2 * stages)), np.zeros((copies, 2 * stages))
+        of_stage: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+        for number, group in enumerate(self.groups):
+            length, tasks = len(group.route), group.tasks[0]
+            routes[number, :length], memory[number, :length] = group.route, self.chains.memory[tasks[:length]]
+            forth[number, : len(tasks)], back[number, : len(tasks)] = (
+                self.chains.seconds[order] for order in (tasks, tasks[::-1])
+            )
+            for position, stage in enumerate(group.route):
+                of_stage[stage].append((number, position))
+        pairs = np.array(of_stage, np.int64)  # (stages, 2, 2)
+        first, second = np.ascontiguousarray(pairs[:, :, 0]), np.ascontiguousarray(pairs[:, :, 1])
+        chains = EqualChains(lengths, counts, offsets, routes, first, second, forth, memory)
+        return chains, chains._replace(seconds=back)
+
     @property
     def tasks(self) -> int:
         return len(self._names)
+
+    @property
+    def build_effort(self) -> float:
+        """What a build takes, in tasks of unequal micro-batches."""
+        return (self.tasks + BUILD_EFFORT) * (EQUAL_EFFORT if self._equal else 1)
 
     @property
     def nominal(self) -> Array:
@@ -118,6 +151,28 @@ class FusedChains:
         if backward:
             starts, places = (makespan - starts - chains.seconds)[self._mirror], -places[self._mirror]
         return BuiltSchedule(makespan, starts, places, in_flight, patience)
+
+    def build_in_turn(
+        self, priorities: Array, memory: Array, in_flight: Integers, patience: float
+    ) -> tuple[BuiltSchedule, int]:
+        """Build from both ends of time in turn while the makespan falls, each with the last times as its priorities.
+        Returns the best schedule and the number of builds."""
+        if self._equal:
+            limits = Limits(memory, bool((self._total > memory).any()), in_flight)
+            makespan, _, starts, places, builds = construct_in_turn(
+                *self._equal, limits, priorities, patience, self.chains.seconds
+            )
+            return BuiltSchedule(makespan, starts, places, in_flight, patience), builds
+        best = self.build(priorities, memory, in_flight, patience, False)
+        built, builds, stale = best, 1, 0
+        while stale < STALE_BUILDS and built.makespan < np.inf:
+            backward = builds % 2 == 1
+            times = -self.ends(built) if backward else built.starts
+            built = self.build(times, memory, in_flight, patience, backward)
+            builds += 1
+            stale = 0 if built.makespan < best.makespan * (1 - SAME) else stale + 1
+            best = built if stale == 0 else best
+        return best, builds
 
     def ends(self, built: BuiltSchedule) -> Array:
         return built.starts + self.chains.seconds

@@ -15,24 +15,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .fused_chains import BuiltSchedule, FusedChains
-from .fused_check import ROUNDING, SimulatedSchedule, check, lower_bound, serial_memory
+from .fused_check import MOST_MEMORY, ROUNDING, SimulatedSchedule, check, lower_bound, serial_memory
 from .fused_kernel import Integers
 from .fused_pipelines import Array, FusedPipelines, FusedSchedule
 
 
 EFFORT = 12_000_000  # tasks placed
-BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
 ELITES = 4  # schedules that are disturbed
 FRESH = 0.1  # of the priorities are not from an elite
 STUCK = 200  # priorities in turn without a better elite before all elites are dropped
-STALE_BUILDS = 4  # builds in turn without a better makespan
 PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
 UNLIMITED = 1_000_000  # micro-batches
 MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
-FIRST_MEMORY = 1.1  # of 1F1B's memory, tried before the whole memory
-FIRST_EFFORT = 0.4  # of the effort
+FIRST_EFFORT = 0.3  # of the effort, with `MOST_MEMORY` before the whole memory
 MEMORY_EFFORT = 0.15  # of the effort, for each lower memory limit
-MEMORY_STEP = 0.01  # of the memory
+FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,12 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> Fo
     """
     run = _Search(pipelines, np.random.default_rng(seed))
     limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
-    low, first = run.chains.least_memory(), FIRST_MEMORY * serial_memory(pipelines)
-    if not run.improve(np.minimum(limit, np.maximum(low, first)), run.bound, FIRST_EFFORT * effort):
-        lower = run.makespan
+    low, aim = run.chains.least_memory(), MOST_MEMORY * serial_memory(pipelines)
+    if not run.improve(np.minimum(limit, np.maximum(low, aim)), run.bound, FIRST_EFFORT * effort):
         run.improve(limit, run.bound, (1 - FIRST_EFFORT) * effort)
-        if run.makespan < lower:
-            low = np.maximum(low, first)  # was not enough
-    run.lower_memory(limit, float(low.max()), MEMORY_EFFORT * effort)
-    if run.peak > first:  # a search may miss what another one finds
-        run.lower_memory(limit, float(low.max()), 2 * MEMORY_EFFORT * effort)
+    run.lower_memory(limit, float(low.max()), FIRST_STEP, MEMORY_EFFORT * effort)
+    if run.peak > aim * (1 + ROUNDING):  # a longer search may find what a short one misses
+        run.lower_memory(limit, aim, SECOND_STEP, 3 * MEMORY_EFFORT * effort)
     schedule = run.chains.schedule(run.best)
     return FoundSchedule(schedule, check(pipelines, schedule), run.bound)
 
@@ -100,8 +94,8 @@ class _Search:
         stuck = 0
         while effort > 0:
             priorities, in_flight, patience = self._disturbed() if self._take_elite() else self._fresh()
-            built, builds = self._built_in_turn(priorities, memory, in_flight, patience)
-            effort -= builds * (self.chains.tasks + BUILD_EFFORT)
+            built, builds = self.chains.build_in_turn(self._in_order(priorities), memory, in_flight, patience)
+            effort -= builds * self.chains.build_effort
             if built.makespan < np.inf:
                 better = not self._elites or built.makespan < self._elites[0].makespan * (1 - ROUNDING)
                 stuck = 0 if better else stuck + 1
@@ -112,31 +106,14 @@ class _Search:
                     return True
         return False
 
-    def lower_memory(self, limit: Array, low: float, effort: float) -> None:
-        """Halve the interval between a memory limit that is too low and the best schedule's peak until it is small."""
-        high = self.peak
-        while high - low > MEMORY_STEP * high:
-            middle = (high + low) / 2
+    def lower_memory(self, limit: Array, low: float, step: float, effort: float) -> None:
+        """Lower a memory limit below the best schedule's peak by a step, and by half of it where no schedule of the
+        same makespan is found, until the step is small. `effort` is that of a step."""
+        while step > MEMORY_STEP and self.peak > low * (1 + ROUNDING):
+            memory = np.minimum(limit, max(low, self.peak * (1 - step)))
             self._elites = [replace(self.best, makespan=np.inf)]
-            if self.improve(np.minimum(limit, middle), self.makespan, effort):
-                high = self.peak
-            else:
-                low = middle
-
-    def _built_in_turn(
-        self, priorities: Array, memory: Array, in_flight: Integers, patience: float
-    ) -> tuple[BuiltSchedule, int]:
-        """Build from both ends of time in turn while the makespan falls. Returns the best schedule and the builds."""
-        best = self.chains.build(self._in_order(priorities), memory, in_flight, patience, False)
-        built, builds, stale = best, 1, 0
-        while stale < STALE_BUILDS and built.makespan < np.inf:
-            backward = builds % 2 == 1
-            times = -self.chains.ends(built) if backward else built.starts
-            built = self.chains.build(times, memory, in_flight, patience, backward)
-            builds += 1
-            stale = 0 if built.makespan < best.makespan * (1 - ROUNDING) else stale + 1
-            best = built if stale == 0 else best
-        return best, builds
+            if not self.improve(memory, self.makespan, effort):
+                step /= 2
 
     def _keep(self, built: BuiltSchedule) -> None:
         """Update the best schedule and the elites."""
