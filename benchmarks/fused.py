@@ -50,7 +50,7 @@ from fused_measured import measured  # noqa: E402
 from trl_realloc.common.errors import PlanError  # noqa: E402
 from trl_realloc.planner.fused_check import MOST_MEMORY, check, memory_limit, serial_memory, serial_time  # noqa: E402
 from trl_realloc.planner.fused_pipelines import FusedPipelines, Pipeline, from_json, to_json  # noqa: E402
-from trl_realloc.planner.fused_search import FoundSchedule, search  # noqa: E402
+from trl_realloc.planner.fused_search import FoundSchedule, compile_search, search  # noqa: E402
 from trl_realloc.runtime.fused_orders import LEAST_EFFORT, MOST_EFFORT  # noqa: E402
 
 
@@ -260,7 +260,7 @@ def rows_of(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         cases = cases_like_published(given.like_published, given.seed)
     else:
         cases = random_cases(given.random, given.seed) if given.random else read_cases(given.cases)
-    search(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), effort=1)  # compiles
+    compile_search()
     for number, case in enumerate(cases):
         try:
             pipelines = pipelines_of(case)
@@ -292,7 +292,7 @@ def main() -> None:
         result["measured"] = measured()
         print_table(result["measured"])
     elif given.in_a_run:
-        search(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), effort=1)  # compiles it
+        compile_search()
         result["in_a_run"] = list(search_in_a_run(given.seed))
         print(*map(json.dumps, result["in_a_run"]), sep="\n")
     elif given.small:

@@ -3,8 +3,9 @@
 Schedules are built from priorities, from the beginning and from the end of time in turn, each with the times of the
 last as its priorities: this closes gaps. The first priorities are the times of each model's own 1F1B, stretched and
 shifted at random, with as many micro-batches in flight on a stage as 1F1B has, or some more. Later priorities are the
-times of one of the best schedules so far, disturbed. A search ends at the lower bound. Then the memory limit is lowered
-as long as a schedule of the same makespan is found. Building a schedule is in `fused_chains`.
+times of one of the best schedules so far, disturbed. A search ends at the lower bound; it is tried within
+`fused_check.MOST_MEMORY` first. Then the memory limit is lowered as long as a schedule of the same makespan is found.
+Building a schedule is in `fused_chains`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from .fused_chains import BuiltSchedule, FusedChains
 from .fused_check import MOST_MEMORY, ROUNDING, SimulatedSchedule, check, lower_bound, serial_memory
 from .fused_kernel import Integers
-from .fused_pipelines import Array, FusedPipelines, FusedSchedule
+from .fused_pipelines import Array, FusedPipelines, FusedSchedule, Pipeline
 
 
 EFFORT = 12_000_000  # tasks placed
@@ -54,8 +55,8 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> Fo
     """A schedule within the memory limit. The same seed and effort give the same schedule.
 
     Args:
-        effort: tasks placed in all schedules that are built until the makespan is accepted. Lowering the memory takes
-            up to three times as many again. A core places about a million per second.
+        effort: tasks of unequal micro-batches that could be placed in the time until the makespan is accepted. Lowering
+            the memory takes some three times as many again at most. A core places about a million per second.
     """
     run = _Search(pipelines, np.random.default_rng(seed))
     limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
@@ -67,6 +68,13 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> Fo
         run.lower_memory(limit, aim, SECOND_STEP, 3 * MEMORY_EFFORT * effort)
     schedule = run.chains.schedule(run.best)
     return FoundSchedule(schedule, check(pipelines, schedule), run.bound)
+
+
+def compile_search() -> None:
+    """Compile the search, for equal and for unequal micro-batches, if its machine code is not on the disk."""
+    for forward in ([[1.0], [1.0]], [[1.0], [2.0]]):
+        pipeline = Pipeline.of(1, 2, forward, 1.0)
+        search(FusedPipelines(pipeline, pipeline), effort=1)
 
 
 class _Search:

@@ -14,7 +14,7 @@ from ..engines.training.fused_training import Orders
 from ..engines.training.stage_figures import FusedShape
 from ..planner.fused_check import lower_bound, memory_limit, serial_time
 from ..planner.fused_pipelines import FusedPipelines, FusedSchedule, Pipeline
-from ..planner.fused_search import search
+from ..planner.fused_search import compile_search, search
 from .fused_mini_batch import pipelines_of, tasks_of
 
 
@@ -37,8 +37,8 @@ class FusedOrders:
         self._kept: OrderedDict[Hashable, FusedSchedule] = OrderedDict()
 
     def compile(self) -> None:
-        """Compile the search, which takes some 10 s if its machine code is not on the disk."""
-        search(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), effort=1)
+        """Compile the search, which takes some 20 s if its machine code is not on the disk."""
+        compile_search()
 
     def __call__(self, shape: FusedShape) -> Orders:
         """The tasks of each stage."""
