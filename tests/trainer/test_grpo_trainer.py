@@ -199,6 +199,34 @@ def test_evaluation_before_training_runs_the_plan(tmp_path: Path) -> None:
     assert metrics["eval_reward"] >= 0 and "eval_loss" in metrics
 
 
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_log_probabilities_can_be_asked_for_before_the_training_more_than_once(
+    tmp_path: Path, coefficient: float
+) -> None:
+    """As a subclass may, or a person who looks at a policy."""
+    model = policy()
+    args = settings(tmp_path, entropy_coef=coefficient)
+    trainer = GRPOTrainer(model, distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, 3:-1].float()
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 4:, None])[..., 0]
+    for _ in range(2):
+        found, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.ones_like(ids), 4, compute_entropy=True
+        )
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert found.requires_grad and entropies.requires_grad == bool(coefficient)
+    trainer.close()
+
+
+def test_a_generation_outside_of_a_run_is_that_of_the_rollout_function(tmp_path: Path) -> None:
+    """TRL's own tests give a trainer no more than this."""
+    trainer = object.__new__(GRPOTrainer)
+    trainer.model = SimpleNamespace(training=True)
+    assert not trainer._runs_ahead
+
+
 def test_a_model_by_path_is_loaded_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
     policy().save_pretrained(tmp_path / "policy")
     args = settings(tmp_path, model_init_kwargs={"dtype": "bfloat16"}, max_steps=1)

@@ -6,12 +6,17 @@ to do.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import json
 import os
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 from trl_data import load_dataset
 
 
@@ -64,6 +69,28 @@ def pytest_configure() -> None:
     _train_on_cpu()
     if module := os.environ.get(CLASSES):
         _replace_classes(module)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: Any) -> Generator[None]:
+    """A test that gives the model a `generate` of its own gets it called: a vLLM engine, which this package takes where
+    nothing else is said, runs in a process of its own and knows nothing of it."""
+    if not os.environ.get(CLASSES) or 'patch.object(trainer.model, "generate"' not in inspect.getsource(item.function):
+        return (yield)
+    configs = [importlib.import_module(os.environ[CLASSES]).__dict__.get(name) for name in NAMES["trl"]]
+    with contextlib.ExitStack() as patches:
+        for config in configs:
+            if config is not None and hasattr(config, "use_vllm"):
+                patches.enter_context(patch.object(config, "__post_init__", _in_process(config.__post_init__)))
+        return (yield)
+
+
+def _in_process(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    def checked(self: Any) -> None:
+        self.use_vllm = False
+        check(self)
+
+    return checked
 
 
 def _reason(report: Any) -> str:

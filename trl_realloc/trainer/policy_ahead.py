@@ -99,7 +99,8 @@ class PolicyAheadMixin:
 
     @property
     def _runs_ahead(self) -> bool:
-        return not self.trains_by_accelerate and self.calls.ahead is not None and self.model.training
+        calls: HostCalls | None = vars(self).get("calls")  # none where Accelerate trains, and before the plan is placed
+        return calls is not None and calls.ahead is not None and self.model.training
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

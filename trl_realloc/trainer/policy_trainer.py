@@ -327,17 +327,18 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
         compute_entropy: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """(rows, `logits_to_keep`) log-probabilities and, if they are asked for, entropies, by the plan's calls; leaf
-        tensors for a loss that is differentiated."""
+        """(rows, `logits_to_keep`) log-probabilities and, if asked for, entropies, by the plan's calls; where gradients
+        are enabled, leaf tensors."""
+        self._start()  # outside of a training
         rows = Rows.of(input_ids, attention_mask, logits_to_keep)
         if isinstance(model, ReferenceInEngine):
             return self._window.of_reference(rows), None, None
         logprobs, entropies = self._window.of_policy(rows, self._following)
         if torch.is_grad_enabled():
-            if self._leaves is not None:
+            if self._leaves is not None and self.is_in_train:
                 raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
-            has_term = getattr(self, "_entropy_bonus_enabled", False)
-            self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies.requires_grad_(has_term))
+            entropies.requires_grad_(getattr(self, "_entropy_bonus_enabled", False))
+            self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies)
         return logprobs, entropies if compute_entropy else None, None
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
