@@ -77,7 +77,7 @@ def pytest_runtest_call(item: Any) -> Generator[None]:
     nothing else is said, runs in a process of its own and knows nothing of it."""
     if not os.environ.get(CLASSES) or 'patch.object(trainer.model, "generate"' not in inspect.getsource(item.function):
         return (yield)
-    configs = [importlib.import_module(os.environ[CLASSES]).__dict__.get(name) for name in NAMES["trl"]]
+    configs = [getattr(importlib.import_module(os.environ[CLASSES]), name, None) for name in NAMES["trl"]]
     with contextlib.ExitStack() as patches:
         for config in configs:
             if config is not None and hasattr(config, "use_vllm"):
