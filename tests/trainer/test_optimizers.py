@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
 from trl_realloc.engines.training.replicated import set_learning_rate
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.trainer.config_checks import ConfigError
-from trl_realloc.trainer.optimizers import LearningRates, check_optimizer, make_optimizer, part_of
+from trl_realloc.trainer.optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_whole
 
 
 OPTIM = torch.optim
@@ -171,3 +174,19 @@ def test_what_cannot_train_the_roles_is_refused_by_name(tmp_path: Path) -> None:
     assert "another optimizer" in refused(tmp_path, torch.optim.AdamW, LambdaLR(other, lambda step: 1.0))
     assert "without the optimizer" in refused(tmp_path, None, LambdaLR(other, lambda step: 1.0))
     assert "lomo" in refused(tmp_path, None, optim="lomo")
+
+
+def test_what_makes_a_part_of_the_users_optimizer_keeps_its_settings_without_the_parameters() -> None:
+    model = torch.nn.Linear(2, 2)
+    weight = weakref.ref(model.weight)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "weight_decay": 0.25}]
+    make = partial(part_of, torch.optim.AdamW(groups, betas=(0.8, 0.9)))
+    make(model)
+    made = without_whole(make)
+    del model, groups, make
+    gc.collect()
+    assert weight() is None
+    settings = made.args[0]  # type: ignore[attr-defined]
+    assert isinstance(settings, torch.optim.AdamW)
+    assert [(group["lr"], group["weight_decay"]) for group in settings.param_groups] == [(0.5, 0.01), (1e-3, 0.25)]
+    assert settings.param_groups[0]["betas"] == (0.8, 0.9)

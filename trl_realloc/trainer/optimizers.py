@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,6 +147,20 @@ def with_groups(
     copy.__dict__.update({k: v.copy() if isinstance(v, (dict, list)) else v for k, v in attributes.items()})
     copy.__setstate__({"state": defaultdict(dict, state), "param_groups": list(groups)})
     return copy
+
+
+def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer with the class, the settings and the groups of another, without its parameters and their state, for
+    checks."""
+    return with_groups(optimizer, [{**group, "params": []} for group in optimizer.param_groups], {})
+
+
+def without_whole(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """What makes a role's optimizer, when the engines have made theirs: without the parameters in the user's optimizer,
+    which an engine has replaced by its parts of them."""
+    if isinstance(make, partial) and make.func is part_of:
+        return partial(part_of, without_parameters(make.args[0]))
+    return make
 
 
 def follows_metrics(scheduler: Any) -> bool:

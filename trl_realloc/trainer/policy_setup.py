@@ -45,7 +45,7 @@ from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
 from .grpo_config import PolicyConfig, check_init_kwargs, given_dtype
 from .job_builder import compute_dtype
-from .optimizers import LearningRates, check_optimizer
+from .optimizers import LearningRates, check_optimizer, without_parameters, without_whole
 from .plan_request import PlanRequest, read_plan_request
 from .policy_job import make_policy_job, turn_makers
 from .policy_lengths import context_limit, positions_of
@@ -99,12 +99,14 @@ class PolicySetup:
         return replace(options, make_optimizer=self.make_optimizer)
 
     def started(self, module: Any) -> PolicySetup:
-        """The setup after the engines have started, without references to the model that the user passed.
+        """The setup after the engines have started, without references to the model that the user passed,
+        nor to the parameters in the user's optimizer.
 
         Args:
             module: this rank's module of the policy.
         """
-        return replace(self, model_before_start=module, roles=self.roles.loaded())
+        make = without_whole(self.make_optimizer)
+        return replace(self, model_before_start=module, roles=self.roles.loaded(), make_optimizer=make)
 
 
 def prepare_policy(
@@ -135,7 +137,8 @@ def prepare_policy(
         model if isinstance(model, str) else model.config._name_or_path, truncation_side="left", padding_side="left"
     )
     adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
-    check = partial(check_plan_of_run, args, configs, adapted, optimizer, request.processes)
+    settings = None if optimizer is None else without_parameters(optimizer)  # kept for the whole run
+    check = partial(check_plan_of_run, args, configs, adapted, settings, request.processes)
     if has_adapters(model) and Role.REFERENCE in graph.roles:
         check = partial(_check_with_adapters, check)
     if request.plan is not None:

@@ -184,6 +184,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
             self.model_wrapped = self.model
         self.placement.roles = self.setup.roles.loaded()
         self.setup = self.setup.started(self.model)
+        self.placement.options = replace(self.placement.options, make_optimizer=self.setup.make_optimizer)
 
     # --- Trainer's hooks ----------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from .checkpoint.saving import make_output_dir
 from .evaluation import EvaluationMixin
 from .input_checks import check_config
 from .metrics import SPANS, RunMetrics
-from .optimizers import follows_metrics
+from .optimizers import follows_metrics, without_whole
 from .plan_change import PlanChangeMixin
 from .plan_request import read_plan_request
 from .policy_and_value import PolicyAndValueWrapper
@@ -196,7 +196,15 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
         policy, critic = self._module_of(Role.ACTOR), self._module_of(Role.CRITIC)
         self.model.hold(policy, critic)
         self.placement.roles = self.setup.roles.loaded()
-        self.setup = replace(self.setup, policy=None, roles=self.placement.roles, models_before_start=(policy, critic))
+        make = without_whole(self.setup.make_optimizer)
+        self.placement.options = replace(self.placement.options, make_optimizer=make)
+        self.setup = replace(
+            self.setup,
+            policy=None,
+            roles=self.placement.roles,
+            models_before_start=(policy, critic),
+            make_optimizer=make,
+        )
         self._ref_model = None
 
     def _let_go(self) -> None:

@@ -34,7 +34,7 @@ from .grpo_config import PolicyConfig
 from .input_checks import SpecialTokens
 from .job_builder import compute_dtype, ppo_job, sampling_temperature
 from .optimizer_sharding import check_sharding
-from .optimizers import LearningRates, check_optimizer, make_optimizer, part_of
+from .optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_parameters
 from .plan_checks import check_plan
 from .plan_request import PlanRequest
 from .ppo_config import PPOConfig
@@ -103,7 +103,8 @@ def prepare(
     inputs, tokens, rewards, configs = _check_inputs(args, request, inputs)
     adapted = [Role.ACTOR] if inputs.peft_config is not None or has_adapters(inputs.model) else []
     # kept for the whole run, without the loaded models that `inputs` holds
-    check = partial(check_plan_of_run, args, configs, adapted, inputs.optimizer, request.processes)
+    settings = None if inputs.optimizer is None else without_parameters(inputs.optimizer)
+    check = partial(check_plan_of_run, args, configs, adapted, settings, request.processes)
     if request.plan is not None:
         check(request.plan)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
