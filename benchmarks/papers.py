@@ -31,6 +31,7 @@ from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.device_memory import DeviceMemory
 from trl_realloc.planner.hardware import DEVICES, Device, Link
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import Problem
@@ -99,7 +100,8 @@ def rows_of(path: Path) -> Iterator[tuple[dict[str, Any], Row]]:
         models = {call.name: [specs[of.get(call.role, (critic, "score"))]] for call in GRAPH.calls}
         share = settings["gpu_memory_share"]
         moments = settings.get("optimizer_bytes", 12) - 4  # beside the float32 master
-        pricing = Pricing(cluster, workload, AnalyticRates(device), device.memory, vllm_share=share, moments=moments)
+        memory = DeviceMemory(device.memory)
+        pricing = Pricing(cluster, workload, AnalyticRates(device), memory, vllm_share=share, moments=moments)
         engines, deepest = ("vllm", "megatron"), max(cluster.nodes, 8)
         limits = {"deep_generation": True, "deepest": deepest, **settings["space"]}
         space = Space(cluster, GRAPH, models, pricing, engines, **limits)
