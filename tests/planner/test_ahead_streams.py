@@ -3,6 +3,7 @@ over the devices ahead, and the planner takes streams where they gain."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +17,12 @@ from llamas import pricing, specs, work
 from test_ahead_simulation import GRAPH, LONG_TAIL, MODELS, PLANS, costs, halves, many_lengths, of_call
 
 from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.assignment import ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.staleness import Staleness, devices_ahead
 from trl_realloc.plan.streams import Streams
+from trl_realloc.plan.timeline import Span
 from trl_realloc.planner import ahead_simulation
 from trl_realloc.planner.ahead_order import AheadOrder, AheadTask, EndIteration, EndScoring, ScoreSamples
 from trl_realloc.planner.choose import choose
@@ -125,20 +128,52 @@ def test_forwards_are_spread_over_the_devices_ahead() -> None:
     assert max(spent.values()) < 1.2 * min(spent.values())
 
 
-def test_the_next_forward_beside_engines_is_for_the_ranks_with_the_fewest_tokens() -> None:
-    plan = replace(halves(Cluster(1, 8)), staleness=Staleness(1), streams=Streams())
+def teams_of(plan: ExecutionPlan) -> FreeTeams:
+    plan = replace(plan, staleness=Staleness(1), streams=Streams())
     budgets = dict.fromkeys(plan.streamed[1:], 100)
     teams = FreeTeams(stream_of(plan, [5] * 8, 60, budgets, scores_beside=True), DEPTH)
-    for rank in plan.mesh("actor.generate").devices:
+    for rank in devices_ahead(GRAPH, plan.assignments):
         teams.join(rank)
+    return teams
+
+
+def test_the_next_forward_beside_engines_is_for_the_ranks_with_the_fewest_tokens() -> None:
+    teams = teams_of(halves(Cluster(1, 8)))
     given_to = []
     for tokens in (50, 10, 20, 30, 5, 5):
-        best = teams.best(0)
-        assert best is not None
-        teams.give(best[2:], tokens)
-        teams.end(best[2:])
-        given_to.append(best[3])
+        [best] = teams.beside_one_engine(0)
+        teams.give(best, tokens)
+        teams.end(best)
+        given_to.append(best[1])
     assert given_to == [0, 1, 2, 3, 1, 1]  # tokens so far: 50, 10, 20, 30, then 15 and 20 of the second
+
+
+def test_ranks_of_one_engine_score_at_the_same_time() -> None:
+    """Otherwise each of them would hold up the engine at another time."""
+    prices = replace(pricing(4, 8, work(episodes=512, response_tokens=LONG_TAIL, epochs=1)), memory=None)
+    plan = halves(prices.cluster)
+    by_four = replace(plan["actor.generate"], strategy=ParallelStrategy(4, 4))
+    plan = replace(plan, assignments={**plan.assignments, "actor.generate": by_four})
+    teams = teams_of(plan)
+    first = teams.beside_one_engine(0)
+    for team in first:
+        teams.give(team, 10)
+    assert [number for _, number in first] == [0, 1, 2, 3]
+    assert [number for _, number in teams.beside_one_engine(0)] == [4, 5, 6, 7]
+    of_engine = range(plan.mesh("actor.generate").first, plan.mesh("actor.generate").first + 4)
+    spans = [span for span in streamed(plan, 2, prices).ahead().spans if span.device in of_engine]
+    scoring = [span for span in spans if span.call in ("reference.forward", "reward.forward")]
+    longest = max(sum(span.seconds for span in scoring if span.device == device) for device in of_engine)
+    assert stopped(scoring) < 1.15 * longest, "the engine stands still for one of them after the other"
+
+
+def stopped(spans: list[Span]) -> float:
+    """Seconds in which at least one span is."""
+    seconds, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        seconds += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return seconds
 
 
 def test_more_samples_than_are_simulated_one_by_one_cost_as_much_as_they_are() -> None:

@@ -243,19 +243,32 @@ class Dispatcher:
     def scores(self) -> list[Score]:
         """Forwards for the ranks that are free."""
         orders: list[Score] = []
-        while (order := self._next_score()) is not None:
-            orders.append(order)
+        while teams := self._next_teams():
+            orders += [self._order(team) for team in teams if self._ready(team[0]).has(0)]
         return orders
 
-    def _next_score(self) -> Score | None:
-        """A forward for the team with the least to do, of the call that it ran last if that has samples."""
+    def _ready(self, call: int) -> ReadySamples:
+        return self._scoring[self._calls[call]].ready
+
+    def _next_teams(self) -> list[Team]:
+        """The teams that run a forward next; empty if none can."""
+        if self.stream.scores_beside:
+            return self._teams_beside()
         teams = [
             best
             for call, state in enumerate(self._scoring.values())
             if state.ready and (best := self._teams.best(call)) is not None
             if state.ready.has(self._wanted(state)) or (not best[0] and self._is_short(state))
         ]
-        return self._order(min(teams)[2:]) if teams else None
+        return [min(teams)[2:]] if teams else []
+
+    def _teams_beside(self) -> list[Team]:
+        """All teams beside one engine at the same time, so that they hold it up once."""
+        for call, state in enumerate(self._scoring.values()):
+            teams = self._teams.beside_one_engine(call) if state.ready else []
+            if teams and state.ready.has(self._wanted(state) * len(teams)):
+                return teams
+        return []
 
     def _is_short(self, state: _Scoring) -> bool:
         """Whether the samples of a call that are ready and those that are to come make up less than a forward. A team

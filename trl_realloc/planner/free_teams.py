@@ -37,7 +37,9 @@ class FreeTeams:
         self._generating = {rank for engine in engines for rank in engine}
         self._load = Counter[int]()
         self._latest: dict[int, int] = {}  # rank -> call of its latest forward
-        self._is_beside = stream.scores_beside
+        engine_of = {rank: at for at, ranks in enumerate(stream.generation.engines) for rank in ranks}
+        alone = len(stream.generation.engines)  # from here on the numbers of ranks without an engine
+        self._beside = {team: engine_of.get(ranks[0], alone + ranks[0]) for team, ranks in self.ranks.items()}
         self._tokens = Counter[int]()  # of the forwards that each rank has been given
         self._unfree = {team: len(ranks) for team, ranks in self.ranks.items()}  # ranks that are not free
         self._loaded = dict.fromkeys(self.ranks, 0)  # ranks that have a forward
@@ -78,26 +80,30 @@ class FreeTeams:
 
     def best(self, call: int) -> tuple[bool, bool, int, int] | None:
         """The team of a call that should run its next forward: one that has nothing to do, and that ran the same call
-        before, so that its parameters stay on the device. Where ranks score beside their engines, the one that has been
-        given the fewest tokens: a forward holds up the engine, and the slowest engine holds up the training.
+        before, so that its parameters stay on the device.
 
         Returns:
             (has a forward, ran another call before, call, number of the team); the best of several calls is the
             smallest of these. `None` if no team is free.
         """
-        if self._is_beside:
-            return self._least_loaded(call)
         for key in ((False, False), (False, True), (True, False), (True, True)):
             if self._free[call][key]:
                 return (*key, call, min(self._free[call][key]))
         return None
 
-    def _least_loaded(self, call: int) -> tuple[bool, bool, int, int] | None:
-        for is_loaded in (False, True):
-            teams = self._free[call][is_loaded, False] | self._free[call][is_loaded, True]
-            if teams:
-                return is_loaded, False, call, min(teams, key=lambda number: (self._given((call, number)), number))
-        return None
+    def beside_one_engine(self, call: int) -> list[Team]:
+        """Where ranks score beside their engines: the free teams of a call on the ranks of one engine, or the team on a
+        rank without one; those that have nothing to do and have been given the fewest tokens. A forward holds up the
+        whole engine, whichever of its ranks runs it, and the slowest engine holds up the training. Empty if no team is
+        free."""
+        free: dict[tuple[bool, int], list[Team]] = defaultdict(list)
+        for (is_loaded, _), numbers in self._free[call].items():
+            for number in numbers:
+                free[is_loaded, self._beside[call, number]].append((call, number))
+        if not free:
+            return []
+        key = min(free, key=lambda group: (group[0], max(map(self._given, free[group])), group[1]))
+        return sorted(free[key])
 
     def _given(self, team: Team) -> int:
         """The most tokens that a rank of a team has been given."""
