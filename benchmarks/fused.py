@@ -98,6 +98,7 @@ IN_A_RUN = (
     ((16, 16), (128, 128)),
 )  # stages and micro-batches
 SMALL_EFFORT = 500_000  # tasks placed
+RESTARTS = 1  # of a search above the bound
 
 
 def read_cases(path: Path) -> list[dict[str, Any]]:
@@ -166,7 +167,7 @@ def uneven(pipelines: FusedPipelines, seed: int) -> FusedPipelines:
 
 def measure(case: Mapping[str, Any], pipelines: FusedPipelines, seed: int) -> tuple[dict[str, Any], FoundSchedule]:
     begun, cpu_begun = time.perf_counter(), time.process_time()
-    found = search(pipelines, seed)
+    found = search(pipelines, seed, restarts=RESTARTS)
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
     return {
         **case,

@@ -51,18 +51,22 @@ class FoundSchedule:
         return self.simulated.makespan <= self.bound * (1 + ROUNDING)
 
 
-def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> FoundSchedule:
+def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, restarts: int = 0) -> FoundSchedule:
     """A schedule within the memory limit. The same seed and effort give the same schedule.
 
     Args:
         effort: tasks of unequal micro-batches that could be placed in the time until the makespan is accepted. Lowering
             the memory takes some three times as many again at most. A core places about a million per second.
+        restarts: how often to search again from new priorities, each time with the same effort, while the makespan is
+            above the bound.
     """
     run = _Search(pipelines, np.random.default_rng(seed))
     limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
     low, aim = run.chains.least_memory(), MOST_MEMORY * serial_memory(pipelines)
     if not run.improve(np.minimum(limit, np.maximum(low, aim)), run.bound, FIRST_EFFORT * effort):
-        run.improve(limit, run.bound, (1 - FIRST_EFFORT) * effort)
+        reached, left = run.improve(limit, run.bound, (1 - FIRST_EFFORT) * effort), restarts
+        while not reached and left:
+            reached, left = run.improve_anew(limit, run.bound, effort), left - 1
     run.lower_memory(limit, float(low.max()), FIRST_STEP, MEMORY_EFFORT * effort)
     if run.peak > aim * (1 + ROUNDING):  # a longer search may find what a short one misses
         run.lower_memory(limit, aim, SECOND_STEP, 3 * MEMORY_EFFORT * effort)
@@ -113,6 +117,11 @@ class _Search:
                 if built.makespan <= target * (1 + ROUNDING):
                     return True
         return False
+
+    def improve_anew(self, memory: Array, target: float, effort: float) -> bool:
+        """As `improve`, without the schedules that have been found as a start."""
+        self._elites = []
+        return self.improve(memory, target, effort)
 
     def lower_memory(self, limit: Array, low: float, step: float, effort: float) -> None:
         """Lower a memory limit below the best schedule's peak by a step, and by half of it where no schedule of the
