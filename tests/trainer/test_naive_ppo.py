@@ -93,11 +93,13 @@ def test_the_trainer_does_what_the_formulas_say(tmp_path: Path, case: str) -> No
     expected = ppo(*naive, batches, settings)
     assert len(batches) == UPDATES == len(tiny.updates(made))
     for ours, row in zip(tiny.updates(made), expected, strict=True):
-        assert {name: ours[name] for name in row} == pytest.approx(row, rel=1e-4, abs=1e-5)
+        # Rounding grows over three epochs: on a CPU without AMX to 2e-4 of val/ratio_var, and to 3e-5 of a weight,
+        # where the learning rate, and so a step of Adam, is 1e-2.
+        assert {name: ours[name] for name in row} == pytest.approx(row, rel=1e-3, abs=1e-5)
     weights = tiny.weights(made)
     for role, model in (("policy", naive[0]), ("critic", naive[2])):
         for name, parameter in model.named_parameters():
-            assert (weights[f"{role}.{name}"] - parameter).abs().max() < 2e-5, name
+            assert (weights[f"{role}.{name}"] - parameter).abs().max() < 1e-4, name
 
 
 def recorded(prompts: list[torch.Tensor], step: int) -> Batch:

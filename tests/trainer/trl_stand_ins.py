@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+LARGER = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 32, the least of vLLM's
 # Qwen's control tokens from id 151,643 on, in the order of their ids: TRL's tests have ids of them in their code.
 QWEN_CONTROL_TOKENS = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -93,9 +94,9 @@ class RemoteForCausalLM(LlamaForCausalLM):
 """
 
 
-def write_repository(hub: Path, name: str, *parts: Any) -> Path:
+def write_repository(hub: Path, name: str, *parts: Any, organization: str = ORGANIZATION) -> Path:
     """Saves models, tokenizers and processors as one repository of the Hub's cache; returns its snapshot."""
-    repository = hub / f"models--{ORGANIZATION}--{name}"
+    repository = hub / f"models--{organization}--{name}"
     snapshot = repository / "snapshots" / COMMIT
     for part in parts:
         part.save_pretrained(snapshot)
@@ -180,6 +181,17 @@ def write_text_models(hub: Path, tokenizer: Any) -> None:
         model = causal_or_scoring(kind, head, **{key: value for key, value in sizes.items() if value is not None})
         tokenizer.chat_template = chat_template(template)
         write_repository(hub, f"tiny-{name}", model.to(torch.bfloat16), tokenizer)
+
+
+def write_vllm_model(hub: Path, tokenizer: Any) -> None:
+    """Writes the model of the tests of vLLM, whose attention has no heads as small as those of the others."""
+    import torch
+
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **ids, **SMALL, **LARGER}
+    model = causal_or_scoring("qwen2", "CausalLM", **sizes)
+    tokenizer.chat_template = chat_template("qwen2_5")
+    write_repository(hub, "Qwen2.5-0.5B-Instruct", model.to(torch.bfloat16), tokenizer, organization="Qwen")
 
 
 def write_remote_model(hub: Path, tokenizer: Any) -> None:

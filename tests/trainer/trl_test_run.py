@@ -18,7 +18,7 @@ from trl_data import ROWS, TRAIN_ROWS
 from trl_plugin import CLASSES, OUTCOMES
 from trl_sources import LAST_SDIST_WITH_TESTS, TestFiles, qwen_ranks
 from trl_stand_in_images import write_image_models
-from trl_stand_ins import qwen_tokenizer, write_remote_model, write_text_models
+from trl_stand_ins import qwen_tokenizer, write_remote_model, write_text_models, write_vllm_model
 
 
 KINDS = ("passed", "skipped", "xfailed", "xpassed", "failed")
@@ -133,6 +133,7 @@ def run_files(
         root = Path(name)
         write_text_models(root / "hub", tokenizer)
         write_remote_model(root / "hub", tokenizer)
+        write_vllm_model(root / "hub", tokenizer)
         write_image_models(root / "hub", tokenizer)
         paths = lay_out(files, names, root)
         outcomes = root / "outcomes.json"

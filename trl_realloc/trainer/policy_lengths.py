@@ -13,9 +13,7 @@ from typing import Any
 from ..runtime.context_limit import ContextLimit
 
 
-EXACT = (
-    8_000_000  # bytes of the longest prompts that are tokenized, some 6 s of one core; of all others a bound is used
-)
+EXACT = 8_000_000  # bytes of the longest prompts that are tokenized, some 6 s of one core; others have a bound
 SPREAD = 512  # prompts from the shortest to the longest that are tokenized for the mean
 BATCH = 64  # prompts that are tokenized at a time
 READ = 1000  # prompts that are read at a time
