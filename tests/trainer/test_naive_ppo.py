@@ -93,7 +93,7 @@ def test_the_trainer_does_what_the_formulas_say(tmp_path: Path, case: str) -> No
     expected = ppo(*naive, batches, settings)
     assert len(batches) == UPDATES == len(tiny.updates(made))
     for ours, row in zip(tiny.updates(made), expected, strict=True):
-        # Rounding grows over three epochs: on a CPU without AMX to 2e-4 of val/ratio_var, and to 3e-5 of a weight,
+        # Rounding grows over three epochs: on another CPU than usual to 2e-4 of val/ratio_var, and to 3e-5 of a weight,
         # where the learning rate, and so a step of Adam, is 1e-2.
         assert {name: ours[name] for name in row} == pytest.approx(row, rel=1e-3, abs=1e-5)
     weights = tiny.weights(made)
