@@ -38,6 +38,7 @@ class SamplesAhead:
         weight = min(math.ceil(episodes / MOST_SAMPLES), episodes // (self.engines * LEAST_OF_ENGINE))
         self.prices = StreamPrices(plan, specs, pricing, max(1, weight))
         self.stream = replace(self.prices.stream, scores_beside=True)
+        self._teams = {scoring.name: scoring.teams for scoring in self.stream.scorings}
         work = replace(pricing.workload, episodes=self.prices.episodes)
         self._lengths = work.engine_lengths_by_batch(self.engines)  # by batch and engine
         self._ended: list[dict[int, list[Finished]]] = [defaultdict(list) for _ in range(self.engines)]
@@ -63,16 +64,15 @@ class SamplesAhead:
 
     def ranks(self, score: Score) -> list[int]:
         """The ranks that run a forward."""
-        scoring = next(each for each in self.stream.scorings if each.name == score.call)
-        return [rank for replica in scoring.teams[score.team] for rank in replica]
+        return [rank for replica in self._teams[score.call][score.team] for rank in replica]
 
     def seconds(self, batch: int, score: Score) -> float:
         """Of a forward."""
-        first, of_batch = self.ranks(score)[0], self._lengths[batch % len(self._lengths)]
+        ranks, of_batch = self.ranks(score), self._lengths[batch % len(self._lengths)]
         prompts, engines = self.stream.prompts, self.engines  # samples are dealt to engines in turn
         parts = [[prompts[at] + of_batch[at % engines][at // engines] for at in part] for part in score.parts]
-        loads = self._latest.get(first) != score.call
-        self._latest |= dict.fromkeys(self.ranks(score), score.call)
+        loads = self._latest.get(ranks[0]) != score.call
+        self._latest |= dict.fromkeys(ranks, score.call)
         return self.prices.score(score.call, parts, loads=loads)
 
     def count(self, score: Score) -> int:

@@ -1,4 +1,4 @@
-"""Chooses the plan to run, and explains the choice: the alternatives and why each was not chosen."""
+"""Chooses the plan to run. The result, with why each alternative was not chosen, is in `decision`."""
 
 from __future__ import annotations
 
