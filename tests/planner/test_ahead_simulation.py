@@ -81,6 +81,17 @@ def of_call(spans: tuple[Span, ...], call: str, step: int) -> list[Span]:
     return [span for span in spans if span.call == call and span.step == step]
 
 
+def check_a_device_runs_one_at_a_time(spans: tuple[Span, ...], *, but: str) -> None:
+    """One call, reallocation or forward at a time, `but` for the call that generates."""
+    on_device: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.call != but:
+            on_device[span.device].append(span)
+    for of_device in on_device.values():
+        for one, other in pairwise(sorted(of_device, key=lambda span: (span.start, span.end))):
+            assert other.start >= one.end - 1e-9
+
+
 makers = st.sampled_from(list(PLANS.values()))
 many_lengths = st.lists(st.integers(1, 400), min_size=1, max_size=12)
 
@@ -121,13 +132,7 @@ def test_the_bound_holds_and_calls_wait_for_data_and_devices(
             update = max(span.end for span in of_call(found.spans, "actor.train -> actor.generate", step))
             admitted = [span.start for span in of_call(found.spans, ahead[0], step + versions + 1)]
             assert min(admitted) >= update - 1e-9, "a prompt was started before its sample could be trained in time"
-    on_device: dict[int, list[Span]] = defaultdict(list)
-    for span in found.spans:
-        if span.call != ahead[0]:
-            on_device[span.device].append(span)
-    for spans in on_device.values():
-        for one, other in pairwise(sorted(spans, key=lambda span: (span.start, span.end))):
-            assert other.start >= one.end - 1e-9
+    check_a_device_runs_one_at_a_time(found.spans, but=ahead[0])
     assert all(span.device in devices for span in found.spans if span.call in ahead)
 
 

@@ -7,14 +7,24 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llamas import pricing, specs, work
-from test_ahead_simulation import GRAPH, LONG_TAIL, MODELS, PLANS, costs, halves, many_lengths, of_call
+from test_ahead_simulation import (
+    GRAPH,
+    LONG_TAIL,
+    MODELS,
+    PLANS,
+    check_a_device_runs_one_at_a_time,
+    costs,
+    halves,
+    makers,
+    many_lengths,
+    of_call,
+)
 
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.assignment import ParallelStrategy
@@ -46,7 +56,7 @@ def streamed(plan: ExecutionPlan, versions: int, prices: Pricing, models: Any = 
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.sampled_from(list(PLANS.values())),
+    makers,
     many_lengths,
     st.integers(1, 70),
     st.integers(1, 4),
@@ -84,13 +94,7 @@ def test_every_sample_is_scored_once_when_it_has_ended_and_the_bound_holds(
         for call in scorings:
             spans = of_call(found.spans, call, step)
             assert min(span.start for span in spans) >= first and max(span.end for span in spans) >= last - 1e-9
-    on_device = defaultdict(list)
-    for span in found.spans:
-        if span.call != "actor.generate":
-            on_device[span.device].append(span)
-    for spans in on_device.values():
-        for one, other in pairwise(sorted(spans, key=lambda span: (span.start, span.end))):
-            assert other.start >= one.end - 1e-9
+    check_a_device_runs_one_at_a_time(found.spans, but="actor.generate")
 
 
 @pytest.mark.parametrize("maker", PLANS.values(), ids=PLANS)

@@ -173,25 +173,35 @@ def chat_template(name: str) -> str:
 
 def write_text_models(hub: Path, tokenizer: Any) -> None:
     """Writes `TEXT_MODELS`, each with Qwen's tokenizer."""
-    import torch
-
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     for name, (kind, head, template, changes) in TEXT_MODELS.items():
-        sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **ids, **SMALL, **changes}
-        model = causal_or_scoring(kind, head, **{key: value for key, value in sizes.items() if value is not None})
-        tokenizer.chat_template = chat_template(template)
-        write_repository(hub, f"tiny-{name}", model.to(torch.bfloat16), tokenizer)
+        write_text_model(hub, tokenizer, f"tiny-{name}", kind, head, template, **changes)
 
 
 def write_vllm_model(hub: Path, tokenizer: Any) -> None:
     """Writes the model of the tests of vLLM, whose attention has no heads as small as those of the others."""
+    name, organization = "Qwen2.5-0.5B-Instruct", "Qwen"
+    write_text_model(hub, tokenizer, name, "qwen2", "CausalLM", "qwen2_5", organization=organization, **LARGER)
+
+
+def write_text_model(
+    hub: Path,
+    tokenizer: Any,
+    name: str,
+    kind: str,
+    head: str,
+    template: str,
+    *,
+    organization: str = ORGANIZATION,
+    **changes: Any,
+) -> None:
+    """Writes a model of the sizes `SMALL`, with changes, in bfloat16. Sizes that are None are left out."""
     import torch
 
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **ids, **SMALL, **LARGER}
-    model = causal_or_scoring("qwen2", "CausalLM", **sizes)
-    tokenizer.chat_template = chat_template("qwen2_5")
-    write_repository(hub, "Qwen2.5-0.5B-Instruct", model.to(torch.bfloat16), tokenizer, organization="Qwen")
+    sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **ids, **SMALL, **changes}
+    model = causal_or_scoring(kind, head, **{key: value for key, value in sizes.items() if value is not None})
+    tokenizer.chat_template = chat_template(template)
+    write_repository(hub, name, model.to(torch.bfloat16), tokenizer, organization=organization)
 
 
 def write_remote_model(hub: Path, tokenizer: Any) -> None:

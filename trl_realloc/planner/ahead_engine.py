@@ -94,7 +94,7 @@ class EngineAhead:
         engines: int,
         batches: Sequence[Sequence[int]],
         generated: Callable[[int], None],
-        finished: Callable[[int, Sequence[tuple[int, int]]], None] = lambda batch, samples: None,
+        finished: Callable[[int, Sequence[tuple[int, int]]], None],
     ) -> None:
         self.units, self.engines, self._generated, self._told = frozenset(units), engines, generated, finished
         self._size = len(batches[0])

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import joined
@@ -29,7 +30,7 @@ from .activities import Activities, devices_by_node
 from .ahead_engine import MOST_SAMPLES, EngineAhead, engine_prices
 from .ahead_order import AheadOrder, AheadTask, EndIteration, EndScoring, RunCall, ScoreSamples, TakeUpdate
 from .ahead_queues import DeviceQueues, Units, Work
-from .ahead_samples import SamplesAhead
+from .ahead_samples import Finished, SamplesAhead
 from .call_cost import CallCost
 from .cost import Pricing
 from .dispatcher import Score
@@ -128,49 +129,30 @@ class _Simulation:
         self.between = BETWEEN * max(handovers, default=0.0)
         self.ends: list[float] = []
         self.spans: list[Span] = []
-        self.engines = self._engines(specs, pricing) if streams is None else self._engines_by_one(streams)
+        self.engines = self._engines(specs, pricing)
 
     def _engines(self, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> list[EngineAhead]:
-        """One for all engines on the same units."""
-        prices = engine_prices(self.plan, self.generate, specs, pricing)
-        alike: dict[frozenset[int], list[tuple[int, ...]]] = {}
-        for ranks in replicas_of(self.plan, self.generate):
-            alike.setdefault(self.units.of(ranks), []).append(ranks)
-        batches = pricing.workload.longest_engine_by_batch(self.plan[self.generate].strategy.dp, MOST_SAMPLES)
+        """One for all engines on the same units; each by itself where samples are scored as they end."""
+        samples, replicas = self.samples, replicas_of(self.plan, self.generate)
+        alike: dict[frozenset[int] | int, list[tuple[int, ...]]] = {}
+        for number, ranks in enumerate(replicas):
+            alike.setdefault(self.units.of(ranks) if samples is None else number, []).append(ranks)
+        prices = engine_prices(self.plan, self.generate, specs, pricing) if samples is None else samples.prices
+        longest = pricing.workload.longest_engine_by_batch(len(replicas), MOST_SAMPLES) if samples is None else ()
         engines = []
-        for number, (units, of_units) in enumerate(alike.items()):
+        for number, group in enumerate(alike.values()):
             self.published[number], self.generated[number] = 0, set()
-            devices = devices_by_node((r for ranks in of_units for r in ranks), self.plan.cluster.devices_per_node)
             engines.append(
                 EngineAhead(
                     self.generate,
                     prices,
                     self.activities,
-                    units=units,
-                    devices=devices,
-                    engines=len(of_units),
-                    batches=batches,
+                    units=self.units.of(group[0]),
+                    devices=devices_by_node(chain.from_iterable(group), self.plan.cluster.devices_per_node),
+                    engines=len(group),
+                    batches=longest if samples is None else samples.batches(number),
                     generated=partial(self._generated, number),
-                )
-            )
-        return engines
-
-    def _engines_by_one(self, samples: SamplesAhead) -> list[EngineAhead]:
-        """Each engine by itself."""
-        engines = []
-        for number, ranks in enumerate(replicas_of(self.plan, self.generate)):
-            self.published[number], self.generated[number] = 0, set()
-            engines.append(
-                EngineAhead(
-                    self.generate,
-                    samples.prices,
-                    self.activities,
-                    units=self.units.of(ranks),
-                    devices=devices_by_node(ranks, self.plan.cluster.devices_per_node),
-                    engines=1,
-                    batches=samples.batches(number),
-                    generated=partial(self._generated, number),
-                    finished=partial(samples.finish, number),
+                    finished=partial(self._finished, number),
                 )
             )
         return engines
@@ -193,6 +175,10 @@ class _Simulation:
         self.generated[number].add(batch)
         self._publish()
         self._advance()
+
+    def _finished(self, number: int, batch: int, ended: Sequence[Finished]) -> None:
+        if self.samples is not None:
+            self.samples.finish(number, batch, ended)
 
     def _publish(self) -> None:
         """A rank says what its engine has ended, and publishes batches in their order, when it runs nothing else."""
