@@ -1,6 +1,6 @@
 """GRPO on questions of arithmetic, with or without a calculator.
 
-accelerate launch --num_processes 8 recipes/grpo/train_grpo.py --config recipes/grpo/grpo-reward.yaml
+accelerate launch --multi_gpu --num_processes 8 recipes/grpo/train_grpo.py --config recipes/grpo/grpo-reward.yaml
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RLOO on questions of arithmetic.
 
-accelerate launch --num_processes 8 recipes/grpo/train_rloo.py --config recipes/grpo/rloo.yaml
+accelerate launch --multi_gpu --num_processes 8 recipes/grpo/train_rloo.py --config recipes/grpo/rloo.yaml
 """
 
 from __future__ import annotations
