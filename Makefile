@@ -73,7 +73,7 @@ typecheck: setup
 
 PYTEST = PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest
 # The folders of the first of two runs of the tests of one process; the second has all others.
-FIRST_RUN := tests/engines tests/runtime tests/trainer
+FIRST_RUN := tests/cli tests/engines tests/runtime tests/trainer
 
 test: lint typecheck
 	@$(MAKE) --no-print-directory --keep-going test-one-process test-processes
@@ -91,7 +91,7 @@ test-one-process-2: setup
 
 # Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too, of about the same
 # length: the first has these, the second all others.
-FIRST_PROCESSES := $(filter-out %/test_grpo_plans.py %/test_plugged.py, $(wildcard tests/multiprocess/test_*.py))
+FIRST_PROCESSES := tests/standin_device $(filter-out %/test_grpo_plans.py, $(wildcard tests/multiprocess/test_*.py))
 
 test-processes: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync test-processes-1 test-processes-2
