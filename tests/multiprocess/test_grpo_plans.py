@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_plans import PLANS as PLANS_OF_PPO
 from test_zero import LAUNCHED
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
@@ -61,7 +62,14 @@ PLANS: dict[str, Any] = {
 }
 
 
-def check_equal(folder: Path, expected: Path, tolerance: float = 1e-4) -> None:
+def of_ppo(ppo: dict[str, Any], trained_as: str) -> dict[str, Any]:
+    """A plan of PPO as one of GRPO: the policy scores as PPO's critic does, and trains as one of its calls does."""
+    calls = {name: ppo["calls"][name] for name in ("actor.generate", "reference.forward")}
+    calls |= {"actor.forward": ppo["calls"]["critic.forward"], "actor.train": ppo["calls"][trained_as]}
+    return {**ppo, "calls": calls}
+
+
+def check_equal(folder: Path, expected: Path, tolerance: float = 1e-5) -> None:
     """The same logs, key by key, to a relative difference, and the same parameters."""
     rows, others = (json.loads((run / "log.json").read_text()) for run in (folder, expected))
     assert len(rows) == len(others)
@@ -87,6 +95,19 @@ def test_every_plan_logs_and_learns_what_trl_does_under_ddp(run: Callable[..., P
     for name in [*PLANS, "resumed"]:
         check_equal(folder / name, folder / "trl")
     check_equal(folder / "RLOO", folder / "RLOO by trl")
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(("processes", "trained_as"), [(2, "critic.train"), (4, "actor.train")])
+def test_every_plan_that_ppo_is_tested_with_logs_and_learns_what_trl_does(
+    run: Callable[..., Path], processes: int, trained_as: str
+) -> None:
+    runs: dict[str, Any] = {"trl": {"by": "trl", "ddp_backend": "gloo", **GRPO}}
+    plans = {name: of_ppo(ppo, trained_as) for name, ppo in PLANS_OF_PPO[processes].items()}
+    runs |= {name: {"by": "trl_realloc", "plan": plan, **GRPO} for name, plan in plans.items()}
+    folder = run("grpo_plans.py", processes, runs, "of_ppo", limit_s=200)
+    for name in plans:
+        check_equal(folder / name, folder / "trl")
 
 
 @pytest.mark.deepspeed
