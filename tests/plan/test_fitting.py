@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from graphs import DPO
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.algorithm_graphs import dpo_graph, grpo_graph, ppo_graph, remax_graph
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph, remax_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import DataflowGraph
 from trl_realloc.plan.execution_plan import ExecutionPlan
@@ -114,7 +115,7 @@ def test_a_pair_that_trains_together_is_parted_when_one_is_left_out(capsys: pyte
         ),
         (flatten(TWO, graph=BARE), FULL, "this trainer runs GRPO or RLOO, .* It has no .*reward.forward"),
         (flatten(TWO, graph=remax_graph()), FULL, "leave graph out of the plan"),
-        (flatten(TWO, graph=dpo_graph()), FULL, "It has no actor.generate"),
+        (flatten(TWO, graph=DPO), FULL, "It has no actor.generate"),
     ],
 )
 def test_a_plan_that_does_not_say_enough_is_refused(plan: ExecutionPlan, graph: DataflowGraph, told: str) -> None:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from graphs import DPO
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.algorithm_graphs import dpo_graph, grpo_graph, ppo_graph, remax_graph
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph, remax_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
@@ -25,7 +26,7 @@ def test_generation_and_frozen_roles_run_ahead_and_the_critic_does_not() -> None
     assert calls_ahead(ppo_graph()) == ("actor.generate", "reference.forward", "reward.forward")
     assert calls_ahead(grpo_graph()) == ("actor.generate",), "TRL's loop asks for the scoring"
     assert calls_ahead(remax_graph()) == ("actor.generate", "reference.forward", "reward.forward")
-    assert calls_ahead(dpo_graph()) == ()
+    assert calls_ahead(DPO) == ()
     plan = separate(Cluster(1, 4))
     assert devices_ahead(plan.graph, plan.assignments) == {2, 3}
 
@@ -109,6 +110,6 @@ def test_a_plan_that_cannot_run_ahead_is_refused(plan: ExecutionPlan, sentence: 
 
 def test_a_graph_without_generation_is_refused() -> None:
     mesh = Cluster(1, 1).mesh
-    calls = {name: Assignment(mesh, ParallelStrategy(), "zero") for name in dpo_graph().order}
+    calls = {name: Assignment(mesh, ParallelStrategy(), "zero") for name in DPO.order}
     with pytest.raises(PlanError, match="no call of this plan generates from the data set alone"):
-        ExecutionPlan(Cluster(1, 1), calls, dpo_graph(), staleness=Staleness(1))
+        ExecutionPlan(Cluster(1, 1), calls, DPO, staleness=Staleness(1))

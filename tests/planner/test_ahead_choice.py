@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from graphs import DPO
 from llamas import pricing, specs, work
 
-from trl_realloc.plan.algorithm_graphs import dpo_graph, ppo_graph
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
@@ -99,7 +100,7 @@ def test_a_division_that_has_no_memory_for_the_models_is_not_chosen() -> None:
 
 
 def test_a_graph_without_generation_has_none() -> None:
-    graph = dpo_graph()
+    graph = DPO
     models = {call.name: MODELS["actor.train"] for call in graph.calls}
     decision = choose(models, costs(), graph=graph, max_staleness=1, time_limit_s=0.5)
     assert "no call generates" in decision.summary

@@ -11,10 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from graphs import DPO
 from llamas import pricing, specs, work
 from rich.console import Console
 
-from trl_realloc.plan.algorithm_graphs import dpo_graph, grpo_graph, ppo_graph
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
@@ -253,7 +254,7 @@ def test_a_fused_plan_that_does_not_fit_in_memory_is_not_found() -> None:
     ("changes", "said"),
     [
         ({"graph": grpo_graph()}, "no two calls that could train at the same time"),
-        ({"graph": dpo_graph()}, "no two calls that could train at the same time"),
+        ({"graph": DPO}, "no two calls that could train at the same time"),
         ({"engines": ("vllm", "zero")}, "only engine megatron has pipeline stages"),
         ({"cluster": pricing(1, 1).cluster}, "one device is no pipeline"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ def test_a_recipe_is_for_the_algorithm_whose_settings_it_has(
 def test_an_unknown_algorithm_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"there is no algorithm 'gpro'; did you mean 'grpo'\?"):
         read(tmp_path, algorithm="gpro")
+
+
+@pytest.mark.parametrize(
+    ("named", "instead"), [("dpo", "DPOTrainer"), ("remax", "the executor"), ("reinforce++", "scale_rewards: batch")]
+)
+def test_an_algorithm_without_a_trainer_is_refused_with_what_there_is(tmp_path: Path, named: str, instead: str) -> None:
+    with pytest.raises(PlanError, match=rf"{re.escape(named)} has no trainer here.*{instead}.*ppo, grpo, rloo"):
+        read(tmp_path, algorithm=named)
 
 
 @pytest.mark.parametrize(

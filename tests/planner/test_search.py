@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from graphs import GRAPHS
 from hypothesis import given
 from hypothesis import strategies as st
 from llamas import llama, pricing, specs, work
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.algorithm_graphs import GRAPHS, ppo_graph
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
 from trl_realloc.plan.dataflow import CallKind
@@ -210,7 +211,7 @@ def test_frozen_roles_may_be_in_the_way_of_nothing() -> None:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_other_algorithms_are_planned_too(name: str) -> None:
-    graph = GRAPHS[name]()
+    graph = GRAPHS[name]
     chosen = choose(specs(7, 7, graph), pricing(1, workload=work()), graph=graph)
     planned: Mapping[str, Assignment] = chosen.best.plan.assignments
     assert tuple(planned) == graph.order
@@ -218,11 +219,11 @@ def test_other_algorithms_are_planned_too(name: str) -> None:
 
 def test_remax_generates_twice_for_every_sample_that_it_trains_on() -> None:
     once, twice = (
-        pricing(1, workload=work()).price(graph().call("actor.generate"), [llama(7)], on(8))
+        pricing(1, workload=work()).price(graph.call("actor.generate"), [llama(7)], on(8))
         for graph in (GRAPHS["grpo"], GRAPHS["remax"])
     )
     one, other = (
-        pricing(1, workload=work()).price(graph().call("actor.train"), [llama(7)], on(8, "zero"))
+        pricing(1, workload=work()).price(graph.call("actor.train"), [llama(7)], on(8, "zero"))
         for graph in (GRAPHS["grpo"], GRAPHS["remax"])
     )
     assert twice.seconds > once.seconds and one == other

@@ -1,4 +1,4 @@
-"""The dataflow graphs of known algorithms, with the columns that their calls read and write: PPO, GRPO, ReMax, DPO."""
+"""The dataflow graphs of known algorithms, with the columns that their calls read and write: PPO, GRPO, ReMax."""
 
 from __future__ import annotations
 
@@ -79,22 +79,9 @@ def remax_graph() -> DataflowGraph:
     )
 
 
-def dpo_graph() -> DataflowGraph:
-    """DPO (Rafailov et al. 2023): two given responses of each prompt, scored by the reference and trained on."""
-    pair = ("prompts", "chosen", "rejected")
-    ref_logprobs = ("ref_chosen_logprobs", "ref_rejected_logprobs")
-    return DataflowGraph(
-        (
-            Call(Role.REFERENCE, CallKind.FORWARD, pair, ref_logprobs, passes=2),
-            Call(Role.ACTOR, CallKind.TRAIN, (*pair, *ref_logprobs), passes=2),
-        ),
-        sources=pair,
-    )
-
-
+# Those that can be run: PPO and GRPO (RLOO has its graph) by trainers, ReMax by the executor.
 GRAPHS: Mapping[str, Callable[[], DataflowGraph]] = {
     "ppo": ppo_graph,
     "grpo": grpo_graph,
     "remax": remax_graph,
-    "dpo": dpo_graph,
 }

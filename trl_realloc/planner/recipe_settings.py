@@ -61,6 +61,12 @@ BOOLEANS = (
     "use_vllm",
     "vllm_importance_sampling_correction",
 )
+# algorithms that have no trainer here, and what there is in their place
+_ELSEWHERE = {
+    "remax": "the executor runs it (docs/algorithms.md)",
+    "reinforce++": "GRPO with scale_rewards: batch divides by the deviation of the whole batch as it does",
+    "dpo": "it generates nothing; TRL's DPOTrainer trains by it",
+}
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 
@@ -99,6 +105,10 @@ def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
     """
     named = settings.get("algorithm")
     if named is not None:
+        if isinstance(named, str) and named in _ELSEWHERE:
+            raise PlanError(
+                f"{path}: {named} has no trainer here: {_ELSEWHERE[named]}. Choose from {', '.join(DEFAULTS_OF)}."
+            )
         if not isinstance(named, str) or named not in DEFAULTS_OF:
             raise PlanError(f"{path}: there is no algorithm {shown(named)}; {suggest(named, DEFAULTS_OF)}")
         return named
