@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM := false
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
-	@echo "                PLAN=... for another plan, STALENESS=2 (PPO, GRPO) to generate for later updates while one trains"
+	@echo "                PLAN=... for another plan, STALENESS=2 to generate for later updates while one trains"
 	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"

@@ -80,11 +80,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=list(RUNS), default="ppo")
     parser.add_argument("--plan", help="a preset's name or a plan's file, in place of the recipe's plan")
-    parser.add_argument("--staleness", type=int, default=0, help="max_staleness of PPO or GRPO, with the plan separate")
+    parser.add_argument("--staleness", type=int, default=0, help="max_staleness, with the plan separate")
     arguments = parser.parse_args()
     algorithm = arguments.algorithm
-    if arguments.staleness and algorithm == "rloo":
-        parser.error("--staleness needs a correction for old rollouts, which TRL's RLOO does not have.")
     name, folder = algorithm.upper(), RUNS[algorithm]
     plan, changes = arguments.plan, list[str]()
     if arguments.staleness:

@@ -248,15 +248,19 @@ def test_the_next_generations_are_drawn_while_one_is_trained_and_a_resumed_run_g
         "resumed": {**settings, "plan": "separate", "max_steps": 4, "resumes": "stale/checkpoint-2"},
         "halves": {**settings, "plan": {**APART, "staleness": 1}, "max_steps": 6, "steps_per_generation": 4},
     }
+    runs["RLOO"] = {**runs["stale"], "kind": "RLOO", "vllm_importance_sampling_correction": True}
     runs["halves"] |= {"evaluates": True, "eval_strategy": "steps", "eval_steps": 3}
     folder = run("grpo_plans.py", 2, runs, "ahead", limit_s=200)
-    for name, updates in (("stale", 4), ("resumed", 4), ("halves", 6)):
+    for name, updates in (("stale", 4), ("resumed", 4), ("RLOO", 4), ("halves", 6)):
         rows = [row for row in json.loads((folder / name / "log.json").read_text()) if "loss" in row]
         assert len(rows) == updates, name
         ages = [(row["staleness/mean"], row["staleness/oldest"]) for row in rows if "staleness/mean" in row]
         assert len(ages) == (updates // 2 if name == "halves" else updates), name
         assert all(0 < mean <= oldest == 1 for mean, oldest in ages[1:]), (name, ages)
         assert all(math.isfinite(row["loss"]) for row in rows)
+        if name == "RLOO":
+            ratios = [row["sampling/importance_sampling_ratio/max"] for row in rows]
+            assert abs(ratios[0] - 1) < 1e-3 < max(abs(ratio - 1) for ratio in ratios), ratios
     assert (folder / "stale" / "checkpoint-2" / "samples_under_way.pt").exists()
 
 

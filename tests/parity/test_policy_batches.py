@@ -5,6 +5,7 @@ installed TRL does, from the same rollouts.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import trl
 from recorded_rollouts import (
     LONGEST,
     Run,
+    arguments,
     check_equal,
     compare,
     make,
@@ -184,6 +186,60 @@ def test_evaluation_has_the_same_loss(tmp_path: Path) -> None:
 def test_rloo_is_trls(tmp_path: Path, settings: dict[str, Any]) -> None:
     made = compare(tmp_path, kind="RLOO", **settings)
     assert any(row["grad_norm"] > 0 for row in made.logs[:-1])
+
+
+STATISTICS = ("min", "mean", "max")
+
+
+class FromTheDrawingPolicy(trl.RLOOTrainer):
+    """TRL's loss, told the log-probabilities of `responses` as those of the policy before the update."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        made = super()._generate_and_score_completions(inputs)
+        for at, (row, mask) in enumerate(zip(self.drawn, made["completion_mask"].tolist(), strict=True)):
+            if None not in row:
+                made["old_logps"][at] = sum(value for value, kept in zip(row, mask, strict=False) if kept)
+        return made
+
+
+def noted(trainer: type) -> type:
+    """The responses of `recorded`, whose log-probabilities a trainer gets as from its engine."""
+
+    class Noted(recorded(trainer)):  # type: ignore[misc]
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            ids, self.drawn = responses(self.state.global_step, prompt_ids)
+            if isinstance(self, trl_realloc.RLOOTrainer):
+                rows = [[math.nan if value is None else value for value in row] for row in self.drawn]
+                self.vllm_generation.logprobs = [torch.tensor(row) for row in rows]
+            return ids
+
+    Noted.__name__ = trainer.__name__
+    return Noted
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "mask_truncated_completions": True}], ids=str)
+def test_rloos_ratio_may_be_to_the_policy_that_drew_a_completion(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Here an imagined one, so the ratios are far from one. The wide clip lets them count."""
+    settings = {"kind": "RLOO", "epsilon": 0.9, "learning_rate": 0.01, **settings}
+    planned = make(trl_realloc, tmp_path / "planned", base=noted, **settings)
+    planned.vllm_importance_sampling_correction = True
+    plain = make(trl_realloc, tmp_path / "plain", base=noted, **settings)
+    by_trl = noted(FromTheDrawingPolicy)(
+        args=arguments(trl.RLOOConfig, tmp_path / "trl", **{k: v for k, v in settings.items() if k != "kind"}),
+        model=policy(),
+        reward_funcs=unequal,
+        train_dataset=tiny.prompts(32),
+        processing_class=tiny.tokenizer(),
+    )
+    for trainer in (planned, plain, by_trl):
+        torch.manual_seed(0)
+        trainer.train()
+    made, expected = result(planned), result(by_trl)
+    ratios = [[row.pop(f"sampling/importance_sampling_ratio/{name}", 0.0) for row in made.logs] for name in STATISTICS]
+    assert all(0 <= least <= mean <= most for least, mean, most in zip(*ratios, strict=True)) and max(ratios[0]) > 0
+    check_equal(made, expected)
+    moved = (torch.equal(weight, made.weights[name]) for name, weight in result(plain).weights.items())
+    assert not all(moved), "it makes a difference"
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

@@ -80,7 +80,7 @@ def test_runs_whose_completions_take_turns_do_not_stream() -> None:
     assert decision.streams is None and decision.best.plan.streams is None
 
 
-def test_what_a_staleness_is_worth_is_said_in_generations_and_not_for_rloo() -> None:
+def test_what_a_staleness_is_worth_is_said_in_generations_and_not_without_a_correction() -> None:
     graph, prices = FORMS[-1], pricing(1, 4, groups(1, 1))
     decision = choose(specs(1, 1, graph), prices, graph=graph, time_limit_s=1.0)
     for corrects in (True, False):
@@ -89,7 +89,7 @@ def test_what_a_staleness_is_worth_is_said_in_generations_and_not_for_rloo() -> 
         assert "cannot begin early, because TRL's loop asks for it" in said
         assert "the next generation begins early" not in said
         assert ("generations old on average" in said) == corrects
-        assert ("RLOO's loss has no correction" in said) != corrects
+        assert ("the loss is not corrected" in said) != corrects
 
 
 def test_passes_of_the_policy_after_the_streams_take_their_time() -> None:

@@ -22,6 +22,7 @@ from trl_realloc.plan.streams import Streams
 from trl_realloc.runtime.failures.alarm import JobFailed
 from trl_realloc.trainer import policy_trainer
 from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.grpo_config import check_init_kwargs
 from trl_realloc.trainer.plan_request import PlanRequest
 from trl_realloc.trainer.policy_setup import check_turns, of_host_loop
 from trl_realloc.trainer.trainable import why_not_trained
@@ -225,6 +226,13 @@ def test_a_generation_outside_of_a_run_is_that_of_the_rollout_function(tmp_path:
     trainer = object.__new__(GRPOTrainer)
     trainer.model = SimpleNamespace(training=True)
     assert not trainer._runs_ahead
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_that_the_engines_do_not_read_is_refused(tmp_path: Path, key: str) -> None:
+    args = settings(tmp_path, model_init_kwargs={key: "float16"})
+    with pytest.raises(ConfigError, match="model_init_kwargs: dtype is one of .*, not 'float16'"):
+        check_init_kwargs(args)
 
 
 def test_a_model_by_path_is_loaded_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:

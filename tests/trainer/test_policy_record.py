@@ -123,7 +123,8 @@ def test_completions_of_conversations_show_their_text(tmp_path: Path) -> None:
     assert [row["score"] for row in rows] == [len(row["model response"].split()) for row in rows]
 
 
-def test_without_evaluation_prompts_there_are_no_completions(tmp_path: Path) -> None:
-    made = trainer(tmp_path, eval_dataset=None)
+@pytest.mark.parametrize("prompts", [None, Dataset.from_dict({"prompt": []})], ids=["none", "empty"])
+def test_without_evaluation_prompts_there_are_no_completions(tmp_path: Path, prompts: Dataset | None) -> None:
+    made = trainer(tmp_path, eval_dataset=prompts)
     assert made.generate_completions() == []
     made.close()

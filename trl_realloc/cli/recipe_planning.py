@@ -114,7 +114,7 @@ def choose_for_recipe(
 def overlap_worth(recipe: Recipe, chosen: Decision, time_limit: float) -> OverlapWorth:
     """What each way to overlap calls is worth."""
     graph = recipe.stale_graph
-    corrects = recipe.algorithm != "rloo"
+    corrects = recipe.algorithm == "ppo" or bool(recipe.settings["vllm_importance_sampling_correction"])
     return OverlapWorth(
         chosen,
         graph,

@@ -71,18 +71,18 @@ class Staleness:
         return Staleness(**value)
 
 
-def uncorrected(versions: int, corrects: bool | None) -> str:
+def uncorrected(versions: int, corrects: bool) -> str:
     """Why GRPO or RLOO cannot have a staleness, in a sentence; an empty text where they can.
 
     Args:
-        corrects: `vllm_importance_sampling_correction`; `None` for RLOO, which does not have it.
+        corrects: `vllm_importance_sampling_correction`.
     """
     if not versions or corrects:
         return ""
-    what = "RLOO has none, so set it to 0" if corrects is None else "leave vllm_importance_sampling_correction on"
     return (
         f"max_staleness is {versions}, so older policies draw some of the completions, and without a correction the "
-        f"loss takes them for the current policy's; {what}."
+        f"loss takes them for the current policy's; set vllm_importance_sampling_correction to true, or max_staleness "
+        f"to 0."
     )
 
 

@@ -22,6 +22,7 @@ from .space import Space
 from .stream_choice import StreamChoice
 
 
+UNCORRECTED = "the loss is not corrected for old completions: vllm_importance_sampling_correction is false"
 LOOKED_AT = 4  # updates: the least staleness up to which plans are shown, also where fewer are allowed
 
 
@@ -48,7 +49,7 @@ class OverlapWorth:
         stale_graph: of a run with a staleness, which may have `actor.forward`.
         stale_specs: the models that each call of it runs, by the call's name.
         allowed: the largest staleness that the user allows.
-        corrects: the algorithm has a correction for old rollouts.
+        corrects: the run corrects its loss for old rollouts, or may.
         generation_engine, time_limit_s, engines, deterministic: as of `choose`.
     """
 
@@ -94,7 +95,7 @@ class OverlapWorth:
     def staleness(self) -> StalenessChoice:
         """What a staleness is worth, also of more updates than are allowed."""
         if not self.corrects:
-            return StalenessChoice(self._synchronous, reason="RLOO's loss has no correction for old completions")
+            return StalenessChoice(self._synchronous, reason=UNCORRECTED)
         known, most = self.decision.staleness, max(self.allowed, LOOKED_AT)
         if known is not None and (self.allowed >= most or not known.by_versions):
             return known

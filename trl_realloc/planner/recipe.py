@@ -180,7 +180,7 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
     elif reward is not None:
         folders[Role.REWARD] = _folder(reward, path)
     known = {key: settings.get(key, default) for key, default in DEFAULTS_OF[algorithm].items()}
-    corrects = known.get("vllm_importance_sampling_correction")
+    corrects = known["vllm_importance_sampling_correction"]
     if algorithm != "ppo" and (problem := uncorrected(known["max_staleness"], corrects)):
         raise PlanError(f"{path}: {problem}")
     return Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS, algorithm)

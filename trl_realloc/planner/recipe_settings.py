@@ -48,7 +48,7 @@ _GROUPS: Mapping[str, Any] = {
 DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "ppo": DEFAULTS,
     "grpo": {**_GROUPS, "num_generations": 8, "beta": 0.0, "vllm_importance_sampling_correction": True},
-    "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05},
+    "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05, "vllm_importance_sampling_correction": False},
 }
 
 # Booleans of these, and the texts that a run's parser reads as booleans, in small letters.

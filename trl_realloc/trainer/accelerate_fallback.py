@@ -17,6 +17,7 @@ from ..engines.generation.vllm_support import is_vllm_available
 from ..engines.models import CustomCodeError, ModelError, read_config
 from .checkpoint.mixin import CheckpointMixin
 from .config_checks import ConfigError
+from .grpo_config import RLOOConfig
 from .plug import plug
 from .trainer_inputs import path_as_text
 
@@ -50,6 +51,14 @@ def plan_generation(trainer: Any) -> None:
     args = trainer.args
     if args.score_groups_early and trainer.accelerator.is_main_process:
         logger.warning("score_groups_early: where Accelerate trains, reward functions are called on the whole batch.")
+    if (
+        isinstance(args, RLOOConfig)
+        and args.vllm_importance_sampling_correction
+        and trainer.accelerator.is_main_process
+    ):
+        logger.warning(
+            "vllm_importance_sampling_correction: where Accelerate trains, RLOO's loss is TRL's, without it."
+        )
     if args.use_vllm is False or not (args.use_vllm or is_vllm_available()):
         return
     try:

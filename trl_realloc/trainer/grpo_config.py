@@ -37,8 +37,8 @@ class GenerationSettings(PlanSettings):
             planner lets them sleep if no plan fits otherwise.
         max_staleness (`int`, *optional*, defaults to `0`):
             Most generations by which the next completions may be drawn ahead: they are drawn while the policy is
-            trained, on devices of their own, by a policy that lacks up to so many trainings on a generation. With
-            GRPO alone, whose loss is corrected for it (`vllm_importance_sampling_correction`). See docs/old_rollouts.md
+            trained, on devices of their own, by a policy that lacks up to so many trainings on a generation. The loss
+            must be corrected for it (`vllm_importance_sampling_correction`). See docs/old_rollouts.md
         score_groups_early (`bool`, *optional*, defaults to `False`):
             Call reward functions for each group of completions when its last one has ended, in a thread, while other
             groups are generated; by default TRL calls them on the process's whole batch after the generation. A
@@ -95,7 +95,18 @@ class RLOOConfig(GenerationSettings, TRLRLOOConfig):
     r"""
     Configuration of [`RLOOTrainer`]: the settings of TRL's `RLOOConfig` and those of plans and engines, which
     `PlanSettings` and `GenerationSettings` list. On a machine without an accelerator `bf16` is False by default.
+
+    Parameters:
+        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
+            Whether the probability ratio of a completion, which the loss clips by `epsilon`, is to the policy that drew
+            it, with the log-probabilities that the vLLM engine has told; by default it is to the policy before the
+            first training on it, as in TRL, whose RLOO does not have this setting.
     """
+
+    vllm_importance_sampling_correction: bool = field(
+        default=False,
+        metadata={"help": "Whether the loss's ratio of a completion is to the policy that drew it."},
+    )
 
     _VALID_DICT_FIELDS = [*getattr(TRLRLOOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
 
@@ -147,7 +158,7 @@ def _problems(args: Any) -> Iterator[str]:
         yield "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
     if args.vllm_model_impl != "vllm":
         yield f"vllm_model_impl {args.vllm_model_impl!r} is not supported; leave it out."
-    if problem := uncorrected(args.max_staleness, getattr(args, "vllm_importance_sampling_correction", None)):
+    if problem := uncorrected(args.max_staleness, args.vllm_importance_sampling_correction):
         yield problem
     if not isinstance(args.use_vllm, bool | None):
         yield f"use_vllm must be true, false or None, not {args.use_vllm!r}."
@@ -166,7 +177,9 @@ def check_init_kwargs(args: PolicyConfig) -> None:
             f"model yourself, and pass the loaded model."
         )
     if _dtype_name(given) not in (*_DTYPES, "auto"):
-        raise ConfigError(f"model_init_kwargs: dtype is one of {', '.join(_DTYPES)} and auto, not {given['dtype']!r}.")
+        raise ConfigError(
+            f"model_init_kwargs: dtype is one of {', '.join(_DTYPES)} and auto, not {_dtype_name(given)!r}."
+        )
 
 
 __all__ = ["GRPOConfig", "PolicyConfig", "RLOOConfig"]

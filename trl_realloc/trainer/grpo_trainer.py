@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from .config_checks import ConfigError
 from .grpo_config import GRPOConfig, RLOOConfig
@@ -39,7 +41,8 @@ class RLOOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, Pol
     """TRL's `RLOOTrainer` with every model call on the devices that the execution plan gives it.
 
     Takes the arguments of the installed TRL's class, in its order. Data, reward functions, advantages, losses and logs
-    are TRL's own code.
+    are TRL's own code. With `vllm_importance_sampling_correction` the loss gets, as the log-probabilities of the policy
+    before the update, those of the policies that drew the completions.
     """
 
     _tag_names = ["trl", "rloo", "trl-realloc"]
@@ -50,6 +53,32 @@ class RLOOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, Pol
         with _hidden(arguments["args"], **self._hidden_settings):
             super().__init__(**arguments)
         self._take_over()
+
+    vllm_importance_sampling_correction = False  # of a run that the plan's engines train
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        made: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self.vllm_importance_sampling_correction and self.model.training:
+            before = made["old_logps"]
+            made["old_logps"] = drawn = drawn_logps(self.vllm_generation.logprobs, made["completion_mask"], before)
+            ratios = self.accelerator.gather(torch.exp(before - drawn))
+            for name in ("min", "mean", "max"):
+                value = getattr(ratios, name)().item() if len(ratios) else 0.0
+                self._metrics["train"][f"sampling/importance_sampling_ratio/{name}"].append(value)
+        return made
+
+
+def drawn_logps(logprobs: Sequence[torch.Tensor], mask: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities (rows,) of completions by the policies that drew them.
+
+    Args:
+        logprobs: of the tokens of each completion, as its engine has told them; NaN for a token that it has none of.
+        mask: (rows, tokens), of the tokens that the loss reads; on the right it may be padded.
+        before: (rows,) the same by another policy, taken for completions with such a token.
+    """
+    sums = [(row * of_row[: len(row)].to(row)).sum() for row, of_row in zip(logprobs, mask, strict=True)]
+    drawn = torch.stack(sums).to(before) if sums else before
+    return torch.where(drawn.isnan(), before, drawn)
 
 
 def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

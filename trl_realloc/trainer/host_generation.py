@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import torch
+
 from ..algorithms.rollout import Rollouts
 from ..engines.models import ModelError
 from ..runtime.host_calls import HostCalls
@@ -29,10 +31,14 @@ class HostGeneration:
         calls: runs the generation.
         scoring: of samples while others are generated.
         max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
+
+    Attributes:
+        logprobs: of each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
     """
 
     def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scoring) -> None:
         self.calls, self.scoring = calls, scoring
+        self.logprobs: list[torch.Tensor] = []
         config = SimpleNamespace(max_model_len=max_model_len)
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
 
@@ -69,8 +75,9 @@ class HostGeneration:
         with profiler or contextlib.nullcontext():
             texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
             outputs = self.calls.generate(prompts, texts, self.scoring.follow(prompts))
+        self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         if not len(outputs):
             return [], [], [], []
         responses = [row.tolist() for row in outputs.ragged("responses").rows()]
-        logprobs = [[[value] for value in row.tolist()] for row in outputs.ragged("logprobs").rows()]
+        logprobs = [[[value] for value in row.tolist()] for row in self.logprobs]
         return list(map(list, prompts)), responses, logprobs, [[[token] for token in row] for row in responses]

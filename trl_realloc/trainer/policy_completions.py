@@ -65,9 +65,10 @@ class PolicyCompletionsMixin:
                 "it out."
             )
         data = next(iter(self.eval_dataset.values())) if isinstance(self.eval_dataset, dict) else self.eval_dataset
-        if data is None:
+        rows = [] if data is None else list(data)
+        if not rows:
             return []
-        rows, world, rank = list(data), self.accelerator.num_processes, self.accelerator.process_index
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
         share = -(-len(rows) // world)
         # TRL gathers rewards from shares of one size, so the last ranks have the last prompt several times
         own = [rows[min(at, len(rows) - 1)] for at in range(rank * share, (rank + 1) * share)]

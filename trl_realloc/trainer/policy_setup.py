@@ -156,7 +156,7 @@ def prepare_policy(
     )
     vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
     by_vllm = job_plan.plan["actor.generate"].engine == "vllm"
-    corrects = by_vllm and bool(getattr(args, "vllm_importance_sampling_correction", False))
+    corrects = by_vllm and bool(args.vllm_importance_sampling_correction)
     if corrects:
         _check_correction(args)
     sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
@@ -194,8 +194,10 @@ def _check_correction(args: Any) -> None:
     Raises:
         ConfigError: the loss needs another mode.
     """
+    if getattr(args, "loss_type", None) != "vespo":
+        return
     mode = args.vllm_importance_sampling_mode
-    if args.loss_type == "vespo" and mode not in ("token_truncate", "token_mask"):
+    if mode not in ("token_truncate", "token_mask"):
         raise ConfigError(
             f"loss_type 'vespo' needs the vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not {mode!r}."
         )

@@ -135,8 +135,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
         self._observe_run(self.plugin)
         self.beta = args.beta
         self.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
-        if not self.setup.corrects:
-            self.vllm_importance_sampling_correction = False
+        self.vllm_importance_sampling_correction = self.setup.corrects
         self.ref_model = ReferenceInEngine() if "reference.forward" in self.plan.graph.order else None
         self._last_loaded_step = -1
         self.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
