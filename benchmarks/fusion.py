@@ -37,13 +37,22 @@ def main() -> None:
     parser.add_argument("--simulated", action="store_true", help="the planner's simulation of other clusters alone")
     parser.add_argument("--runs", type=Path, help="folder for the figures and spans of every run")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the models")
+    parser.add_argument("--scorer-hidden", type=int, help="of critic and reward model; the policy's unless it is given")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--limit", type=int, default=768, help="most tokens of a response")
     parser.add_argument("--samples", type=int, default=48, help="samples of each engine")
     parser.add_argument("--long", type=float, default=1 / 48, help="share of the samples that are long")
+    parser.add_argument("--short", type=int, default=32, help="mean tokens of a short response")
     parser.add_argument("--threshold", type=float, default=0.2, help="share of the batch of which the rest moves")
     options = parser.parse_args()
-    skewed = Skewed(hidden=options.hidden, prompt=options.prompt, limit=options.limit, long_share=options.long)
+    skewed = Skewed(
+        hidden=options.hidden,
+        prompt=options.prompt,
+        limit=options.limit,
+        long_share=options.long,
+        short_mean=options.short,
+        scorer_hidden=options.scorer_hidden,
+    )
     console, jobs = Console(), []
     if options.simulated:
         fusion_simulated.simulate(options.json, console)

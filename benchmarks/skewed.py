@@ -22,6 +22,7 @@ class Skewed:
         limit, prompt: most tokens of a response, tokens of a prompt.
         short_mean: mean tokens of a short response. A long one has a mean of twice the limit, if there were none.
         long_share: of the prompts ask for a long response.
+        scorer_hidden: hidden size of critic and reward model if it is not the policy's.
     """
 
     hidden: int = 256
@@ -30,9 +31,10 @@ class Skewed:
     prompt: int = 64
     short_mean: int = 32
     long_share: float = 1 / 48
+    scorer_hidden: int | None = None
 
     def models(self) -> tuple[Any, Any, Any]:
-        """Policy, and a model each for critic and reward, all of one size.
+        """Policy, and a model each for critic and reward, all of one depth.
 
         A response stays among the words of the prompt's last word: long words have channel 1 of the residual stream
         set, and the eos token's logit depends on it. So a response is long if the prompt's last word is. Both lengths
@@ -40,21 +42,23 @@ class Skewed:
         """
         from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=self.hidden,
-            intermediate_size=self.hidden * 11 // 4,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.hidden // HEAD,
-            num_key_value_heads=self.hidden // HEAD,
-            max_position_embeddings=2048,
-            pad_token_id=PAD,
-            eos_token_id=EOS,
-            bos_token_id=None,
-            num_labels=1,
-        )
+        def config(hidden: int) -> LlamaConfig:
+            return LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=hidden,
+                intermediate_size=hidden * 11 // 4,
+                num_hidden_layers=self.layers,
+                num_attention_heads=hidden // HEAD,
+                num_key_value_heads=hidden // HEAD,
+                max_position_embeddings=2048,
+                pad_token_id=PAD,
+                eos_token_id=EOS,
+                bos_token_id=None,
+                num_labels=1,
+            )
+
         torch.manual_seed(0)
-        policy = LlamaForCausalLM(config)
+        policy = LlamaForCausalLM(config(self.hidden))
         channel = math.sqrt(self.hidden)  # channel 0 after the norm if it is the only large one
         never, words, long_words = -20.0, LONG_WORDS - 2, VOCABULARY - LONG_WORDS
         with torch.no_grad():
@@ -73,7 +77,8 @@ class Skewed:
             short, long = math.log(words / (self.short_mean - 1)), math.log(long_words / (2 * self.limit - 1))
             set_logits(EOS, short, long)
             set_logits(PAD, never, never)
-        return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
+        scorer = config(self.scorer_hidden or self.hidden)
+        return policy, LlamaForSequenceClassification(scorer), LlamaForSequenceClassification(scorer)
 
     def prompts(self, episodes: int, seed: int) -> list[list[int]]:
         """The prompts of a batch. `long_share` of them, anywhere in the batch, end in a long word."""
