@@ -16,7 +16,8 @@ from transformers import BartConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen3
 from trl import GRPOConfig, RLOOConfig
 
 from trl_realloc.engines.models import ModelError
-from trl_realloc.trainer.accelerate_fallback import config_or_model
+from trl_realloc.trainer.accelerate_fallback import config_or_model, plan_generation
+from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
 from trl_realloc.trainer.trainable import why_not_trained
 
 
@@ -121,3 +122,11 @@ def test_code_of_a_repository_runs_only_where_the_user_says_so(tmp_path: Path) -
         config_or_model(arguments(trust_remote_code=False), str(tmp_path))
     found = config_or_model(arguments(trust_remote_code=True), str(tmp_path))
     assert "code of its own" in str(why_not_trained(SimpleNamespace(), found, None, {}))
+
+
+@pytest.mark.parametrize("plan", ["separate", None])
+def test_a_plan_that_nothing_uses_is_named(plan: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(ReallocGRPOConfig, plan=plan, use_vllm=False)
+    plan_generation(SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True)))
+    said = [text for text in caplog.messages if text.startswith("plan: it is not used") and "use_vllm" in text]
+    assert len(said) == (plan is not None)

@@ -110,7 +110,11 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
 @_engine
 @_zero_stage
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
-@click.option("--cluster", metavar="KIND:NxM", help="Plan a recipe for N nodes of M known devices, like h100:16x8.")
+@click.option(
+    "--cluster",
+    metavar="KIND:NxM",
+    help="Plan a recipe for N nodes of M known devices, like h100:16x8; without --devices and --nodes.",
+)
 @click.option("--profile", "measured", type=click.Path(path_type=Path), help="Plan a recipe for a measured machine.")
 @_prompt_tokens
 @click.option(
@@ -228,7 +232,14 @@ def _save(written: ExecutionPlan, output: Path) -> None:
 @commands.command()
 @click.argument("what", nargs=-1, required=True, metavar="RECIPE | ACTOR [CRITIC]")
 @_devices
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("profile.json"))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("profile.json"),
+    show_default=True,
+    help="Write the profile here.",
+)
 @_prompt_tokens
 def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tokens: float | None) -> None:
     """Measure what this machine needs for a recipe's models, or for those in the folders ACTOR and CRITIC, with as many

@@ -59,10 +59,14 @@ def plan_generation(trainer: Any) -> None:
         logger.warning(
             "vllm_importance_sampling_correction: where Accelerate trains, RLOO's loss is TRL's, without it."
         )
+    plan = None if args.plan in (None, "auto") else args.plan
     if args.use_vllm is False or not (args.use_vllm or is_vllm_available()):
+        if plan is not None and trainer.accelerator.is_main_process:
+            cause = "use_vllm is false" if args.use_vllm is False else "vLLM is not installed"
+            logger.warning(f"plan: it is not used, for the model generates by Transformers, as TRL's does ({cause}).")
         return
     try:
-        plug(trainer, plan=None if args.plan in (None, "auto") else args.plan)
+        plug(trainer, plan=plan)
     except (ConfigError, ModelError) as error:
         if args.use_vllm:  # which has called `plug`, not the user
             raise type(error)(str(error).replace("leave plug out", "leave use_vllm out")) from None
