@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from trl_realloc.common.ports import reserve_port
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,9 +87,7 @@ def parts(gpus: int) -> Iterator[Part]:
 
 def run(part: Part, log: Path) -> tuple[bool, float, str]:
     """(whether the part passed, seconds, the last lines of what it printed)."""
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        port = door.getsockname()[1]
+    port, _ = reserve_port()
     folders = [ROOT, TESTS, TESTS / "trainer", TESTS / "multiprocess"]
     environment = {
         **os.environ,

@@ -35,6 +35,8 @@ import result_file  # noqa: E402
 import shared_memory  # noqa: E402
 from faults_table import CAUSES, PLANS, Row, rows  # noqa: E402
 
+from trl_realloc.common.ports import reserve_port  # noqa: E402
+
 
 LIMIT_S = 240.0  # a job that still runs so long after its fault has not noticed it
 START_S = 900.0  # until the fault, or the end of a run without one; the machine may be busy
@@ -70,9 +72,7 @@ class Job:
             "to": setup.get("to"),
             "resume": resume,
         }
-        with socket.socket() as door:
-            door.bind(("127.0.0.1", 0))
-            self.port = door.getsockname()[1]
+        self.port, _ = reserve_port()
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(self.port)]
         command += ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         command += ["--num_processes", str(setup["processes"]), str(ROOT / "benchmarks" / "faults_job.py")]

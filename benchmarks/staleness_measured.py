@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,9 @@ from staleness_expected import Expectation
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from trl_realloc.common.ports import reserve_port  # noqa: E402
+
 
 SKEWED = Skewed(hidden=128, layers=2, limit=320, prompt=24, short_mean=16)
 PER_ENGINE = 48  # samples of an engine
@@ -340,9 +342,7 @@ def run(folder: Path, options: dict[str, Any], ended: Callable[[], bool] | None 
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "options.json").write_text(json.dumps(options))
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        port = door.getsockname()[1]
+    port, _ = reserve_port()
     ranks, log = [], (folder / "log").open("w")
     for rank in range(options["processes"]):
         environment = {

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,13 +19,8 @@ from typing import Any
 
 import pytest
 from limits import patience
+from ports import free_port
 from ranks import HERE, SEARCHED, Ranks, RankServers
-
-
-def _free_port() -> int:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return int(door.getsockname()[1])
 
 
 def slowness() -> float:
@@ -65,7 +59,7 @@ class Job:
         arguments = [str(folder), json.dumps(options)]
         self.process: subprocess.Popen[bytes] | Ranks
         if servers is not None:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if processes > 1 else {}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if processes > 1 else {}
             log = Path(self.log.name)
             self.process = servers.launch(HERE / script, processes, arguments, log, grace_s, **environment)
             return
@@ -74,7 +68,7 @@ class Job:
             command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
             command += ["--max_restarts", str(restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
         elif processes > 1 or config is not None:
-            command += ["-m", "accelerate.commands.launch", "--main_process_port", str(_free_port())]
+            command += ["-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
             alone = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
             command += ["--config_file", str(config)] if config else alone
             command += ["--num_processes", str(processes), "--dynamo_backend", "no"]

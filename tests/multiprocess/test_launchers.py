@@ -13,16 +13,11 @@ from pathlib import Path
 
 import pytest
 from limits import patience
+from ports import free_port
 
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("cluster_rank.py")
-
-
-def free_port() -> str:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return str(door.getsockname()[1])
 
 
 def commands(folder: Path, launcher: str) -> list[tuple[list[str], dict[str, str]]]:
@@ -31,16 +26,16 @@ def commands(folder: Path, launcher: str) -> list[tuple[list[str], dict[str, str
     match launcher:
         case "accelerate":
             options = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-            options += ["--num_processes", "2", "--main_process_port", free_port()]
+            options += ["--num_processes", "2", "--main_process_port", str(free_port())]
             return [(["-m", "accelerate.commands.launch", *options, *script], {})]
         case "torchrun":
-            options = ["--nproc_per_node", "2", "--master_port", free_port()]
+            options = ["--nproc_per_node", "2", "--master_port", str(free_port())]
             return [(["-m", "torch.distributed.run", *options, *script], {})]
         case "deepspeed":
             hosts = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
             options = [f"--world_info={hosts}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
             return [(["-m", "deepspeed.launcher.launch", *options, *script], {})]
-    step = {"SLURM_JOB_ID": free_port(), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
+    step = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": socket.gethostname(), "SLURM_NTASKS": "2"}
     tasks = [{**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
     return [(script, task) for task in tasks]

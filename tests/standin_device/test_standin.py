@@ -4,13 +4,13 @@ which run in processes of their own, because a process that has the stand-in has
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from limits import patience
+from ports import free_port
 
 import standin_device
 
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.skipif(standin_device.compiler() is None, reason="the s
 
 def run(script: str, processes: int, folder: Path) -> None:
     """Run a file of tests in so many processes, which end together."""
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        port = door.getsockname()[1]
+    port = free_port()
     folders = [HERE.parent, HERE.parent / "trainer", HERE.parent / "multiprocess", HERE.parent.parent]
     environment = {
         **os.environ,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import struct
 import sys
@@ -73,6 +74,7 @@ class EngineProcess:
         self._log: IO[bytes] = tempfile.TemporaryFile() if log_path is None else open(log_path, "ab+")  # noqa: SIM115
         self._log.write(f"--- {name}, started {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
         self._log.flush()
+        self._log_start = self._log.tell()  # the file may hold the logs of earlier engines
         ours, theirs = socket.socketpair()
         most = int(max(limits.step, limits.load)) + 1
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a stopped process may have sent half a message
@@ -219,8 +221,10 @@ class EngineProcess:
             what = how_it_ended(self._process)
         by_transformers = "generation_engine: transformers (of GRPO and RLOO, use_vllm: false)"
         remedy = "" if self.is_ready else f"If vLLM cannot serve this model, set {by_transformers}. "
+        cause = worker_error(self._log, self._log_start)
+        reported = f"Its worker reported: {cause}. " if cause is not None and cause not in what else ""
         self._dead = (
-            f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. {remedy}"
+            f"{self.name}: the engine's process ({self._process.pid}) {what}, while {doing}. {reported}{remedy}"
             f"The end of {self._log_name}:\n{tail(self._log)}"
         )
         self._finalizer()
@@ -234,6 +238,26 @@ class EngineProcess:
                 self._process.wait(5)
         self._finalizer()
         self._log.close()
+
+
+_WORKER_ERROR = re.compile(
+    rb"^\(Worker[^)]*\) ERROR .*?\] ((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*)$", re.M
+)
+
+
+def worker_error(log: IO[bytes], start: int) -> str | None:
+    """The first exception that a worker process of vLLM has logged, such as "RuntimeError: out of memory". The engine
+    itself reports that a worker failed, and not why.
+
+    Args:
+        log: the engine's log.
+        start: the position in it, in bytes, where this engine's output begins.
+    """
+    size = os.fstat(log.fileno()).st_size
+    start = max(start, size - 2**20)
+    text = os.pread(log.fileno(), size - start, start)
+    found = _WORKER_ERROR.search(text)
+    return None if found is None else found[1].decode(errors="replace").strip().rstrip(".")
 
 
 def _end(owner_pid: int, process: Any, connection: Connection[Any, Any], fds: Sequence[int]) -> None:

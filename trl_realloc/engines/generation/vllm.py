@@ -18,6 +18,7 @@ import torch
 from transformers.utils import logging
 
 from ...common.notices import working
+from ...common.ports import reserve_port
 from ..base import BackgroundEngine, Bucket, Completion, EngineError, GenerationRequest, Sampling, Updates
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
@@ -111,7 +112,13 @@ class VLLMEngine:
             "slots": self._buffers.fds,
         }
         environment = engine_environment(tensor_parallel_size, cpu_cores, cuda_devices, sleeps=sleep_level > 0)
-        self._process = EngineProcess(name, settings, environment, log_path, self._buffers.fds, self.limits)
+        try:
+            port, reservation = reserve_port()
+        except OSError as error:
+            raise EngineError(f"{name}: {error.strerror}.") from error
+        environment["VLLM_PORT"] = str(port)  # vLLM would take any free one, and listen on it after its imports
+        inherited_fds = [*self._buffers.fds, reservation]
+        self._process = EngineProcess(name, settings, environment, log_path, inherited_fds, self.limits)
 
     def _check(
         self, model: str | os.PathLike[str], tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None
