@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from trl_realloc.plan.execution_plan import PlanError
-from trl_realloc.plan.model_spec import FAMILIES, ModelSpec, stage_layers
+from trl_realloc.plan.model_spec import FAMILIES, ModelSpec, stage_layers, stage_of_layer
 
 
 SIZES: dict[str, Any] = {
@@ -59,6 +59,7 @@ def test_stages_have_all_layers_in_order_and_differ_by_one_at_most(layers: int, 
     assert [layer for stage in stages for layer in stage] == list(range(layers))
     sizes = [len(stage) for stage in stages]
     assert len(sizes) == pp and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert all(stage_of_layer(layers, pp, layer) == stage for stage, of in enumerate(stages) for layer in of)
 
 
 def test_a_tied_embedding_is_held_by_the_first_and_the_last_stage() -> None:

@@ -174,7 +174,7 @@ class ModelSpec:
             return (0, pp - 1) if self.tied else (0,)
         if parameter.layer >= self.layers:
             return (pp - 1,)
-        return (next(s for s, layers in enumerate(stage_layers(self.layers, pp)) if parameter.layer in layers),)
+        return (stage_of_layer(self.layers, pp, parameter.layer),)
 
     def stage_elements(self, pp: int) -> int:
         """Elements of the largest of `pp` pipeline stages: the first has the embedding, the last the head."""
@@ -263,6 +263,13 @@ def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
     base, remainder = divmod(layers, pp)
     starts = [stage * base + min(stage, remainder) for stage in range(pp + 1)]
     return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+
+
+def stage_of_layer(layers: int, pp: int, layer: int) -> int:
+    """The pipeline stage of `stage_layers` that has a layer."""
+    base, remainder = divmod(layers, pp)
+    longer = remainder * (base + 1)  # layers of the first stages, which have one more
+    return layer // (base + 1) if layer < longer else remainder + (layer - longer) // base
 
 
 def _weights(name: str, rows: int, columns: int, layer: int, cut: Cut | None, bias: bool) -> Iterator[ParameterSpec]:

@@ -6,7 +6,8 @@ may send it on in a later wave. The messages themselves are sent by `transfer`.
 
 The method is ReaL's (section 5.2: common layers and slices, one sender per destination node) without its condition
 that one tensor degree divides the other, and with relays. Parameters with equal placements are scheduled together, as
-arrays over (parameter, receiver), so 70 billion parameters on 1,024 devices take about a second.
+arrays over (parameter, receiver), so 70 billion parameters on 1,024 devices take about a second, or five from ZeRO 3,
+where each device gets a piece from each other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from ..plan.cluster import Cluster
 from ..plan.model_spec import ModelSpec
 from .layout import Box, Layout, PlacedBox, volume
+from .senders import assign_senders
 
 
 MAX_LOAD = 1.02  # senders above this multiple of the mean load give sends to devices that have received the parts
@@ -222,11 +224,23 @@ def make_schedule(cluster: Cluster, source: Layout, target: Layout) -> TransferS
     loads = np.zeros(cluster.size, np.int64)
     # boxes with few holders are assigned first, because boxes with many can balance the loads afterwards
     for common in sorted(boxes, key=lambda common: (len(common.holders), -common.bytes)):
-        _assign_senders(common, cluster.devices_per_node, loads)
+        common.sources = assign_senders(
+            common.holders, common.receivers, len(common.indices), common.bytes, cluster.devices_per_node, loads
+        )
     _add_relays(boxes, cluster.devices_per_node, loads)
     for common in boxes:
         _number_waves(common)
     return TransferSchedule(cluster, source, target, boxes, loads)
+
+
+def schedule_entries(source: Layout, target: Layout) -> int:
+    """About how many (box of a parameter, receiver) a schedule between the layouts has: its memory is 5 bytes and its
+    time about 60 ns for each. It grows with the square of the devices where each gets a piece from each other."""
+    entries = 0
+    for before, after, indices in _by_placement(source, target):
+        receivers = sum(len(placed.devices) for placed in after)
+        entries += len(indices) * receivers * max(1, len(before) // max(1, len(after)))
+    return entries
 
 
 def _by_placement(
@@ -284,55 +298,6 @@ def _intersections(
 def _overlap(a: Box, b: Box) -> int:
     """The number of elements that two boxes have in common."""
     return volume(tuple((max(p, r), max(max(p, r), min(q, s))) for (p, q), (r, s) in zip(a, b, strict=True)))
-
-
-def _assign_senders(common: _CommonBox, per_node: int, loads: np.ndarray) -> None:
-    """Set `sources` of a box: for every (parameter, receiver) the least loaded device that can send. Adds to `loads`,
-    (devices,) bytes that each device sends."""
-    parameters, receivers = len(common.indices), common.receivers
-    common.sources = np.full((parameters, len(receivers)), -1, np.int32)
-    holder_nodes, nodes = common.holders // per_node, receivers // per_node
-    far: list[np.ndarray] = []  # for each node without a holder, the columns of its receivers
-    for node in np.unique(nodes):
-        columns = np.nonzero(nodes == node)[0]
-        near = common.holders[holder_nodes == node]
-        if len(near):
-            common.sources[:, columns] = _spread(near, parameters, len(columns), common.bytes, loads)
-        else:
-            far.append(columns)
-    if not far:
-        return
-    from_other_node = _spread(common.holders, parameters, len(far), common.bytes, loads)
-    for index, columns in enumerate(far):
-        # a node's receivers take turns at receiving a parameter from another node and sending it on
-        turns = np.argsort(loads[receivers[columns]], kind="stable")
-        entries = columns[turns[np.arange(parameters) % len(columns)]]
-        common.sources[:, columns] = receivers[entries][:, None]
-        common.sources[np.arange(parameters), entries] = from_other_node[:, index]
-        np.add.at(loads, receivers[entries], (len(columns) - 1) * common.bytes)
-
-
-def _spread(senders: np.ndarray, rows: int, columns: int, size: int, loads: np.ndarray) -> np.ndarray:
-    """(rows, columns) senders that make their loads as even as whole items of `size` bytes allow. A sender serves
-    neighbouring columns, which gives few and large messages. Adds to `loads`."""
-    counts = _even_counts(loads[senders], rows * columns, size)
-    loads[senders] += counts * size
-    return np.repeat(senders, counts).reshape(columns, rows).T
-
-
-def _even_counts(loads: np.ndarray, items: int, size: int) -> np.ndarray:
-    """How many of `items` of equal size to add to each of `loads` to make them as even as possible (water filling)."""
-    order = np.argsort(loads, kind="stable")
-    rising = loads[order].astype(float)
-    below = np.arange(1, len(loads) + 1)
-    levels = (items * size + np.cumsum(rising)) / below  # if the lowest 1, 2, … of them took all
-    filled = int(np.nonzero(np.append(levels[:-1] <= rising[1:], True))[0][0]) + 1
-    exact = np.zeros(len(loads))
-    exact[order[:filled]] = (levels[filled - 1] - rising[:filled]) / size
-    counts = np.floor(exact).astype(int)
-    rest = items - int(counts.sum())
-    counts[np.argsort(counts - exact, kind="stable")[:rest]] += 1
-    return counts
 
 
 def _add_relays(boxes: Sequence[_CommonBox], per_node: int, loads: np.ndarray) -> None:
