@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -29,6 +30,7 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.choose import choose
+from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import gpu_memory
 from trl_realloc.planner.hardware import parse_cluster
@@ -48,6 +50,8 @@ SHAPES = {  # layers, hidden, intermediate, heads; LLaMA-1's have as many key/va
 PAIRS = ((13, 33), (33, 13), (33, 65), (65, 33))  # actor and critic, billions
 LIMITS = (512, 1024, 2048)
 BATCH, PROMPT, ENGINE_SHARE = 512, 128, 0.5
+SHARES = (1 - 1 / 1.2, 0.25, 1 - 1 / 1.6)  # of scoring; a gain of 1.2 needs at least the first, of 1.6 the last
+PUBLISHED_THRESHOLD = 0.2  # the best one at a limit of 1,024
 SIGMA = math.log(10) / NormalDist().inv_cdf(0.999)  # P99.9 = 10 times the median
 
 
@@ -76,10 +80,19 @@ def models(actor: int, critic: int) -> dict[str, Sequence[ModelSpec]]:
     return {c.name: (spec(actor, "lm") if c.role in policy else spec(critic, "score"),) for c in GRAPH.calls}
 
 
-def pricing(cluster_name: str, limit: int, drawn: tuple[int, ...] = ()) -> Pricing:
+def pricing(
+    cluster_name: str, limit: int, drawn: tuple[int, ...] = (), corrections: Corrections | None = None
+) -> Pricing:
     cluster, device = parse_cluster(cluster_name)
     workload = Workload(BATCH, PROMPT, drawn or lengths(limit), mini_batches=4, epochs=1, recompute=True)
-    return Pricing(cluster, workload, AnalyticRates(device), gpu_memory(device.memory), vllm_share=ENGINE_SHARE)
+    return Pricing(
+        cluster,
+        workload,
+        AnalyticRates(device),
+        gpu_memory(device.memory),
+        vllm_share=ENGINE_SHARE,
+        corrections=corrections or Corrections(),
+    )
 
 
 def colocated(prices: Pricing, specs: dict[str, Sequence[ModelSpec]]) -> PricedPlan:
@@ -113,6 +126,25 @@ def decoding_by_reading(whole: PricedPlan) -> float:
     return sum(seconds for name, seconds in parts.items() if name not in ("launch", "tensor"))
 
 
+@dataclass(frozen=True)
+class Swept:
+    """Generation and scoring with migration at one threshold, with RLHFuse's number of engines."""
+
+    seconds: float
+    threshold: float
+    engines: int
+    moved: int
+
+
+def swept(whole: PricedPlan, sweep: MigrationSweep) -> Iterator[Swept]:
+    """A plan without streams at every threshold."""
+    for threshold in THRESHOLDS:
+        engines = sweep.engines_of(threshold)
+        migration = Migration(threshold, engines, sweep.least_tokens(threshold, engines))
+        result = whole.with_streams(Streams(migration=migration)).streamed()
+        yield Swept(result.streaming, threshold, engines, result.moved)
+
+
 def published_setting() -> Iterator[dict[str, Any]]:
     """A row for each pair of models and limit: the best of all thresholds, each with RLHFuse's number of engines."""
     for actor, critic in PAIRS:
@@ -125,13 +157,8 @@ def published_setting() -> Iterator[dict[str, Any]]:
             reading = decoding_by_reading(whole)
             still = whole.with_streams(Streams())
             sweep = MigrationSweep(whole, still.plan.streamed)
-            swept = []
-            for threshold in THRESHOLDS:
-                engines = sweep.engines_of(threshold)
-                migration = Migration(threshold, engines, sweep.least_tokens(threshold, engines))
-                result = whole.with_streams(Streams(migration=migration)).streamed()
-                swept.append((result.streaming, threshold, engines, result.moved))
-            seconds, threshold, engines, moved = min(swept)
+            of_all = list(swept(whole, sweep))
+            best = min(of_all, key=lambda each: each.seconds)
             yield {
                 "setting": "RLHFuse",
                 "simulated": True,
@@ -143,20 +170,56 @@ def published_setting() -> Iterator[dict[str, Any]]:
                 "generate_s": serial["actor.generate"],
                 "longest_decode_s": limit * sweep.prices.step("actor.generate", 1, PROMPT + limit / 2),
                 "streamed_s": still.streamed().streaming,
-                "migrated_s": seconds,
-                "threshold": threshold,
-                "engines": engines,
-                "moved": moved,
+                "migrated_s": best.seconds,
+                "threshold": best.threshold,
+                "engines": best.engines,
+                "moved": best.moved,
                 "flat_batch": sweep.flat_batch,
                 "parts": {name: dict(whole.costs[name].parts) for name in serial},
                 "step_ms": {n: 1e3 * sweep.prices.step("actor.generate", n, PROMPT + limit / 2) for n in (1, 8, 64)},
-                "gain": sum(serial.values()) / seconds,
+                "gain": sum(serial.values()) / best.seconds,
                 "most": sum(serial.values()) / serial["actor.generate"],  # the gain if scoring took no time
                 "most_of_longest": sum(longest.values()) / longest["actor.generate"],
                 # the same if a decode step did nothing but read and compute
                 "most_of_reading": 1 + scoring(serial) / reading,
                 "most_of_longest_reading": 1 + scoring(longest) / decoding_by_reading(all_long),
-                "by_threshold": {f"{each[1]:.2f}": sum(serial.values()) / each[0] for each in swept},
+                "by_threshold": _gains(serial, of_all),
+            }
+
+
+def _gains(serial: dict[str, float], of_all: Sequence[Swept]) -> dict[str, float]:
+    """The gain over one after the other, by threshold."""
+    return {f"{each.threshold:.2f}": sum(serial.values()) / each.seconds for each in of_all}
+
+
+def at_shares(limit: int = 1024) -> Iterator[dict[str, Any]]:
+    """A row for each pair of models and share of scoring: gains if all scoring takes as many times as long as estimated
+    as are needed for that share."""
+    for actor, critic in PAIRS:
+        estimated = serial_seconds(colocated(pricing("h100:32x8", limit), models(actor, critic)))
+        for share in SHARES:
+            factor = share / (1 - share) * estimated["actor.generate"] / scoring(estimated)
+            factors = {name: 1.0 if name == "actor.generate" else factor for name in estimated}
+            prices = pricing("h100:32x8", limit, corrections=Corrections(factors))
+            whole = colocated(prices, models(actor, critic))
+            serial, still = serial_seconds(whole), whole.with_streams(Streams())
+            gains = _gains(serial, list(swept(whole, MigrationSweep(whole, still.plan.streamed))))
+            yield {
+                "setting": "RLHFuse, scoring slowed to a share",
+                "simulated": True,
+                "fitted": True,
+                "actor_b": actor,
+                "critic_b": critic,
+                "devices": 256,
+                "limit": limit,
+                "share": share,
+                "scoring_factor": factor,
+                "serial_s": sum(serial.values()),
+                "streamed_gain": sum(serial.values()) / still.streamed().streaming,
+                "gain": max(gains.values()),
+                "threshold": float(max(gains, key=lambda at: gains[at])),
+                "gain_at_published_threshold": gains[f"{PUBLISHED_THRESHOLD:.2f}"],
+                "by_threshold": gains,
             }
 
 
@@ -217,6 +280,22 @@ def published_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def share_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("actor + critic", "scoring", "slowed", "streamed", "best", "at", f"at {PUBLISHED_THRESHOLD:.0%}")
+    table.title = "the same at limit 1,024, scoring slowed to a share of the serial time (fitted)"
+    for row in rows:
+        table.add_row(
+            f"{row['actor_b']}B + {row['critic_b']}B",
+            f"{row['share']:.0%}",
+            f"{row['scoring_factor']:.1f}x",
+            f"{row['streamed_gain']:.2f}x",
+            f"{row['gain']:.2f}x",
+            f"{row['threshold']:.0%}",
+            f"{row['gain_at_published_threshold']:.2f}x",
+        )
+    return table
+
+
 def cluster_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table("iterations", "samples", "iteration", "streams")
     table.title = "7B + 7B on 16x8 H100, batch 512, simulated"
@@ -228,9 +307,10 @@ def cluster_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def simulate(json_file: Path | None, console: Console) -> None:
     """Print the tables, and write their rows."""
-    published, cluster = list(published_setting()), list(sixteen_nodes())
+    published, shares, cluster = list(published_setting()), list(at_shares()), list(sixteen_nodes())
     console.print(published_table(published))
+    console.print(share_table(shares))
     console.print(cluster_table(cluster))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"rows": [*published, *cluster]}, indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps({"rows": [*published, *shares, *cluster]}, indent=1) + "\n", encoding="utf-8")

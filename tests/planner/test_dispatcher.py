@@ -195,6 +195,18 @@ def test_the_last_samples_are_divided_among_the_free_ranks() -> None:
     assert all(job.queues[rank] for rank in range(4))
 
 
+def test_the_only_free_rank_does_not_get_all_of_the_last_samples() -> None:
+    """Three ranks have forwards to run when the fourth ends its generation, and with it the last samples are there."""
+    job = job_of(flatten(Cluster(1, 4)), 40, 0, Streams(calls=("reference.forward",)), 10_000)
+    job.join_all()
+    for engine in range(4):
+        ended, job.engines[engine] = sorted(job.engines[engine]), set()
+        job.take(job.dispatcher.finish(engine, [(index, 20) for index in ended]))
+    forwards = [len(index) for _, parts in job.parts for index in parts]
+    assert sum(forwards) > 15, "the three ranks had two forwards each before"
+    assert max(forwards) <= 40 / 4
+
+
 def test_a_rank_with_nothing_to_do_does_not_wait_for_samples_that_do_not_fill_a_forward() -> None:
     job = job_of(flatten(Cluster(1, 2)), 20, 0, Streams(calls=("reference.forward",)), 10_000)
     job.join_all()

@@ -279,11 +279,14 @@ class Dispatcher:
 
     def _wanted(self, state: _Scoring) -> float:
         """Tokens of a call's next forward."""
-        ready, scoring = state.ready, state.stream
-        budget = scoring.budget * len(scoring.teams[0])
-        if ready.is_last:  # the last samples, for all teams that are free
-            return min(budget, ready.tokens / max(1, self._teams.count(self._calls.index(scoring.name))))
-        return min(budget, ready.tokens_seen / ready.seen * ready.total / (SHARES * len(scoring.teams)))
+        ready, scoring, call = state.ready, state.stream, self._calls.index(state.stream.name)
+        wanted = ready.tokens_seen / ready.seen * ready.total / (SHARES * len(scoring.teams))
+        if ready.is_last:
+            # the last samples, for all teams that are free; but the only free one does not get what those that are
+            # busy now can take soon
+            wanted = min(wanted, ready.tokens / max(1, self._teams.count(call)))
+            wanted = max(wanted, ready.tokens / max(1, self._teams.scoring(call)))
+        return min(scoring.budget * len(scoring.teams[0]), wanted)
 
     def _order(self, team: Team) -> Score:
         state = self._scoring[self._calls[team[0]]]

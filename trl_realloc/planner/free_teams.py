@@ -42,9 +42,12 @@ class FreeTeams:
         self._beside = {team: engine_of.get(ranks[0], alone + ranks[0]) for team, ranks in self.ranks.items()}
         self._tokens = Counter[int]()  # of the forwards that each rank has been given
         self._unfree = {team: len(ranks) for team, ranks in self.ranks.items()}  # ranks that are not free
+        self._absent = dict(self._unfree)  # ranks that have not joined, or whose engine generates
         self._loaded = dict.fromkeys(self.ranks, 0)  # ranks that have a forward
         # of each call the free teams, by (has it a forward, was its latest forward of another call)
         self._free: list[dict[tuple[bool, bool], set[int]]] = [defaultdict(set) for _ in stream.scorings]
+        self._scoring = Counter[int]()  # by call, the teams of which no rank is absent
+        self._present: set[int] = set()  # ranks that are not absent
 
     def join(self, rank: int) -> None:
         """A rank has begun its part of the phase."""
@@ -78,6 +81,10 @@ class FreeTeams:
         """The number of teams that could run a forward of a call now."""
         return sum(map(len, self._free[call].values()))
 
+    def scoring(self, call: int) -> int:
+        """The number of teams of a call whose ranks score: those that are free, and those that will be."""
+        return self._scoring[call]
+
     def best(self, call: int) -> tuple[bool, bool, int, int] | None:
         """The team of a call that should run its next forward: one that has nothing to do, and that ran the same call
         before, so that its parameters stay on the device.
@@ -109,16 +116,24 @@ class FreeTeams:
         """The most tokens that a rank of a team has been given."""
         return max(self._tokens[rank] for rank in self.ranks[team])
 
+    def _is_present(self, rank: int) -> bool:
+        return rank in self._joined and rank not in self._generating
+
     def _state(self, rank: int) -> tuple[bool, bool]:
         """(free, has a forward)."""
-        is_free = rank in self._joined and rank not in self._generating and self._load[rank] < self._depth
-        return is_free, self._load[rank] > 0
+        return self._is_present(rank) and self._load[rank] < self._depth, self._load[rank] > 0
 
     def _changed(self, rank: int, before: tuple[bool, bool]) -> None:
         was_free, was_loaded = before
         is_free, is_loaded = self._state(rank)
+        becomes_present = rank not in self._present and self._is_present(rank)
+        if becomes_present:
+            self._present.add(rank)
         for team in self._teams_of[rank]:
             call, number = team
+            if becomes_present:
+                self._absent[team] -= 1
+                self._scoring[call] += not self._absent[team]
             for teams in self._free[call].values():
                 teams.discard(number)
             self._unfree[team] += was_free - is_free
