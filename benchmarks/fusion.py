@@ -75,7 +75,7 @@ def main() -> None:
         "iterations": [row for job in jobs for row in job["iterations"]],
         "migration": jobs[0]["migration"],
         "jobs": [
-            {key: job[key] for key in ("processes", "sizes", "lengths", "slowdown", "most", "migration")}
+            {key: job[key] for key in ("processes", "sizes", "lengths", "slowdowns", "most", "migration")}
             for job in jobs
         ],
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
@@ -114,7 +114,8 @@ def show(job: dict[str, Any], console: Console) -> None:
     serial = job["rows"][0]
     scoring = serial["seconds"] - serial["generate_s"]
     console.print(f"serial: scoring takes {scoring / serial['generate_s']:.0%} of the time that generation takes")
-    console.print(f"an engine decodes {job['slowdown']:.2f} times as long while the other ranks score")
+    factors = ", ".join(f"{factor:.2f} times as long while {n - 1} other ranks score" for n, factor in job["slowdowns"])
+    console.print(f"an engine decodes {factors}")
     console.print(f"streams could gain {job['most']:.2f}x at most if no device ever waited and nothing took longer")
     console.print(f"migration: {migration}")
 

@@ -125,7 +125,7 @@ def simulated(
     *,
     prompt: int,
     budget: int,
-    slowdown: float,
+    slowdowns: Sequence[tuple[int, float]],
 ) -> dict[str, list[float]]:
     """By mode, the expected seconds of generation and scoring of each batch, in the order of the batches.
 
@@ -134,9 +134,9 @@ def simulated(
         runs: the figures of the runs of generation and scoring.
         prompt: tokens of every prompt.
         budget: most tokens of a forward.
-        slowdown: the factor by which a device is slower while all others compute.
+        slowdowns: (number of devices that compute, the factor by which each is slower than one alone), ascending.
     """
-    sharing = Sharing(((plans["serial"].cluster.size, max(1.0, slowdown)),))
+    sharing = Sharing(tuple((devices, max(1.0, slowdown)) for devices, slowdown in slowdowns))
     serial = sorted((run for run in runs if run["mode"] == "serial"), key=lambda run: run["repeat"])
     times = UnitTimes.of(serial, plans["serial"], prompt, sharing)
     expected: dict[str, list[float]] = {}

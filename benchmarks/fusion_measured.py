@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -131,28 +132,54 @@ class Rank:
         self.trainer.accelerator.wait_for_everyone()
         start = time.perf_counter()
         rates = dict.fromkeys((Role.ACTOR, Role.CRITIC), 0.0) if trains else {}
+        given_out = self._given_out()
         batch = PromptBatch(prompts, [{}] * len(rows))
         iteration = executor.run(batch, step, rates, only=None if trains else STAGE)
         wall = time.perf_counter() - start
+        others_core_s = 0.0 if others is None else others.core_seconds()
+        decoded = torch.tensor(self._given_out() - given_out)
+        dist.all_reduce(decoded)
         if others is None:
             return {}
-        return {"others_core_s": others.core_seconds(), **self._figures(iteration, wall, trains=trains)}
+        figures = self._figures(iteration, wall, trains=trains)
+        return {"others_core_s": others_core_s, "decoded": int(decoded), **figures}
 
-    def slowdown(self) -> float:
-        """The factor by which rank 0's engine decodes more slowly while all other ranks score, on the same machine.
-        Measured with one sample; all ranks call this together."""
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        for trial in range(2 * TRIALS):
-            others_score = trial % 2 == 1
+    def _given_out(self) -> int:
+        """The tokens that this rank's engine has given out, by vLLM's own count."""
+        count: int = self.trainer.executor.placement.generators[STAGE[0]].tokens_given_out()
+        return count
+
+    def seconds_a_move(self) -> float:
+        """Seconds by which a response takes longer if its sample is withdrawn half-way and goes on in the same engine:
+        the messages, and the tokens that are read again. Of rank 0's engine while no other rank computes; all ranks
+        call this together."""
+        still, moved = [], []
+        for _ in range(TRIALS):
             dist.barrier()
             if not self.rank:
-                seconds[others_score].append(self._decode())
-            elif others_score:
-                self._score()
-        return statistics.median(seconds[True]) / statistics.median(seconds[False]) if not self.rank else 1.0
+                still.append(self._decode())
+                moved.append(self._decode(withdrawn_after=still[-1] / 2))
+        return statistics.median(moved) - statistics.median(still) if not self.rank else 0.0
 
-    def _decode(self) -> float:
-        """Seconds of a token of one sample, the same at each call."""
+    def slowdowns(self) -> list[tuple[int, float]]:
+        """The factor by which rank 0's engine decodes more slowly while some of the other ranks score, on the same
+        machine: for 2 devices that compute, 3, and so on. Measured with one sample; all ranks call this together."""
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for busy in [number for _ in range(TRIALS) for number in range(dist.get_world_size())]:
+            dist.barrier()
+            if not self.rank:
+                seconds[busy].append(self._decode())
+            elif self.rank <= busy:
+                self._score()
+        alone = statistics.median(seconds[0]) if seconds else 1.0
+        return [(1 + busy, statistics.median(seconds[busy]) / alone) for busy in sorted(seconds) if busy]
+
+    def _decode(self, *, withdrawn_after: float | None = None) -> float:
+        """Seconds of a response of `TRIAL_TOKENS` tokens.
+
+        Args:
+            withdrawn_after: seconds after which the sample is withdrawn and given back.
+        """
         from trl_realloc.engines.base import GenerationRequest
 
         executor = self.trainer.executor
@@ -161,10 +188,15 @@ class Rank:
         request, completions = GenerationRequest(0, tuple(prompt), 0, max_tokens=TRIAL_TOKENS), []
         start = time.perf_counter()
         generation = executor.placement.generators[STAGE[0]].start([request], executor.settings.sampling)
+        if withdrawn_after is not None:
+            time.sleep(withdrawn_after)
+            generation.add([replace(request, begun=begun) for begun in generation.withdraw([request.index])])
         while generation.unfinished:
             completions += generation.poll(1.0)
         generation.close()
-        return (time.perf_counter() - start) / len(completions[0].token_ids)
+        (completion,) = completions
+        assert len(completion.token_ids) == TRIAL_TOKENS, "the response of this prompt is long"
+        return time.perf_counter() - start
 
     def _score(self) -> None:
         """Score samples of median length for `TRIAL_S` seconds."""
@@ -211,7 +243,8 @@ def _rank(
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     done: list[dict[str, Any]] = []
-    slowdown = 1.0
+    slowdowns: list[tuple[int, float]] = []
+    move_s = 0.0
     with tempfile.TemporaryDirectory() as folder:
         rank = Rank(processes, skewed, samples, threshold, Path(folder))
         for trains, count in ((False, repeats), (True, iterations)):
@@ -225,9 +258,10 @@ def _rank(
                     figures = rank.least_disturbed(mode, at, trains=trains)
                     if not rank.rank:
                         done.append({"mode": mode, "repeat": step, "trains": trains, **figures})
-            slowdown = slowdown if trains else rank.slowdown()
+            if not trains:
+                slowdowns, move_s = rank.slowdowns(), rank.seconds_a_move()
         if not rank.rank:
-            out.write_text(json.dumps({"slowdown": slowdown, "runs": done}))
+            out.write_text(json.dumps({"slowdowns": slowdowns, "move_s": move_s, "runs": done}))
         rank.trainer._end_together()
         rank.trainer.close()
 
@@ -284,7 +318,12 @@ def measure(
 
 
 def _summary(
-    processes: int, skewed: Skewed, threshold: float, slowdown: float, runs: Sequence[Mapping[str, Any]]
+    processes: int,
+    skewed: Skewed,
+    threshold: float,
+    slowdowns: Sequence[tuple[int, float]],
+    move_s: float,
+    runs: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     import fusion_expected
 
@@ -293,7 +332,7 @@ def _summary(
     stage, whole = [run for run in runs if not run["trains"]], [run for run in runs if run["trains"]]
     lost = _lost(runs)
     expected = fusion_expected.simulated(
-        _plans(processes, threshold), stage, prompt=skewed.prompt, budget=CACHED_TOKENS, slowdown=slowdown
+        _plans(processes, threshold), stage, prompt=skewed.prompt, budget=CACHED_TOKENS, slowdowns=slowdowns
     )
     simulated_s = {mode: statistics.median(seconds) for mode, seconds in expected.items()}
     migrated = [run for run in stage if run["mode"] == "migrated"]
@@ -301,15 +340,17 @@ def _summary(
         "processes": processes,
         "sizes": {**asdict(skewed), "threshold": threshold},
         "lengths": _lengths(stage),
-        "slowdown": slowdown,
+        "slowdowns": slowdowns,
         "most": statistics.median(_most(run, processes) for run in stage if run["mode"] == "serial"),
         "rows": [{**_row(processes, mode, stage), "simulated_s": simulated_s[mode]} for mode in MODES],
         "iterations": [_row(processes, mode, whole) for mode in MODES if whole],
         "migration": {
             "moved": sum(run["moved"] for run in migrated),
             "moved_per_stage": statistics.fmean(run["moved"] for run in migrated),
-            "decoded_twice": None,  # spans count the tokens of responses, not what engines decoded
+            # by vLLM's own count of what its engines gave out, against the tokens of the responses
+            "decoded_twice": sum(run["decoded"] - sum(map(len, run["responses"])) for run in migrated),
             "lost": lost,
+            "seconds_a_move": move_s,
         },
     }
 

@@ -207,6 +207,19 @@ def test_the_only_free_rank_does_not_get_all_of_the_last_samples() -> None:
     assert max(forwards) <= 40 / 4
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_deterministic_plan_divides_the_batch_among_all_ranks_whatever_fits_into_a_forward(zero_stage: int) -> None:
+    plan = flatten(Cluster(1, 4))
+    sharded = replace(plan["reference.forward"], strategy=ParallelStrategy(dp=4, zero_stage=zero_stage))
+    plan = replace(plan, assignments={**plan.assignments, "reference.forward": sharded})
+    job = job_of(plan, 40, 0, Streams(calls=("reference.forward",), deterministic=True), 10_000)
+    job.join_all()
+    run(job)
+    forwards = [sum(map(len, parts)) for _, parts in job.parts]
+    assert max(forwards) == (12 if zero_stage else 3), "four forwards of each team; one team has four ranks"
+    assert sum(forwards) == 40
+
+
 def test_a_rank_with_nothing_to_do_does_not_wait_for_samples_that_do_not_fill_a_forward() -> None:
     job = job_of(flatten(Cluster(1, 2)), 20, 0, Streams(calls=("reference.forward",)), 10_000)
     job.join_all()

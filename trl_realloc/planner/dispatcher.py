@@ -302,8 +302,9 @@ class Dispatcher:
 
 def _groups(stream: Stream, scoring: StreamedScoring) -> list[range]:
     """The samples that are scored together in a deterministic plan: neighbours in the batch, as many as fit into one
-    forward of each replica whatever their lengths are."""
+    forward of each replica whatever their lengths are, and no more than make `SHARES` forwards for each team."""
+    n, replicas = len(stream.prompts), len(scoring.teams[0])
     longest = max(stream.prompts, default=0) + stream.limit
-    size = max(1, scoring.budget // max(1, longest)) * len(scoring.teams[0])
-    n = len(stream.prompts)
+    share = -(-n // (SHARES * len(scoring.teams) * replicas))
+    size = max(1, min(share, scoring.budget // max(1, longest))) * replicas
     return [range(first, min(first + size, n)) for first in range(0, n, size)]

@@ -238,6 +238,15 @@ class VLLMEngine:
         self._generation = BackgroundGeneration(self._process, self._checks, requests, sampling, updates, self.version)
         return self._generation
 
+    def tokens_given_out(self) -> int:
+        """The tokens that vLLM's engine core has given out since the first call of this method, with those of requests
+        that did not finish. A generation that runs is ended. For tests and benchmarks, which compare it with the tokens
+        of the responses."""
+        self._settle()
+        self._process.send("count")
+        (count,) = self._process.expect("counted", "counting its tokens", self.limits.step)
+        return int(count)
+
     def _settle(self) -> None:
         """Wait until the engine has started, and abort a generation that is not closed."""
         self.wait_ready()

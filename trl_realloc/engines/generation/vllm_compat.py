@@ -114,6 +114,25 @@ _NO_STATE = (
 )
 
 
+def count_outputs(engine: Any) -> Callable[[], int]:
+    """Count, from now on, the tokens that vLLM's engine core gives out, also those of requests that are aborted later.
+
+    Returns:
+        A function that returns their number.
+    """
+    core, count = engine.engine_core, 0
+    get_output = core.get_output
+
+    def counted() -> Any:
+        nonlocal count
+        outputs = get_output()
+        count += sum(len(output.new_token_ids) for output in outputs.outputs)
+        return outputs
+
+    core.get_output = counted
+    return lambda: count
+
+
 def abort(engine: Any, request_ids: Sequence[str]) -> None:
     """Abort requests between two steps. Of a step that is under way vLLM then drops these requests' tokens."""
     if request_ids:
@@ -170,6 +189,7 @@ __all__ = [
     "WeightTransferUpdateInfo",
     "abort",
     "count_drawn",
+    "count_outputs",
     "drain",
     "drawn_so_far",
     "draws_by_position",

@@ -19,6 +19,7 @@ Messages are tuples whose first element is a word:
 | and `load`... as above | `loaded`; if it has a problem, the generation has ended |
 | `end` of the generation, at any time | `generated` |
 | `check` (sampling) | `checked` (why vLLM refuses it, or None) |
+| `count` | `counted` (tokens that vLLM has given out since the first such message) |
 | `sleep` | `asleep` |
 | `probe` (handle) | `probed` (why a worker cannot open the handle, or None) |
 | `close` | |
@@ -36,7 +37,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,12 +233,14 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
     """Run commands until `close`, or until the parent ends (EOFError)."""
     from vllm.platforms import current_platform
 
+    from .vllm_compat import count_outputs
     from .vllm_generation import RunningGeneration
     from .vllm_requests import CachedKeys, why_not_sampled
     from .vllm_update import take_buckets
 
     memory, slots = Memory(llm, settings["sleep_level"]), settings["slots"]
     by_seed, keys = draws_by_seed(settings, current_platform.is_cpu()), CachedKeys()
+    given_out: Callable[[], int] | None = None
     while True:
         word, *arguments = channel.connection.recv()
         if word == "load":
@@ -250,6 +253,9 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
                 return
         elif word == "check":
             channel.send("checked", why_not_sampled(llm, *arguments))
+        elif word == "count":
+            given_out = given_out or count_outputs(llm.llm_engine)
+            channel.send("counted", given_out())
         elif word == "sleep":
             keys.drop()
             memory.sleep()
