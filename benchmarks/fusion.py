@@ -4,7 +4,9 @@
 
 Measured with vLLM engines on this machine (`fusion_measured`): responses have a long tail, and the modes alternate on
 the same batches. serial: scoring begins when all samples are generated; streamed: when samples and a device are there;
-migrated: the last unfinished samples also move to few engines.
+migrated: the last unfinished samples also move to few engines. One sample of the batch is long, and critic and reward
+model are larger than the policy, as in RLHFuse's settings; `--long 0.0208 --limit 768 --prompt 64 --scorer-hidden 256`
+has a long sample for each engine and models of one size.
 
     python benchmarks/fusion.py --simulated --json benchmarks/results/fusion_simulated.json
 
@@ -37,11 +39,11 @@ def main() -> None:
     parser.add_argument("--simulated", action="store_true", help="the planner's simulation of other clusters alone")
     parser.add_argument("--runs", type=Path, help="folder for the figures and spans of every run")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the models")
-    parser.add_argument("--scorer-hidden", type=int, help="of critic and reward model; the policy's unless it is given")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--limit", type=int, default=768, help="most tokens of a response")
+    parser.add_argument("--scorer-hidden", type=int, default=448, help="of critic and reward model")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--limit", type=int, default=1536, help="most tokens of a response")
     parser.add_argument("--samples", type=int, default=48, help="samples of each engine")
-    parser.add_argument("--long", type=float, default=1 / 48, help="share of the samples that are long")
+    parser.add_argument("--long", type=float, default=1 / 96, help="share of the samples that are long")
     parser.add_argument("--short", type=int, default=32, help="mean tokens of a short response")
     parser.add_argument("--threshold", type=float, default=0.2, help="share of the batch of which the rest moves")
     options = parser.parse_args()

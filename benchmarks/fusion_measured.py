@@ -183,20 +183,20 @@ class Rank:
         from trl_realloc.engines.base import GenerationRequest
 
         executor = self.trainer.executor
-        rows = self.skewed.prompts(self.episodes, 0)
-        prompt = max(rows, key=lambda row: row[-1])  # of a long response
-        request, completions = GenerationRequest(0, tuple(prompt), 0, max_tokens=TRIAL_TOKENS), []
+        prompt = tuple(self.skewed.prompts(1, 0)[0])
+        request, completions = GenerationRequest(0, prompt, 0, max_tokens=TRIAL_TOKENS), []
+        endless = replace(executor.settings.sampling, stop_token_ids=())
         start = time.perf_counter()
-        generation = executor.placement.generators[STAGE[0]].start([request], executor.settings.sampling)
+        generation = executor.placement.generators[STAGE[0]].start([request], endless)
         if withdrawn_after is not None:
             time.sleep(withdrawn_after)
             generation.add([replace(request, begun=begun) for begun in generation.withdraw([request.index])])
         while generation.unfinished:
             completions += generation.poll(1.0)
+        seconds = time.perf_counter() - start
         generation.close()
-        (completion,) = completions
-        assert len(completion.token_ids) == TRIAL_TOKENS, "the response of this prompt is long"
-        return time.perf_counter() - start
+        assert [len(completion.token_ids) for completion in completions] == [TRIAL_TOKENS]
+        return seconds
 
     def _score(self) -> None:
         """Score samples of median length for `TRIAL_S` seconds."""

@@ -193,6 +193,17 @@ def test_what_a_slower_plan_wastes_is_said_whether_work_or_waiting(wasteful: lis
     assert why_slower(found(wasteful), best).startswith(reason)
 
 
+def test_where_a_plan_that_is_as_fast_differs_is_said() -> None:
+    prices = pricing()
+    space = Space(prices.cluster, ppo_graph(), specs(1, 1), prices)
+    best = choose(specs(1, 1), prices).best
+    state = [best.calls[name] for name in space.graph.order]
+    other = Assignment(DeviceMesh.parse("0-3"), ParallelStrategy(2, 2), "megatron")
+    at = space.graph.order.index("reward.forward")
+    alike = Problem(space, {}).priced_plan((*state[:at], Candidate(other, state[at].cost), *state[at + 1 :]), "another")
+    assert ": reward.forward on 0-3 (dp2 tp2), not " in why_slower(replace(alike, estimate=best.estimate), best)
+
+
 def test_a_preset_within_the_estimates_own_error_is_preferred() -> None:
     chosen = choose(specs(1, 1), pricing(1, 1))
     assert chosen.best.name.startswith("flatten")

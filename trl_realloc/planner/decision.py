@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..plan.assignment import Assignment
 from ..plan.fused import Fused, joined, parted
 from .ahead_choice import StalenessChoice
 from .call_cost import PARTS, CallCost
@@ -79,7 +80,7 @@ def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
     """The main reason why a plan takes longer than the best one, in a sentence."""
     difference = plan.seconds - best.seconds
     if difference < 0.01 * best.seconds:
-        return f"{difference / best.seconds:.1%} slower by estimate"
+        return f"{difference / best.seconds:.1%} slower by estimate{_other_layouts(plan, best)}"
     here, there = (_by_run(priced, plan.fused or best.fused) for priced in (plan, best))
     slower = {name: here[name].seconds - there[name].seconds for name in here}
     name = max(slower, key=lambda run: slower[run])
@@ -101,6 +102,24 @@ def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
     size = plan.space.cluster.size
     busy, best_busy = spent / (size * plan.seconds), best_spent / (size * best.seconds)
     return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {best_busy:.0%}"
+
+
+def _other_layouts(plan: PricedPlan, best: PricedPlan) -> str:
+    """What a plan has where the best one has something else, as the end of a sentence."""
+    other = [name for name in plan.calls if plan.calls[name].assignment != best.calls[name].assignment]
+    if not other:
+        return ""
+    name, *more = sorted(other, key=lambda call: -abs(plan.costs[call].seconds - best.costs[call].seconds))
+    here, there = (priced.calls[name].assignment for priced in (plan, best))
+    places = _places(plan, name), _places(best, name)
+    if places[0] == places[1]:  # they differ in the engine or in what is done between the calls
+        places = f"{places[0]}, engine {here.engine}{_between(here)}", f"engine {there.engine}{_between(there)}"
+    rest = f"; {len(more)} other call{'s' if len(more) > 1 else ''} too" if more else ""
+    return f": {name} on {places[0]}, not {places[1]}{rest}"
+
+
+def _between(assignment: Assignment) -> str:
+    return " with offload" if assignment.offload else " with drop" if assignment.drop else ""
 
 
 def _by_run(plan: PricedPlan, fused: Fused) -> dict[str, CallCost]:
