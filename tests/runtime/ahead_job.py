@@ -34,6 +34,7 @@ from trl_realloc.runtime import (
     batches_ahead,
     call_runner,
     in_flight,
+    leader_link,
     results,
     stream_forwards,
     stream_leader,
@@ -120,7 +121,7 @@ def time_of(clock: VirtualClock) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (batches_ahead, call_runner, in_flight, results, stream_forwards, stream_worker):
             patch.setattr(module, "time", clock)
-        for leader in (ahead_leader, stream_leader):
+        for leader in (ahead_leader, leader_link, stream_leader):
             patch.setattr(leader, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
             patch.setattr(leader, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
         yield

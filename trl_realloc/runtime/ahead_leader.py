@@ -1,6 +1,5 @@
 """`AheadLeader`: rank 0's part of an iteration in which calls run ahead of the training. It passes what ranks report to
-`planner.ahead_order.AheadOrder`, and the orders that follow from it to the ranks. `AheadLink` is a rank's connection
-to it.
+`planner.ahead_order.AheadOrder`, and the orders that follow from it to the ranks.
 
 What the ranks do is in `ahead_runs`.
 """
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 
 from ..planner.ahead_order import AheadOrder, AheadTask, EndIteration, EndScoring, RunCall, ScoreSamples, TakeUpdate
 from ..planner.stream import Stream
+from .leader_link import LeaderLink
 from .messages import Messages
 from .routes import RESULTS
 from .stream_forwards import ForwardSamples
@@ -57,6 +57,7 @@ class Left:
 
 AheadEvent = Done | OfIteration | ScoringFailed | Left
 RankTask = RunCall | EndScoring | TakeUpdate | EndIteration | OfIteration
+AheadLink = LeaderLink[AheadEvent, RankTask]
 
 
 class SamplesAhead:
@@ -183,49 +184,3 @@ class AheadLeader:
             self.local.put(task)
         else:
             self.messages.send(pickle.dumps(task), rank, self.tag + 1)
-
-
-class AheadLink:
-    """A rank's connection to the leader during one iteration.
-
-    Args:
-        messages: of this rank.
-        tag: as the leader's.
-        leader: on rank 0; `None` on the others.
-        takes_orders: whether this rank runs ahead.
-    """
-
-    def __init__(self, messages: Messages, tag: int, leader: AheadLeader | None, *, takes_orders: bool) -> None:
-        self.messages, self.tag, self.leader = messages, tag, leader
-        self._tasks: queue.SimpleQueue[RankTask | BaseException] = queue.SimpleQueue()
-        if leader is not None:
-            self._tasks = leader.local
-        elif takes_orders:
-            threading.Thread(target=self._receive, daemon=True, name="ahead-tasks").start()
-
-    def _receive(self) -> None:
-        try:
-            task: RankTask | BaseException | None = None
-            while not isinstance(task, EndIteration | BaseException):
-                task = pickle.loads(self.messages.receive(RESULTS, self.tag + 1))  # safe: from a rank of this job
-                self._tasks.put(task)
-        except BaseException as error:  # raised by `next_task`
-            self._tasks.put(error)
-
-    def report(self, event: AheadEvent) -> None:
-        """Tell the leader. Does not wait."""
-        if self.leader is not None:
-            self.leader.report(event)
-        else:
-            self.messages.send(pickle.dumps(event), RESULTS, self.tag)
-
-    def next_task(self, timeout_s: float) -> RankTask | None:
-        """The next order, in the order in which they were given; `None` if none comes in time. Raises what receiving
-        raised."""
-        try:
-            task = self._tasks.get(timeout=timeout_s) if timeout_s else self._tasks.get_nowait()
-        except queue.Empty:
-            return None
-        if isinstance(task, BaseException):
-            raise task
-        return task

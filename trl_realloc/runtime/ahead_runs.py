@@ -78,7 +78,9 @@ class AheadRuns:
         current = self.batches.open(step, [batch, *following[: self.versions + 1]], sampling)
         leader = self._leader(step.number) if self.rank == RESULTS else None
         is_ahead = self.rank in self._ranks_ahead
-        self._link = AheadLink(self.batches.messages, self.batches.first_tag, leader, takes_orders=is_ahead)
+        self._link = AheadLink(
+            self.batches.messages, self.batches.first_tag, leader, EndIteration, takes_tasks=is_ahead
+        )
         self.batches.begin(step.number)
         if is_ahead:
             self.batches.admit()

@@ -38,6 +38,7 @@ from .routes import RESULTS, replica
 from .shares import Share
 from .stream_forwards import stream_of_batch
 from .stream_leader import StreamLeader, StreamLink
+from .stream_messages import End
 from .stream_worker import StreamWorker
 
 
@@ -171,7 +172,7 @@ class Executor:
             leader = StreamLeader(messages, tag, stream, dispatcher)
             self.orders = leader.orders
         if any(self.placement.takes_part(name) for name in self.plan.streamed):
-            link = StreamLink(messages, tag, leader) if self.rank in stream.ranks else None
+            link = StreamLink(messages, tag, leader, End) if self.rank in stream.ranks else None
             worker = StreamWorker(
                 self.placement,
                 self.settings,

@@ -1,5 +1,5 @@
 """`StreamLeader`: rank 0's part of a streamed phase. It passes what ranks report to the `Dispatcher`, and the orders
-that follow from it to the ranks. `StreamLink` is a rank's connection to it.
+that follow from it to the ranks.
 
 Rank 0 answers in a thread, because its main thread generates and scores itself. What the ranks do is in
 `stream_worker`.
@@ -18,6 +18,7 @@ from ..engines.base import Unfinished
 from ..planner.dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from ..planner.stream import Stream
 from .exchange import CallFailure, Failures
+from .leader_link import LeaderLink
 from .messages import Messages
 from .routes import RESULTS
 from .stream_forwards import ForwardSamples
@@ -36,6 +37,7 @@ from .stream_messages import (
 
 
 logger = logging.get_logger(__name__)
+StreamLink = LeaderLink[Event, Task]
 
 
 class StreamLeader:
@@ -55,7 +57,7 @@ class StreamLeader:
     def __init__(self, messages: Messages, tag: int, stream: Stream, dispatcher: Dispatcher) -> None:
         self.messages, self.tag, self.stream, self.dispatcher = messages, tag, stream, dispatcher
         self.orders: list[Order] = []
-        self.local: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self.local: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
         self._engines = stream.generation.engines
         self._samples = ForwardSamples(stream)
         self._withdrawn: dict[int, Unfinished] = {}
@@ -142,49 +144,3 @@ class StreamLeader:
             self.local.put(task)
         else:
             self.messages.send(pickle.dumps(task), rank, self.tag + 1)
-
-
-class StreamLink:
-    """A rank's connection to the leader of a streamed phase.
-
-    Args:
-        messages: of this rank.
-        tag: as the leader's.
-        leader: on rank 0; `None` on the others.
-    """
-
-    def __init__(self, messages: Messages, tag: int, leader: StreamLeader | None) -> None:
-        self.messages, self.tag, self.leader = messages, tag, leader
-        self._tasks: queue.SimpleQueue[Task | BaseException]
-        if leader is None:
-            self._tasks = queue.SimpleQueue()
-            threading.Thread(target=self._receive, daemon=True, name="stream-tasks").start()
-        else:
-            self._tasks = leader.local  # type: ignore[assignment]  # it has no exceptions
-
-    def _receive(self) -> None:
-        try:
-            task: Task | None = None
-            while not isinstance(task, End):
-                task = pickle.loads(self.messages.receive(RESULTS, self.tag + 1))  # safe: from a rank of this job
-                self._tasks.put(task)
-        except BaseException as error:  # raised by `next_task`
-            self._tasks.put(error)
-
-    def report(self, event: Event) -> None:
-        """Tell the leader. Does not wait."""
-        if self.leader is not None:
-            self.leader.report(event)
-        else:
-            self.messages.send(pickle.dumps(event), RESULTS, self.tag)
-
-    def next_task(self, timeout_s: float) -> Task | None:
-        """The next task, in the order in which they were given; `None` if none comes in time. Raises what receiving
-        raised."""
-        try:
-            task = self._tasks.get(timeout=timeout_s) if timeout_s else self._tasks.get_nowait()
-        except queue.Empty:
-            return None
-        if isinstance(task, BaseException):
-            raise task
-        return task
