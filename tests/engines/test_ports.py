@@ -74,6 +74,15 @@ def test_no_free_port_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch
     os.close(fd)
 
 
+@pytest.mark.parametrize("value", ["65536", "70000", "0", "-5", "any", "8000:9000", "9" * 5000])
+def test_a_value_of_vllm_port_that_is_no_port_is_refused_with_what_to_do(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PORT", value)
+    with pytest.raises(OSError, match=f"VLLM_PORT is '{value[:20]}.*not a port; set it to a number from 1 to 65535"):
+        reserve_port()
+
+
 def test_the_reason_of_a_failed_worker_is_found_in_the_part_of_the_log_that_is_its_engines() -> None:
     log = tempfile.TemporaryFile()  # noqa: SIM115
     log.write(b"(Worker pid=7) ERROR 11-24 14:35:43 [multiproc_executor.py:912] OSError: of the engine before\n")

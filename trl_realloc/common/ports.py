@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
+from .errors import shown
 
+
+_PORTS = range(1, 65_536)
 _SPAN = 1000  # ports that are tried; a host has an engine for each of its devices at most
 _USUAL_START = 20_000  # below the ports that Linux gives to connections, and below those of Kubernetes' nodes (30,000)
 
@@ -25,9 +28,10 @@ def reserve_port() -> tuple[int, int]:
         The port, and the file descriptor that reserves it until it is closed.
 
     Raises:
-        OSError: all ports that were tried are taken.
+        OSError: all ports that were tried are taken, or the environment variable VLLM_PORT is not a port.
     """
-    for port in _candidates():
+    candidates = _candidates()
+    for port in candidates:
         holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             holder.bind(f"\0trl_realloc.port.{port}")
@@ -37,19 +41,38 @@ def reserve_port() -> tuple[int, int]:
             holder.close()
             continue
         return port, holder.detach()
-    tried = list(_candidates())
     remedy = "set the environment variable VLLM_PORT to the first port of a range that is"
-    raise OSError(errno.EADDRINUSE, f"none of the ports {tried[0]} to {tried[-1]} is free; {remedy}")
+    raise OSError(errno.EADDRINUSE, f"none of the ports {candidates[0]} to {candidates[-1]} is free; {remedy}")
 
 
-def _candidates() -> Iterator[int]:
-    """The ports from the environment variable VLLM_PORT on, or else from outside those that the system gives away."""
-    wanted = os.environ.get("VLLM_PORT", "")  # Kubernetes sets it to an address where a service is called vllm
-    start = int(wanted) if wanted.isdecimal() else _USUAL_START
-    given_away = range(0) if wanted.isdecimal() else _ephemeral_ports()
-    ports = range(start, min(start + _SPAN, 65_536))
-    outside = [port for port in ports if port not in given_away]
-    yield from outside or ports
+def _candidates() -> Sequence[int]:
+    """The ports from the environment variable VLLM_PORT on, or else from outside those that the system gives away. At
+    least one.
+
+    Raises:
+        OSError: VLLM_PORT is not a port.
+    """
+    start = _wanted_port()
+    given_away = _ephemeral_ports() if start is None else range(0)
+    start = start or _USUAL_START
+    ports = range(start, min(start + _SPAN, _PORTS.stop))
+    return [port for port in ports if port not in given_away] or ports
+
+
+def _wanted_port() -> int | None:
+    """The environment variable VLLM_PORT; `None` where it is unset or empty, or the address that Kubernetes gives it
+    where a service is called vllm."""
+    wanted = os.environ.get("VLLM_PORT", "").strip()
+    if not wanted or "://" in wanted:
+        return None
+    port = int(wanted) if wanted.isdecimal() and len(wanted) < 10 else 0  # int() does not read thousands of digits
+    if port not in _PORTS:
+        raise OSError(
+            errno.EINVAL,
+            f"the environment variable VLLM_PORT is {shown(wanted)}, which is not a port; set it to a number from "
+            f"{_PORTS.start} to {_PORTS[-1]}, the first port to try, or unset it",
+        )
+    return port
 
 
 def _ephemeral_ports() -> range:
