@@ -244,6 +244,20 @@ def test_a_model_by_path_is_loaded_in_the_dtype_that_is_asked_for(tmp_path: Path
     assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_models_may_be_given_by_a_path_that_is_no_text(tmp_path: Path, dropout: float) -> None:
+    """Whether the plan's engines train, or, with dropout, Accelerate."""
+    policy(attention_dropout=dropout).save_pretrained(tmp_path / "policy")
+    classifier(tmp_path / "reward")
+    rewards = [distinct, tmp_path / "reward"]
+    args = settings(tmp_path, max_steps=1)
+    made = GRPOTrainer(tmp_path / "policy", rewards, args, PROMPTS, processing_class=tiny.tokenizer())
+    made.train()
+    made.close()
+    assert made.trains_by_accelerate == bool(dropout)
+    assert "rewards/reward/mean" in made.state.log_history[0]
+
+
 @pytest.mark.parametrize("turns", ["tools", "rollout_func", "environment_factory"])
 def test_where_completions_take_turns_nothing_is_generated_ahead_and_nothing_streams(
     tmp_path: Path, turns: str

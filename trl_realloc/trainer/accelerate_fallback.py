@@ -19,7 +19,6 @@ from .checkpoint.mixin import CheckpointMixin
 from .config_checks import ConfigError
 from .grpo_config import RLOOConfig
 from .plug import plug
-from .trainer_inputs import path_as_text
 
 
 logger = logging.get_logger(__name__)
@@ -80,7 +79,6 @@ def config_or_model(args: Any, model: Any) -> Any:
     Raises:
         ModelError: there is no such model, or it has code of its own and the user has not said that it may run.
     """
-    model = path_as_text(model)
     if not isinstance(model, str):
         return model
     if args.trust_remote_code:

@@ -17,6 +17,7 @@ from .policy_ahead import PolicyAheadMixin
 from .policy_completions import PolicyCompletionsMixin
 from .policy_record import PolicyRecordMixin
 from .policy_trainer import PlannedPolicyTrainer
+from .trainer_inputs import path_as_text
 from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 
 
@@ -82,13 +83,17 @@ def drawn_logps(logprobs: Sequence[torch.Tensor], mask: torch.Tensor, before: to
 
 
 def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor by name, with a default configuration where there is none.
+    """The arguments of a constructor by name, with models' paths as text, and with a default configuration where there
+    is none.
 
     Raises:
         TypeError: the installed TRL's class has no such argument.
         ConfigError: `args` is not a configuration of this package.
     """
     named: dict[str, Any] = dict(inspect.signature(trl).bind(*args, **kwargs).arguments)
+    for argument in {"model", "reward_funcs"} & named.keys():
+        given = named[argument]
+        named[argument] = [path_as_text(one) for one in given] if isinstance(given, list) else path_as_text(given)
     if named.get("args") is None:
         model = named["model"]
         name = model if isinstance(model, str) else model.config._name_or_path

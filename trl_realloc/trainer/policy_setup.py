@@ -53,7 +53,6 @@ from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
 from .setup import check_plan_of_run, frozen_in_part, optimizer_maker
-from .trainer_inputs import path_as_text
 from .trl_sampling import generation_config, sampling_of, stop_token_ids
 
 
@@ -122,7 +121,7 @@ def prepare_policy(
     Raises:
         ConfigError, ModelError, PlanError, ValueError: an input that cannot be used.
     """
-    model, peft_config = path_as_text(inputs["model"]), inputs.get("peft_config")
+    model, peft_config = inputs["model"], inputs.get("peft_config")
     optimizer, scheduler = inputs.get("optimizers") or (None, None)
     rank = world.process_index
     rewards = _reward_sources(args, inputs)
