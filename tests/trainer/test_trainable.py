@@ -47,6 +47,7 @@ def test_dense_text_models_are_trained_by_the_engines(kind: Any, peft_config: An
         ({"use_liger_kernel": True}, tiny.config(), None, "Liger"),
         ({"cast_lm_head_to_fp32": True}, tiny.config(), None, "cast_lm_head_to_fp32"),
         ({"sync_ref_model": True}, tiny.config(), None, "sync_ref_model"),
+        ({"neftune_noise_alpha": 5.0}, tiny.config(), None, "neftune_noise_alpha 5 adds noise"),
         ({}, tiny.config(attention_dropout=0.25), None, "dropout 0.25"),
         ({}, GPT2Config(), None, "dropout 0.1"),
         ({}, tiny.config(), DROPPING, "lora_dropout is 0.1"),
@@ -130,3 +131,10 @@ def test_a_plan_that_nothing_uses_is_named(plan: str | None, caplog: pytest.LogC
     plan_generation(SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True)))
     said = [text for text in caplog.messages if text.startswith("plan: it is not used") and "use_vllm" in text]
     assert len(said) == (plan is not None)
+
+
+def test_settings_of_the_engines_that_accelerate_does_not_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(ReallocGRPOConfig, async_save=True, skip_nonfinite_updates=True, use_vllm=False)
+    plan_generation(SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True)))
+    said = [text for text in caplog.messages if text.endswith("has no effect where Accelerate trains.")]
+    assert [text.split()[0] for text in said] == ["async_save", "skip_nonfinite_updates"]

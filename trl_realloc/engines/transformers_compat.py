@@ -250,3 +250,20 @@ def split_modules(model: nn.Module, mesh: Any, plan: Mapping[str, str]) -> None:
             "this release of Transformers cannot split a model that is in memory; install Transformers 5.19 or newer"
         ) from None
     apply_tensor_parallelism(model, mesh, plan)
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+def recompute_activations(model: Any, settings: Mapping[str, Any] | None = None) -> None:
+    """Let a model compute the forwards of its layers again in its backward.
+
+    Args:
+        settings: `activation_checkpointing_kwargs`, also under its older name.
+    """
+    kwargs = dict(settings or {"use_reentrant": False})
+    if not hasattr(model, "activation_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        return
+    of_model = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **of_model)

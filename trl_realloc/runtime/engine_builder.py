@@ -23,6 +23,7 @@ from ..engines.training.tensor_parallel import local
 from ..engines.training.weight_export import checkpoint_names
 from ..engines.training.zero import ZeroEngine
 from ..engines.training.zero_setup import cast_parameters, parameter_dtype
+from ..engines.transformers_compat import recompute_activations
 from ..plan.assignment import in_place
 from ..plan.cluster import DeviceMesh
 from ..plan.dataflow import CallKind, Role
@@ -212,8 +213,7 @@ class EngineBuilder:
     def _engine(self, call: str, head: RoleHead, *, autocast: bool = True) -> TrainingEngine:
         assignment, options, trains = self.plan[call], self.options, self._trains(call)
         if trains and options.gradient_checkpointing:
-            kwargs = dict(options.gradient_checkpointing_kwargs or {"use_reentrant": False})
-            head.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            recompute_activations(head.model, options.gradient_checkpointing_kwargs)
             if hasattr(head.model, "enable_input_require_grads") and hasattr(head.model, "peft_config"):
                 head.model.enable_input_require_grads()
         shared: dict[str, Any] = {

@@ -50,6 +50,9 @@ def plan_generation(trainer: Any) -> None:
     args = trainer.args
     if args.score_groups_early and trainer.accelerator.is_main_process:
         logger.warning("score_groups_early: where Accelerate trains, reward functions are called on the whole batch.")
+    for name in ("async_save", "skip_nonfinite_updates"):
+        if getattr(args, name) and trainer.accelerator.is_main_process:
+            logger.warning(f"{name} has no effect where Accelerate trains.")
     if (
         isinstance(args, RLOOConfig)
         and args.vllm_importance_sampling_correction

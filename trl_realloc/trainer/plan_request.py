@@ -25,6 +25,7 @@ from ..runtime.launch.launcher import check_device
 from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError, by_transformers
 from .trainer_inputs import path_as_text
+from .unused_settings import unused_settings
 
 
 logger = logging.get_logger(__name__)
@@ -98,6 +99,9 @@ def read_plan_request(
         raise ConfigError(f"{problem}; {by_transformers(args)}.")
     if "vllm" not in engines and args.vllm_engine_kwargs and world.is_main_process:
         logger.warning("vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine.")
+    if world.is_main_process:
+        for sentence in unused_settings(args):
+            logger.warning(sentence)
     if max_staleness > 0 and not args.vllm_importance_sampling_correction and world.is_main_process:
         logger.warning(
             f"vllm_importance_sampling_correction is false at max_staleness {max_staleness}: the KL penalty and "

@@ -70,6 +70,8 @@ def _setting_reasons(args: Any) -> Iterator[str]:
         yield "use_liger_kernel computes the loss inside Liger's kernel, and the engines need it outside of the model"
     if getattr(args, "sync_ref_model", False):
         yield "sync_ref_model changes the reference while the run goes on, and the plan's reference stays as it is"
+    if (alpha := getattr(args, "neftune_noise_alpha", None)) is not None:
+        yield f"neftune_noise_alpha {alpha:g} adds noise to embeddings while the model trains, and the engines add none"
     if getattr(args, "cast_lm_head_to_fp32", False):
         yield "cast_lm_head_to_fp32 gives the language head another dtype than the engines compute in"
 

@@ -134,7 +134,7 @@ def launch_summary(
 
     Args:
         requested: the result of `requested_processes`.
-        compiler: the backend of torch.compile that the launcher or `torch_compile` asks for.
+        compiler: the backend of torch.compile that the launcher asks for.
     """
     hosts = ranks_by_host(processes)
     names = [processes[ranks[0]].host for ranks in hosts]

@@ -1,0 +1,83 @@
+"""Settings of Transformers' and TRL's trainers that have no effect where a plan's engines train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from test_grpo_trainer import PROMPTS, distinct, policy, settings
+from transformers import PreTrainedModel
+
+from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig
+from trl_realloc.trainer.unused_settings import unused_settings
+
+
+OF_ALL: list[tuple[dict[str, Any], str]] = [
+    ({"torch_compile": True}, "torch_compile has no effect: ragged batches change the shape"),
+    ({"torch_compile_backend": "eager"}, "torch_compile has no effect"),
+    ({"bf16_full_eval": True, "use_cpu": True}, "bf16_full_eval has no effect"),
+    ({"ddp_bucket_cap_mb": 25}, "ddp_bucket_cap_mb has no effect: no model is wrapped"),
+    ({"save_on_each_node": True}, "save_on_each_node has no effect"),
+]
+OF_PPO: list[tuple[dict[str, Any], str]] = [
+    ({"use_liger_kernel": True}, "use_liger_kernel has no effect"),
+    ({"torch_empty_cache_steps": 5}, "torch_empty_cache_steps has no effect"),
+    ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen has no effect"),
+    ({"accelerator_config": {"split_batches": True}}, "accelerator_config has no effect"),
+    ({"dataloader_num_workers": 2}, "dataloader_num_workers has no effect"),
+    ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy has no effect"),
+    ({"debug": "underflow_overflow"}, "debug has no effect"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), [*OF_ALL, *OF_PPO])
+def test_a_setting_that_ppo_does_not_use_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    (said,) = unused_settings(tiny.arguments(tmp_path, **changes))
+    assert said.startswith(words)
+
+
+@pytest.mark.parametrize(("changes", "words"), [*OF_ALL, ({"cache_implementation": "static"}, "cache_implementation")])
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
+def test_a_setting_that_grpo_and_rloo_do_not_use_is_named(
+    tmp_path: Path, kind: type, changes: dict[str, Any], words: str
+) -> None:
+    (said,) = unused_settings(settings(tmp_path, kind, **changes))
+    assert said.startswith(words)
+
+
+def test_defaults_are_not_named(tmp_path: Path) -> None:
+    for args in (tiny.arguments(tmp_path), settings(tmp_path), settings(tmp_path, RLOOConfig)):
+        assert not list(unused_settings(args))
+
+
+def test_what_trls_loop_uses_is_not_named(tmp_path: Path) -> None:
+    args = settings(tmp_path, torch_empty_cache_steps=5, dataloader_num_workers=2)
+    assert not list(unused_settings(args))
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
+def test_trl_refuses_to_find_a_batch_size_for_groups(tmp_path: Path, kind: type) -> None:
+    with pytest.raises(ValueError, match="auto_find_batch_size is not supported"):
+        settings(tmp_path, kind, auto_find_batch_size=True)
+
+
+def test_the_log_of_a_run_names_what_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny.trainer(tmp_path, torch_compile=True).close()
+    made = GRPOTrainer(
+        policy(), distinct, settings(tmp_path, torch_compile=True), PROMPTS, processing_class=tiny.tokenizer()
+    )
+    made.close()
+    assert len([text for text in caplog.messages if text.startswith("torch_compile has no effect")]) == 2
+
+
+@pytest.mark.skipif(not hasattr(PreTrainedModel, "activation_checkpointing_enable"), reason="an older Transformers")
+@pytest.mark.parametrize("kwargs", [{"every_n_layers": 2}, {"use_reentrant": False}])
+def test_activations_are_recomputed_as_the_settings_say(tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    changes = {"gradient_checkpointing": None, "activation_checkpointing": True, "max_steps": 1}
+    made = tiny.trainer(tmp_path, **changes, activation_checkpointing_kwargs=kwargs)
+    made.train()
+    recomputed = [layer.gradient_checkpointing for layer in made.model.policy.model.layers]
+    made.close()
+    assert sum(recomputed) == (1 if "every_n_layers" in kwargs else 2)
