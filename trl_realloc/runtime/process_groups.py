@@ -6,6 +6,7 @@ All ranks make them together and in the same order, as torch requires. Which eng
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -192,8 +193,9 @@ def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta)
 
 
 def destroy_groups(made: Any) -> None:
-    """Destroy process groups. All ranks together, when no rank uses them any more. Tensor-parallel groups stay, because
-    DTensor caches the device meshes of earlier operations, which know their groups by name.
+    """Destroy process groups. On every rank, when it does not use them any more. Tensor-parallel groups stay, because
+    DTensor caches the device meshes of earlier operations, which know their groups by name. A group keeps its
+    connections until nothing refers to it.
 
     Args:
         made: the results of the functions above, in any nesting.
@@ -201,7 +203,8 @@ def destroy_groups(made: Any) -> None:
     found: list[Any] = []
     _collect(made, found)
     for group in found:
-        dist.destroy_process_group(group)
+        with contextlib.suppress(ValueError):  # a script may have destroyed the default group, and so all groups
+            dist.destroy_process_group(group)
 
 
 def _collect(made: Any, found: list[Any]) -> None:

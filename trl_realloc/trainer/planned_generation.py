@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ..engines.base import Bucket, GenerationRequest, Sampling
+from ..engines.base import Bucket, EngineError, GenerationRequest, Sampling
 from ..engines.child_process import die_with_launcher
 from ..engines.device import is_accelerator, release_cached_memory
 from ..engines.generation.sampling_checks import needs_tokenizer
@@ -26,6 +26,7 @@ from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.temporary_folder import temporary_folder
 from ..runtime.failures.watchdog_client import watch
 from ..runtime.messages import GlooMessages
+from ..runtime.process_groups import destroy_groups
 from ..runtime.rounds import Rounds
 from ..runtime.vllm_start import VLLMOptions, start_vllm
 from .generation_plan import GENERATE, engine_owners
@@ -97,12 +98,13 @@ class PlannedGeneration:
         self._is_stale = True  # whether the engines have no parameters
         self._draws = (-1, 0)  # the optimizer step, and how often `generate` was called in it
         size = plan.cluster.size
+        self._stack = contextlib.ExitStack()
         group = None
         if size > 1:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._stack.callback(destroy_groups, group)
         self._alarm = Alarm(watch(options.heartbeat_timeout_s) if size > 1 else None)
-        self._rounds = Rounds(GlooMessages(group), range(size), rank, engine_owners(plan), self._serve)
-        self._stack = contextlib.ExitStack()
+        self._joined: Rounds | None = Rounds(GlooMessages(group), range(size), rank, engine_owners(plan), self._serve)
         limits = SimpleNamespace(max_model_len=options.context_length)
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=limits))
         self.engine: VLLMEngine | None = None
@@ -206,8 +208,16 @@ class PlannedGeneration:
             self._rest()
 
     def close(self) -> None:
-        """End this rank's engine. It also ends with the process. May be called twice."""
+        """End this rank's engine and its connections to the other ranks, which also end with the process. May be called
+        twice. Other ranks may still use theirs."""
         self._stack.close()
+        self._joined = None  # a group's connections are closed with the last reference to it
+
+    @property
+    def _rounds(self) -> Rounds:
+        if self._joined is None:
+            raise EngineError("planned generation is closed, so it does not generate; make a new trainer, and plug it.")
+        return self._joined
 
     def _together(self, activity: str) -> contextlib.AbstractContextManager[None]:
         """Around what all ranks do together. A failure ends the engines, and the other ranks with its reason."""

@@ -1,0 +1,73 @@
+"""A rank's part of planned generation, without other ranks and without an engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+
+from trl_realloc.engines.base import EngineError, Sampling
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.runtime.vllm_start import VLLMOptions
+from trl_realloc.trainer import planned_generation
+from trl_realloc.trainer.generation_plan import generation_plan
+from trl_realloc.trainer.planned_generation import PlannedGeneration, Policy
+
+
+class Alone:
+    """In the place of `Rounds`: no other rank takes part. It refers to the group, as that does."""
+
+    def __init__(self, messages: Any, *rest: Any) -> None:
+        self.messages = messages
+
+    def agree(self, error: Exception | None) -> None:
+        assert error is None
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> PlannedGeneration:
+    """Rank 0 of two, whose prompts rank 1's engine serves."""
+    monkeypatch.setattr(planned_generation, "Rounds", Alone)
+    monkeypatch.setattr(planned_generation, "watch", lambda timeout_s: None)
+    monkeypatch.setattr(planned_generation, "die_with_launcher", lambda: None)
+    plan = generation_plan({"mesh": "1", "engine": "vllm"}, Cluster(1, 2))
+    policy = Policy(tiny.config(), lambda: (), is_collective=lambda: False, step=lambda: 0)
+    options = VLLMOptions(torch.device("cpu"), context_length=64)
+    return PlannedGeneration(plan, 0, options, policy, Sampling(max_tokens=8, temperature=1.0))
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_closing_ends_the_connections_to_the_other_ranks(default_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threads()
+    generation = without_engine(monkeypatch)
+    assert threads() > before  # gloo's
+    generation.close()
+    generation.close()
+    gc.collect()
+    assert threads() == before
+    with pytest.raises(EngineError, match="planned generation is closed"):
+        generation.generate([[2, 3]])
+
+
+def test_closing_after_a_script_has_destroyed_all_groups_does_nothing(
+    default_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = without_engine(monkeypatch)
+    dist.destroy_process_group()
+    generation.close()
