@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,10 @@ class Alone:
     def agree(self, error: Exception | None) -> None:
         assert error is None
 
+    def join(self, requests: list[tuple[list[int], int]]) -> list[Any]:
+        """The seed of each request, as a completion of one token."""
+        return [((seed,), (0.0,)) for _, seed in requests]
+
 
 @pytest.fixture
 def default_group() -> Iterator[None]:
@@ -38,15 +43,36 @@ def default_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def without_engine(monkeypatch: pytest.MonkeyPatch) -> PlannedGeneration:
-    """Rank 0 of two, whose prompts rank 1's engine serves."""
+def without_engine(monkeypatch: pytest.MonkeyPatch, at: Any = None) -> PlannedGeneration:
+    """Rank 0 of two, whose prompts rank 1's engine serves.
+
+    Args:
+        at: where the trainer is: `step` and `evaluates`.
+    """
     monkeypatch.setattr(planned_generation, "Rounds", Alone)
     monkeypatch.setattr(planned_generation, "watch", lambda timeout_s: None)
     monkeypatch.setattr(planned_generation, "die_with_launcher", lambda: None)
     plan = generation_plan({"mesh": "1", "engine": "vllm"}, Cluster(1, 2))
-    policy = Policy(tiny.config(), lambda: (), is_collective=lambda: False, step=lambda: 0)
+    policy = Policy(
+        tiny.config(), lambda: (), is_collective=lambda: False, step=lambda: at.step, evaluates=lambda: at.evaluates
+    )
     options = VLLMOptions(torch.device("cpu"), context_length=64)
     return PlannedGeneration(plan, 0, options, policy, Sampling(max_tokens=8, temperature=1.0))
+
+
+def test_a_run_that_resumes_at_an_evaluation_draws_what_one_without_an_interruption_draws(
+    default_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = SimpleNamespace(step=3, evaluates=True)
+    generation = without_engine(monkeypatch, at)
+    evaluated = [generation.generate([[2, 3]])[1] for _ in range(2)]
+    at.evaluates = False
+    trained = [generation.generate([[2, 3]])[1] for _ in range(2)]
+    resumed = without_engine(monkeypatch, at)
+    assert [resumed.generate([[2, 3]])[1] for _ in range(2)] == trained
+    assert len({completion[0] for ((completion),) in [*evaluated, *trained]}) == 4
+    generation.close()
+    resumed.close()
 
 
 def threads() -> int:

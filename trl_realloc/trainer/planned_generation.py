@@ -22,6 +22,7 @@ from ..engines.device import is_accelerator, release_cached_memory
 from ..engines.generation.sampling_checks import needs_tokenizer
 from ..engines.generation.vllm import VLLMEngine
 from ..plan.execution_plan import ExecutionPlan
+from ..runtime.calls import EVALUATION_STEP
 from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.temporary_folder import temporary_folder
 from ..runtime.failures.watchdog_client import watch
@@ -46,12 +47,15 @@ class Policy:
         export: its parameters as they are now.
         is_collective: whether all ranks must read `export` to its end.
         step: the number of optimizer steps so far; seeds the draws of tokens.
+        evaluates: whether it generates for an evaluation, whose draws have seeds of their own: a run that resumes after
+            an evaluation draws what it would have drawn without an interruption.
     """
 
     config: Any
     export: Callable[[], Iterable[Bucket]]
     is_collective: Callable[[], bool]
     step: Callable[[], int]
+    evaluates: Callable[[], bool]
 
 
 class PlannedGeneration:
@@ -96,7 +100,7 @@ class PlannedGeneration:
         self._context = context_limit(options.context_length, policy.config)
         self._version = 0  # of the engines' parameters: the number of synchronizations
         self._is_stale = True  # whether the engines have no parameters
-        self._draws = (-1, 0)  # the optimizer step, and how often `generate` was called in it
+        self._draws = (-1, 0)  # the step of the seeds, and how often `generate` was called in it before
         size = plan.cluster.size
         self._stack = contextlib.ExitStack()
         group = None
@@ -240,7 +244,7 @@ class PlannedGeneration:
 
     def _requests(self, prompts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
         """(prompt, seed) of each request of this rank. The seeds depend on the optimizer step, not on the plan."""
-        step = self._policy.step()
+        step = self._policy.step() + (EVALUATION_STEP if self._policy.evaluates() else 0)
         turn = self._draws[1] + 1 if self._draws[0] == step else 0
         self._draws = step, turn
         return [(prompt, _seed(self._seed, step, turn, self.rank, at)) for at, prompt in enumerate(prompts)]

@@ -107,6 +107,7 @@ def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
         export=lambda: export(trainer.accelerator.unwrap_model(trainer.model), device),
         is_collective=lambda: is_collective(trainer.model),
         step=lambda: int(trainer.state.global_step),
+        evaluates=lambda: not trainer.model.training,
     )
     generation = PlannedGeneration(
         resolved,
