@@ -16,7 +16,9 @@ from transformers import BartConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen3
 from trl import GRPOConfig, RLOOConfig
 
 from trl_realloc.engines.models import ModelError
+from trl_realloc.trainer import accelerate_fallback
 from trl_realloc.trainer.accelerate_fallback import config_or_model, plan_generation
+from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
 from trl_realloc.trainer.trainable import why_not_trained
 
@@ -131,6 +133,22 @@ def test_a_plan_that_nothing_uses_is_named(plan: str | None, caplog: pytest.LogC
     plan_generation(SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True)))
     said = [text for text in caplog.messages if text.startswith("plan: it is not used") and "use_vllm" in text]
     assert len(said) == (plan is not None)
+
+
+@pytest.mark.parametrize("plan", ["separate", None])
+def test_a_plan_whose_engines_refuse_the_run_is_named_with_their_reason(
+    plan: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(trainer: Any, plan: Any) -> None:
+        raise ConfigError("planned generation cannot serve this model: it has heads of 16.")
+
+    monkeypatch.setattr(accelerate_fallback, "plug", refuse)
+    monkeypatch.setattr(accelerate_fallback, "is_vllm_available", lambda: True)
+    args = arguments(ReallocGRPOConfig, plan=plan)
+    plan_generation(SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True)))
+    reason = "the model generates by Transformers, as TRL's does: planned generation cannot serve this model: it has"
+    (said,) = (text for text in caplog.messages if "generates by Transformers" in text)
+    assert said == f"{'plan: it is not used, for ' if plan else ''}{reason} heads of 16."
 
 
 def test_settings_of_the_engines_that_accelerate_does_not_use_are_named(caplog: pytest.LogCaptureFixture) -> None:

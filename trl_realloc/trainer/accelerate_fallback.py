@@ -62,10 +62,13 @@ def plan_generation(trainer: Any) -> None:
             "vllm_importance_sampling_correction: where Accelerate trains, RLOO's loss is TRL's, without it."
         )
     plan = None if args.plan in (None, "auto") else args.plan
+    unplanned = "" if plan is None else "plan: it is not used, for "
+    unplanned += "the model generates by Transformers, as TRL's does"
     if args.use_vllm is False or not (args.use_vllm or is_vllm_available()):
         if plan is not None and trainer.accelerator.is_main_process:
-            cause = "use_vllm is false" if args.use_vllm is False else "vLLM is not installed"
-            logger.warning(f"plan: it is not used, for the model generates by Transformers, as TRL's does ({cause}).")
+            logger.warning(
+                f"{unplanned}: {'use_vllm is false' if args.use_vllm is False else 'vLLM is not installed'}."
+            )
         return
     try:
         plug(trainer, plan=plan)
@@ -73,7 +76,7 @@ def plan_generation(trainer: Any) -> None:
         if args.use_vllm:  # which has called `plug`, not the user
             raise type(error)(str(error).replace("leave plug out", "leave use_vllm out")) from None
         if trainer.accelerator.is_main_process:
-            logger.warning(f"the model generates by Transformers, as TRL's does: {str(error).partition('; ')[0]}.")
+            logger.warning(f"{unplanned}: {str(error).partition('; ')[0].removesuffix('.')}.")
 
 
 def config_or_model(args: Any, model: Any) -> Any:
