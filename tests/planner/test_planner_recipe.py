@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from llamas import SMALL, llama, pricing
 
+from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
@@ -73,3 +74,19 @@ def test_what_a_run_refuses_is_no_candidate(tmp_path: Path) -> None:
     recipe = task(tmp_path, fp16=True, full_determinism=True)
     assert recipe.trainers == ("zero",)
     assert recipe.deterministic
+
+
+@pytest.mark.parametrize(
+    ("model", "is_hub_name"),
+    [("meta-llama/Llama-3.1-8B", True), ("gpt2", True), ("/checkpoints/policy", False), ("../runs/a/policy", False)],
+)
+def test_a_name_of_the_hub_is_refused_with_where_its_config_belongs(
+    tmp_path: Path, model: str, is_hub_name: bool
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"sft_model_path: {model}\nreward_model_path: {model}\n")
+    with pytest.raises(PlanError, match="there is no config.json in .*; give a model's folder on disk") as refused:
+        read_recipe(recipe)
+    command = f"hf download {model} config.json --local-dir {tmp_path / Path(model).name})."
+    assert str(refused.value).endswith(command) == is_hub_name
+    assert ("Hub" in str(refused.value)) == is_hub_name

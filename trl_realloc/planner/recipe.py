@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -23,6 +24,7 @@ from .workload import Workload
 POLICY = ("sft_model_path", "model_name_or_path")
 REWARD = ("reward_model_path", "reward_model_name_or_path")
 LIKE = 0.8  # least similarity by which a key is taken for a misspelt setting
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 PROMPT_TOKENS = 64.0  # mean length of a prompt where none is given
 MOST_TOKENS = 10_000_000  # of a prompt or a response, and most samples of a batch
 
@@ -224,6 +226,10 @@ def _folder(model: str, recipe: Path) -> Path:
         if exists(folder / "config.json"):
             return folder
     sibling = shortened(recipe.parent / Path(model).name)
-    raise PlanError(
-        f"{recipe}: there is no config.json in {shown(model)}, nor in {sibling}; give a model's folder on disk."
-    )
+    remedy = "give a model's folder on disk"
+    if _HUB_NAME.fullmatch(model):
+        remedy += (
+            f", or, if it is a name of the Hub, which planning does not ask, put its config.json beside the recipe "
+            f"(hf download {model} config.json --local-dir {sibling})"
+        )
+    raise PlanError(f"{recipe}: there is no config.json in {shown(model)}, nor in {sibling}; {remedy}.")
