@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -313,6 +314,21 @@ def test_the_planner_knows_every_setting_that_a_recipe_may_have() -> None:
     kinds = (ScriptArguments, PPOConfig, GRPOConfig, RLOOConfig, ModelConfig)
     settings = {field.name for kind in kinds for field in fields(kind) if field.init}
     assert settings <= set(listed), sorted(settings - set(listed))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_model_that_vllm_cannot_serve_is_not_measured(tmp_path: Path) -> None:
+    import tiny
+
+    from trl_realloc.cli import measure
+    from trl_realloc.cli.recipe_parser import RecipeError
+
+    tiny.config(head_dim=16).save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sft_model_path: model\nreward_model_path: model\nbf16: false\nuse_cpu: true\n")
+    remedy = "heads of 32, .*, not for this model's 16; set generation_engine: transformers"
+    with pytest.raises(RecipeError, match=f"cannot be measured on this machine: on a CPU vLLM has .*{remedy}"):
+        measure.main(str(recipe), str(tmp_path / "profile.json"), 64.0, thorough=False)
 
 
 def test_a_folder_without_a_model_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

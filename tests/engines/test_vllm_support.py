@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from transformers import AutoConfig
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
 
-from trl_realloc.engines.generation import vllm_support
+import pytest
+from transformers import AutoConfig, LlamaConfig
+
+from trl_realloc.engines.base import EngineError
+from trl_realloc.engines.generation import vllm, vllm_support
 from trl_realloc.engines.generation.vllm_support import (
     MOST_CPU_CACHE,
     RESERVED,
     cpu_cache_bytes,
+    cpu_head_sizes,
     engine_argument_names,
     engine_argument_problems,
     is_vllm_available,
@@ -79,6 +86,36 @@ def test_experts_without_a_gate_are_not_served_on_a_cpu() -> None:
     assert why_not_served(config, on_cpu=False) is None
     dense = AutoConfig.for_model("nemotron_h", num_hidden_layers=None, layers_block_type=["mamba", "attention"])
     assert why_not_served(dense, on_cpu=True) is None
+
+
+@needs_vllm
+@pytest.mark.multiprocess
+@pytest.mark.vllm
+def test_the_sizes_of_heads_on_a_cpu_are_those_that_vllm_names() -> None:
+    """Asked in another process, because vLLM changes the one that imports it."""
+    backend = "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend"
+    code = f"{backend}; print(*backend.get_supported_head_sizes())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert cpu_head_sizes() == tuple(map(int, ended.stdout.splitlines()[-1].split()))
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("head_dim", "devices", "is_refused"), [(16, None, True), (None, None, True), (16, [0], False), (32, None, False)]
+)
+def test_an_engine_on_a_cpu_refuses_heads_of_another_size_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int | None, devices: list[int] | None, is_refused: bool
+) -> None:
+    monkeypatch.setattr(vllm, "EngineProcess", lambda *_: None)
+    LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=head_dim).save_pretrained(tmp_path)
+    refusal = pytest.raises(EngineError, match="actor.generate: on a CPU vLLM has attention for heads of 32, .*s 16; ")
+    with refusal if is_refused else contextlib.nullcontext():
+        vllm.VLLMEngine(tmp_path, max_model_len=8, cuda_devices=devices)
+
+
+def test_heads_are_not_checked_where_vllms_source_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_support, "cpu_head_sizes", tuple)
+    assert why_not_served(LlamaConfig(head_dim=16), on_cpu=True) is None
 
 
 def config(**values: object) -> dict[str, object]:

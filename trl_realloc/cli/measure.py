@@ -18,12 +18,15 @@ import torch.distributed as dist
 from accelerate import PartialState
 from transformers import AutoConfig
 
+from ..engines.device import is_accelerator
+from ..engines.generation.vllm_support import why_not_served
 from ..plan.dataflow import Role
 from ..planner.recipe import read_recipe, read_recipe_settings
 from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
+from ..trainer.config_checks import by_transformers
 from ..trainer.grpo_config import GRPOConfig, PolicyConfig, RLOOConfig
 from ..trainer.job_builder import compute_dtype, engine_options, make_job
 from ..trainer.ppo_config import PPOConfig
@@ -48,6 +51,9 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
         configs[role][0].num_labels = 1
     for role in configs.keys() & {Role.ACTOR, Role.CRITIC}:  # the run also trains models given by path in float32
         configs[role][0].dtype = torch.float32
+    problem = why_not_served(configs[Role.ACTOR][0], on_cpu=not is_accelerator(args.device))
+    if recipe.engine == "vllm" and problem is not None:
+        raise RecipeError(f"{path} cannot be measured on this machine: {problem}; {by_transformers(args)}.")
     cluster, mixed = cluster_of(meet()), compute_dtype(args)
     pad = configs[Role.ACTOR][0].pad_token_id
     response = args.response_length if isinstance(args, PPOConfig) else args.max_completion_length

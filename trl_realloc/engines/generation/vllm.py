@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from ..base import BackgroundEngine, Bucket, Completion, EngineError, Generation
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
 from .request_checks import RequestChecks
-from .vllm_support import is_vllm_available
+from .vllm_support import is_vllm_available, why_not_served
 from .weight_buffers import WeightBuffers, by_cuda_ipc
 from .weight_sender import send_weights
 
@@ -136,9 +137,13 @@ class VLLMEngine:
         if devices is not None and len(devices) != tp:
             raise EngineError(f"{self.name}: {len(devices)} GPUs for tensor_parallel_size {tp}; give one for each.")
         try:
-            size = json.loads((Path(model) / "config.json").read_text()).get("vocab_size")
+            config = json.loads((Path(model) / "config.json").read_text())
         except OSError as error:
             raise EngineError(f"{self.name}: no config.json in {model}; save the actor's config there.") from error
+        problem = why_not_served(SimpleNamespace(**(config.get("text_config") or config)), on_cpu=devices is None)
+        if problem is not None:
+            raise EngineError(f"{self.name}: {problem}; generate by Transformers.")
+        size = config.get("vocab_size")
         return size if isinstance(size, int) else None
 
     def wait_ready(self) -> None:

@@ -19,7 +19,6 @@ from ...common.errors import shown, unknown_keys
 from ...plan.model_spec import FAMILIES, ModelSpec
 
 
-_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.27
 _CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.27 to 0.32
 MOST_CPU_CACHE = 2**30  # bytes
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower ones to the first, and refuses higher ones
@@ -39,11 +38,23 @@ def why_not_served(config: Any, on_cpu: bool) -> str | None:
     heads = getattr(text, "num_attention_heads", None)
     if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
         return None
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if size in _CPU_HEAD_SIZES:
+    size, known = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads, cpu_head_sizes()
+    if not size or not known or size in known:
         return None
-    known = ", ".join(map(str, _CPU_HEAD_SIZES))
-    return f"on a CPU vLLM has attention for heads of {known}, not for this model's {size}"
+    return f"on a CPU vLLM has attention for heads of {', '.join(map(str, known))}, not for this model's {size}"
+
+
+@functools.cache
+def cpu_head_sizes() -> tuple[int, ...]:
+    """The sizes of heads for which the installed vLLM has attention on a CPU, from its source; empty where that cannot
+    be read, so that vLLM itself refuses one."""
+    backend = _class("v1/attention/backends/cpu_attn.py", "CPUAttentionBackend")
+    for function in [] if backend is None else backend.body:
+        if isinstance(function, ast.FunctionDef) and function.name == "get_supported_head_sizes":
+            for statement in function.body:
+                if isinstance(statement, ast.Return) and isinstance(statement.value, ast.List):
+                    return tuple(map(ast.literal_eval, statement.value.elts))
+    return ()
 
 
 def why_not_this_class(model: Any) -> str | None:
@@ -169,18 +180,26 @@ def annotated_fields(file: str, name: str) -> tuple[str, ...]:
         file: path in the package.
         name: of the class.
     """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return ()
-    try:
-        module = ast.parse(Path(spec.origin).parent.joinpath(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ()
+    found = _class(file, name)
     names = [
         field.target.id
-        for node in module.body
-        if isinstance(node, ast.ClassDef) and node.name == name
-        for field in node.body
+        for field in ([] if found is None else found.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
     return tuple(name for name in names if not name.startswith("_"))
+
+
+def _class(file: str, name: str) -> ast.ClassDef | None:
+    """A class of the installed vLLM, from its source; `None` where that cannot be read.
+
+    Args:
+        file: path in the package.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        module = ast.parse(Path(spec.origin).parent.joinpath(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    return next((node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name), None)
