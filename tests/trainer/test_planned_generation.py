@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -75,18 +76,21 @@ def test_a_run_that_resumes_at_an_evaluation_draws_what_one_without_an_interrupt
     resumed.close()
 
 
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
 
 
 def test_closing_ends_the_connections_to_the_other_ranks(default_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threads()
     generation = without_engine(monkeypatch)
-    assert threads() > before  # gloo's
+    of_group = threads() - before
+    assert of_group
     generation.close()
     generation.close()
     gc.collect()
-    assert threads() == before
+    deadline = time.monotonic() + 60
+    while of_group & threads():  # the system lists a thread a little longer than it can be waited for
+        assert time.monotonic() < deadline
     with pytest.raises(EngineError, match="planned generation is closed"):
         generation.generate([[2, 3]])
 
