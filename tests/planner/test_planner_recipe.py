@@ -90,3 +90,24 @@ def test_a_name_of_the_hub_is_refused_with_where_its_config_belongs(
     command = f"hf download {model} config.json --local-dir {tmp_path / Path(model).name})."
     assert str(refused.value).endswith(command) == is_hub_name
     assert ("Hub" in str(refused.value)) == is_hub_name
+
+
+@pytest.mark.parametrize(
+    ("lines", "recomputes"),
+    [
+        ("", True),
+        ("gradient_checkpointing: false", False),
+        ("activation_checkpointing: false", False),
+        ("activation_checkpointing: 'yes'\ngradient_checkpointing: false", True),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_activations_are_recomputed_in_the_estimate_as_in_the_run(
+    tmp_path: Path, algorithm: str, lines: str, recomputes: bool
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL))
+    recipe = tmp_path / "recipe.yaml"
+    models = "reward_model_path: model\nsft_model_path: model" if algorithm == "ppo" else "model_name_or_path: model"
+    recipe.write_text(f"algorithm: {algorithm}\n{models}\n{lines}\n")
+    assert read_recipe(recipe).workload(Cluster(1, 8)).recompute is recomputes

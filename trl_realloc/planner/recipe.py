@@ -17,7 +17,7 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import Head, ModelSpec
 from ..plan.staleness import uncorrected
-from .recipe_settings import DEFAULTS_OF, algorithm_of, group_workload, read_booleans
+from .recipe_settings import DEFAULTS_OF, algorithm_of, group_workload, read_booleans, recomputes
 from .workload import Workload
 
 
@@ -137,7 +137,7 @@ class Recipe:
             response_tokens=(settings["response_length"],),
             mini_batches=parts,
             epochs=settings["num_ppo_epochs"],
-            recompute=bool(settings["gradient_checkpointing"]),
+            recompute=recomputes(settings),
             forward_tokens=settings["local_rollout_forward_batch_size"] * longest,
             train_tokens=each * longest,
         )

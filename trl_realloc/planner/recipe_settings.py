@@ -17,6 +17,7 @@ _SHARED: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "gradient_checkpointing": True,
+    "activation_checkpointing": None,
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_enable_sleep_mode": None,
     "memory_headroom": HEADROOM,
@@ -54,6 +55,7 @@ DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
 # Booleans of these, and the texts that a run's parser reads as booleans, in small letters.
 BOOLEANS = (
     "gradient_checkpointing",
+    "activation_checkpointing",
     "vllm_enable_sleep_mode",
     "bf16",
     "fp16",
@@ -94,6 +96,13 @@ def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], 
     if read.get("bf16") and read.get("fp16"):
         problems.append("bf16 and fp16 are both true; keep one of them.")
     return read, problems
+
+
+def recomputes(settings: Mapping[str, Any]) -> bool:
+    """Whether training computes every forward again in its backward: `activation_checkpointing`, or its older name
+    where it is not set, as in Transformers."""
+    given = settings["activation_checkpointing"]
+    return bool(settings["gradient_checkpointing"] if given is None else given)
 
 
 def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
@@ -155,7 +164,7 @@ def group_workload(settings: Mapping[str, Any], prompt_tokens: float, cluster: C
         episodes=each * steps,
         prompt_tokens=prompt_tokens,
         response_tokens=(settings["max_completion_length"],),
-        recompute=bool(settings["gradient_checkpointing"]),
+        recompute=recomputes(settings),
         forward_tokens=share * longest,
         train_tokens=share * longest,
     )
