@@ -44,8 +44,8 @@ pytestmark = [
 
 Start = Callable[..., VLLMEngine]
 
-# Of log-probabilities that are computed in another batch, or from keys and values that a prefill has computed again. This
-# model's logits are large, and an attention without AVX-512 rounds more: 1.8e-5 at most in 637 moves there.
+# Of log-probabilities that are computed in another batch, or from keys and values that a prefill has computed again.
+# This model's logits are large, and an attention without AVX-512 rounds more: 1.8e-5 at most in 637 moves there.
 ROUNDING = 4e-5
 ROWS = 16  # that an engine generates at the same time
 LONG = Sampling(max_tokens=64, temperature=0.7)

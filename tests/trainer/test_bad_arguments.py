@@ -77,8 +77,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"vllm_gpu_memory_utilization": 2}, "vllm_gpu_memory_utilization must be a finite number above 0 to 1, not 2"),
     ({"vllm_step_timeout": 0}, "vllm_step_timeout must be a finite number from 5 to 86400, not 0"),
     ({"vllm_enable_sleep_mode": "level 2"}, "vllm_enable_sleep_mode must be true, false or None, not 'level 2'"),
-    ({"auto_find_batch_size": True}, "auto_find_batch_size repeats a training .* leave it out"),
-    ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha is 5\.0, and PPO adds no noise .* leave it out"),
     ({"max_staleness": -1}, "max_staleness must be a whole number from 0 to 64, not -1"),
     ({"max_staleness": 2}, "max_staleness is 2, so older policies .* true weights them .* false takes PPO's ratio"),
     ({"vllm_importance_sampling_correction": "yes"}, "correction must be true, false or None, not 'yes'"),

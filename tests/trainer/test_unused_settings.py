@@ -22,6 +22,8 @@ OF_ALL: list[tuple[dict[str, Any], str]] = [
     ({"save_on_each_node": True}, "save_on_each_node has no effect"),
 ]
 OF_PPO: list[tuple[dict[str, Any], str]] = [
+    ({"auto_find_batch_size": True}, "auto_find_batch_size has no effect"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha has no effect: no noise"),
     ({"use_liger_kernel": True}, "use_liger_kernel has no effect"),
     ({"torch_empty_cache_steps": 5}, "torch_empty_cache_steps has no effect"),
     ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen has no effect"),

@@ -69,17 +69,6 @@ def _ppo_problems(args: Any) -> Iterator[str]:
     """Sentences about settings of PPO that exclude each other."""
     if args.stop_token is not None and args.stop_token_id is not None:
         yield "stop_token and stop_token_id are both set; keep one of them."
-    if args.auto_find_batch_size:
-        yield (
-            "auto_find_batch_size repeats a training that has run out of memory with smaller batches, which PPO does "
-            "not do; leave it out. plan: auto chooses a plan that fits, and a lower per_device_train_batch_size needs "
-            "less."
-        )
-    if args.neftune_noise_alpha is not None:
-        yield (
-            f"neftune_noise_alpha is {shown(args.neftune_noise_alpha)}, and PPO adds no noise to embeddings, in TRL "
-            f"neither; leave it out."
-        )
     yield from _correction_problems(args)
 
 

@@ -1,8 +1,8 @@
 """`unused_settings`: which settings have an effect in Transformers' or TRL's trainers and none where a plan's engines
 train, so that the log names them.
 
-They change how fast a run is or what it logs, not what it learns. Settings that change what is learned are refused
-(`config_checks`) or leave the training to Accelerate (`trainable`).
+They change how fast a run is or what it logs, not what it learns, or have no effect in TRL's PPO either. Other settings
+that change what is learned are refused (`config_checks`) or leave the training to Accelerate (`trainable`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _OF_ALL: Mapping[str, str] = {
 _LOADER = "prompts are tokenized before the training, and no process loads them"
 _ORDER = "the order of the prompts is drawn from the seed"
 _OF_PPO: Mapping[str, str] = {
+    "auto_find_batch_size": "a batch that has run out of memory is not repeated with a smaller one; plan: auto fits",
+    "neftune_noise_alpha": "no noise is added to embeddings, in TRL's PPO neither",
     "use_liger_kernel": "PPO's losses are computed outside of the models",
     "torch_empty_cache_steps": "memory is given back where another engine needs it",
     "include_num_input_tokens_seen": "episode and tokens/s are logged",
