@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from policy_alone import learned, place
 from remax import prompts
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
 
-from trl_realloc import Cluster
+from trl_realloc import Cluster, GRPOTrainer
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.checkpoint import CheckpointError
 from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
 from trl_realloc.trainer.checkpoint.mixin import CheckpointMixin
-from trl_realloc.trainer.checkpoint.resuming import STATE
+from trl_realloc.trainer.checkpoint.resuming import STATE, newest_whole
+from trl_realloc.trainer.checkpoint.training_state import StateWrite
 from trl_realloc.trainer.grpo_config import GRPOConfig
 from trl_realloc.trainer.optimizers import LearningRates
 
@@ -105,6 +107,49 @@ def test_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
     trainer._save_checkpoint(None, None)
     trainer._finish_save()
     assert trainer.counting.saved == 1 and (tmp_path / "checkpoint-1" / STATE).exists()
+
+
+class Ended(TrainerCallback):
+    left: Sequence[str] = ()
+
+    def on_train_end(self, args: Any, *_: Any, **__: Any) -> None:
+        self.left = sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("best", [1, 2])
+def test_a_checkpoint_in_the_background_is_complete_before_trainer_ends_the_run(
+    tmp_path: Path, best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer then keeps the best one alone."""
+    monkeypatch.setattr(StateWrite, "done", False)  # one that takes long
+    made = GRPOTrainer(
+        tiny.policy(),
+        lambda completions, **_: [float(at) for at in range(len(completions))],
+        GRPOConfig(
+            str(tmp_path),
+            **{**tiny.BARE, "save_strategy": "steps"},
+            async_save=True,
+            save_steps=1,
+            max_steps=2,
+            save_total_limit=1,
+            metric_for_best_model="score",
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=4,
+            use_vllm=False,
+        ),
+        ROWS,
+        ROWS,
+        processing_class=tiny.tokenizer(),
+        callbacks=[ended := Ended()],
+    )
+    monkeypatch.setattr(made, "_evaluate", lambda *_, **__: {"eval_score": -abs(made.state.global_step - best)})
+    made.train()
+    made.close()
+    assert ended.left == [f"checkpoint-{best}"]
+    assert newest_whole(tmp_path) == tmp_path / f"checkpoint-{best}"
 
 
 def test_a_checkpoint_of_ppo_is_not_one_of_a_run_without_critic(tmp_path: Path) -> None:

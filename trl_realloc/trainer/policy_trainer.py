@@ -259,6 +259,8 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._finish_save(wait=False)
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        if self.control.should_training_stop:
+            self._finish_save()  # Trainer looks for the best checkpoint at the end, and may delete the others
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Does nothing: the training state of a checkpoint has the weights (`_load_optimizer_and_scheduler`)."""
