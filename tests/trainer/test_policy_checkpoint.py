@@ -21,7 +21,7 @@ from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.checkpoint import CheckpointError
 from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
 from trl_realloc.trainer.checkpoint.mixin import CheckpointMixin
-from trl_realloc.trainer.checkpoint.resuming import STATE, newest_whole
+from trl_realloc.trainer.checkpoint.resuming import STATE, is_needed_by_all, newest_whole
 from trl_realloc.trainer.checkpoint.training_state import StateWrite
 from trl_realloc.trainer.grpo_config import GRPOConfig
 from trl_realloc.trainer.optimizers import LearningRates
@@ -29,6 +29,10 @@ from trl_realloc.trainer.optimizers import LearningRates
 
 BARE = grpo_graph(reference=False, reward_models=False)
 ROWS = tiny.prompts(16)
+
+
+def lengths(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
 
 
 class Counting(TrainerCallback):
@@ -109,6 +113,26 @@ def test_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
     assert trainer.counting.saved == 1 and (tmp_path / "checkpoint-1" / STATE).exists()
 
 
+def test_every_host_gets_the_entropy_coefficient_that_trl_reads_on_every_rank(tmp_path: Path) -> None:
+    """Rank 0 writes it, on the disk of its host."""
+    args = GRPOConfig(
+        str(tmp_path),
+        **{**tiny.BARE, "save_strategy": "steps"},
+        save_steps=1,
+        max_steps=1,
+        use_adaptive_entropy=True,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=4,
+        use_vllm=False,
+    )
+    made = GRPOTrainer(tiny.policy(), lengths, args, ROWS, processing_class=tiny.tokenizer())
+    made.train()
+    made.close()
+    (file,) = [path.name for path in (tmp_path / "checkpoint-1").glob("*entropy*")]
+    assert is_needed_by_all(file)
+
+
 class Ended(TrainerCallback):
     left: Sequence[str] = ()
 
@@ -124,7 +148,7 @@ def test_a_checkpoint_in_the_background_is_complete_before_trainer_ends_the_run(
     monkeypatch.setattr(StateWrite, "done", False)  # one that takes long
     made = GRPOTrainer(
         tiny.policy(),
-        lambda completions, **_: [float(at) for at in range(len(completions))],
+        lengths,
         GRPOConfig(
             str(tmp_path),
             **{**tiny.BARE, "save_strategy": "steps"},

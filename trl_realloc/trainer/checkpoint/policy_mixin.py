@@ -20,12 +20,9 @@ from ...runtime.host_calls import HostCalls
 from ..optimizers import LearningRates
 from .identity import Identity, prompts_checksum
 from .mixin import CheckpointMixin
-from .resuming import Checkpoint
+from .resuming import ENTROPY_STATE, Checkpoint
 from .training_state import StateWrite
 from .write_errors import WriteErrors
-
-
-ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
 
 
 class PolicyCheckpointMixin(CheckpointMixin):

@@ -30,6 +30,7 @@ logger = logging.get_logger(__name__)
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 SAMPLES = "samples_under_way.pt"  # drawn for later updates, of a run with a staleness
+ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
 NEEDED = (STATE, SCHEDULER, METADATA)
 
 ResumeSetting = str | bool | None
@@ -201,7 +202,7 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> 
     inspection.damage = _find_damage(inspection, reports)
     if inspection.damage or inspection.manifest is None:
         return inspection
-    names = [name for name in inspection.manifest.files if _is_needed_by_all(name)]
+    names = [name for name in inspection.manifest.files if is_needed_by_all(name)]
     copies = [
         (name, inspection.holders[name][0], reader)
         for name in sorted(names)
@@ -248,10 +249,10 @@ def _find_damage(inspection: _Inspection, reports: Mapping[int, HostFiles]) -> l
     return wrong
 
 
-def _is_needed_by_all(name: str) -> bool:
+def is_needed_by_all(name: str) -> bool:
     """Whether every host needs a file to resume. Resuming reads no model files, because the training state has the
     float32 weights; which files of that a host needs is known when its engines have been started (`fetch`)."""
-    return name in (*NEEDED, SAMPLES) or name.startswith("rng_state")
+    return name in (*NEEDED, SAMPLES, ENTROPY_STATE) or name.startswith("rng_state")
 
 
 # --- contents, on rank 0 --------------------------------------------------------------------------------------------
