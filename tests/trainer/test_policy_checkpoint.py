@@ -18,7 +18,7 @@ from trl_realloc import Cluster, GRPOTrainer
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.presets import flatten
-from trl_realloc.trainer.checkpoint import CheckpointError
+from trl_realloc.trainer.checkpoint import CheckpointError, mixin
 from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
 from trl_realloc.trainer.checkpoint.mixin import CheckpointMixin
 from trl_realloc.trainer.checkpoint.resuming import STATE, is_needed_by_all, newest_whole
@@ -111,6 +111,20 @@ def test_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
     trainer._save_checkpoint(None, None)
     trainer._finish_save()
     assert trainer.counting.saved == 1 and (tmp_path / "checkpoint-1" / STATE).exists()
+
+
+def test_all_ranks_load_the_best_checkpoint_though_not_every_host_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = PolicyTrainer(tmp_path)
+    trainer.step()
+    trainer._save_checkpoint(None, None)
+    resumed = PolicyTrainer(tmp_path)
+    resumed.args.load_best_model_at_end = True
+    best = str(tmp_path / "checkpoint-0")
+    monkeypatch.setattr(mixin, "from_every_rank", lambda own, control: [own, best])  # a rank of another host
+    resumed.resume(True)
+    assert resumed.state.best_model_checkpoint == best, "Trainer has forgotten it on this host"
 
 
 def test_every_host_gets_the_entropy_coefficient_that_trl_reads_on_every_rank(tmp_path: Path) -> None:

@@ -54,3 +54,18 @@ def test_a_checkpoint_without_the_critic_is_refused_before_anything_is_loaded(tm
 def test_resuming_where_there_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         tiny.trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_run_goes_on_without_the_best_checkpoint_if_nobody_has_it_any_more(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        **{"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1},
+        **{"load_best_model_at_end": True, "metric_for_best_model": "eval_objective/kl", "greater_is_better": False},
+    }
+    given = {"eval_dataset": tiny.prompts(8)}
+    first = tiny.trainer(tmp_path, given=given, **changes)
+    first.train()
+    assert first.state.best_model_checkpoint == str(tmp_path / "checkpoint-1"), "the KL grows with every update"
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    again = tiny.trainer(tmp_path, given=given, **{**changes, "max_steps": 3})
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3 and again.state.best_model_checkpoint is None

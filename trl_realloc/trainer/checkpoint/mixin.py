@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from ...algorithms.nonfinite import NonFiniteError
 from ...plan.dataflow import Role
@@ -44,6 +45,9 @@ from .saving import UnfinishedCheckpoint, check_writable, new_run
 from .state_plans import ROLES
 from .training_state import StateWrite, load_training_state
 from .write_errors import WriteErrors
+
+
+logger = logging.get_logger(__name__)
 
 
 class CheckpointMixin:
@@ -127,7 +131,8 @@ class CheckpointMixin:
         self.store_flos()
         if self.state.best_global_step:
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-            if best.exists() or best == final:
+            has_best = best.exists() or best == final
+            if any(from_every_rank(has_best, self.placement.control)) if args.load_best_model_at_end else has_best:
                 self.state.best_model_checkpoint = str(best)
         control = self.placement.control
         self._run = self._run or new_run(control)
@@ -269,6 +274,8 @@ class CheckpointMixin:
     def _load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load everything but the trainer's state. The engines must have been started."""
         self._saved_step = self.state.global_step
+        if self.args.load_best_model_at_end:
+            self._agree_on_best()
         self.alarm.checkpoint(checkpoint.folder)
         self._load_training_state(checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
@@ -278,6 +285,15 @@ class CheckpointMixin:
         if self.accelerator.is_main_process and file.exists() and not self.args.ignore_data_skip:
             under_way = DrawnSamples.from_tensors(torch.load(file, weights_only=True))
         self._go_on_with(under_way)
+
+    def _agree_on_best(self) -> None:
+        """Keep the best checkpoint of the state on all ranks if any host has it, and forget it otherwise. Trainer
+        forgets it where the host lacks it; but all ranks load it together, and get its files from each other."""
+        best: str | None = self.state.best_model_checkpoint
+        found = from_every_rank(best if best is not None and Path(best).is_dir() else None, self.placement.control)
+        self.state.best_model_checkpoint = next((folder for folder in found if folder is not None), None)
+        if best is not None and self.state.best_model_checkpoint is None and not self.accelerator.process_index:
+            logger.warning(f"the best checkpoint so far, {best}, does not exist any more; the run goes on without it.")
 
     def _samples_under_way(self) -> DrawnSamples | None:
         """What has been drawn for later updates, on rank 0; `None` where nothing has. All ranks together."""
