@@ -15,6 +15,7 @@ from remax import prompts
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
 
 from trl_realloc import Cluster, GRPOTrainer
+from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.presets import flatten
@@ -125,6 +126,47 @@ def test_all_ranks_load_the_best_checkpoint_though_not_every_host_has_it(
     monkeypatch.setattr(mixin, "from_every_rank", lambda own, control: [own, best])  # a rank of another host
     resumed.resume(True)
     assert resumed.state.best_model_checkpoint == best, "Trainer has forgotten it on this host"
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "on_a_generation", "fails_at", "again"),
+    [(1, 1, 2, 1), (2, 2, 2, 1), (2, 1, 2, 2), (2, 4, 2, 1), (2, 4, 3, 1), (1, 2, 9, 0)],
+)
+def test_a_run_that_goes_on_asks_again_for_the_generations_that_are_not_trained_on(
+    tmp_path: Path,
+    accumulated: int,
+    on_a_generation: int,
+    fails_at: int,
+    again: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = GRPOConfig(
+        str(tmp_path),
+        **{**tiny.BARE, "save_strategy": "steps"},
+        save_steps=4,
+        max_steps=4,
+        gradient_accumulation_steps=accumulated,
+        steps_per_generation=on_a_generation,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=4,
+        use_vllm=False,
+    )
+    made = GRPOTrainer(tiny.policy(), lengths, args, ROWS, processing_class=tiny.tokenizer())
+    asked: list[int] = []
+    monkeypatch.setattr(made.calls, "samples_under_way", lambda again: asked.append(again))
+    train = made.calls.train
+
+    def failing(*given: Any) -> Any:
+        if made.state.global_step + 1 == fails_at:
+            raise NonFiniteError("an advantage is not finite")
+        return train(*given)
+
+    monkeypatch.setattr(made.calls, "train", failing)
+    with contextlib.suppress(NonFiniteError):
+        made.train()
+    made.close()
+    assert asked == [again]
 
 
 def test_every_host_gets_the_entropy_coefficient_that_trl_reads_on_every_rank(tmp_path: Path) -> None:

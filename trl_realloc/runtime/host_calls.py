@@ -181,12 +181,13 @@ class HostCalls:
             self.generation = drawn.next
             self.ahead.restore(drawn)
 
-    def samples_under_way(self, *, again: bool) -> DrawnSamples | None:
+    def samples_under_way(self, *, again: int) -> DrawnSamples | None:
         """What has been drawn for later generations, on rank 0; `None` on the others, and under a plan without a
         staleness. All ranks together.
 
         Args:
-            again: a run that goes on asks for the latest generation again, because it has not trained on all of it.
+            again: how many of the latest generations a run that goes on asks for again, because it has not trained on
+                all of them.
         """
         if self.ahead is None:
             return None

@@ -355,8 +355,10 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
         loss.backward()
         self._window.add(leaves, 1 / self.accelerator.num_processes)
         if self.accelerator.sync_gradients:
+            self._untrained = len(self._window)
             with self._saving_good_state():
                 outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
+            self._untrained = 0
             if self.args.skip_nonfinite_updates:
                 self._metrics["train"]["skipped_updates/policy"].append(float(not len(outputs)))
             self._grad_norm = float(outputs.tensor(GRAD_NORM)[0]) if len(outputs) else 0.0

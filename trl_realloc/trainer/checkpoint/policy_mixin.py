@@ -34,6 +34,7 @@ class PolicyCheckpointMixin(CheckpointMixin):
     _step: int  # TRL's: micro-batches that were trained on
     forget_step: Callable[[], None]
     _last_world_entropy: float
+    _untrained = 0  # micro-batches of an optimizer step that is being made, or has failed
 
     @property
     def rates(self) -> LearningRates:  # type: ignore[override]  # a property may take the place of an attribute
@@ -56,13 +57,22 @@ class PolicyCheckpointMixin(CheckpointMixin):
         )
 
     def _samples_under_way(self) -> DrawnSamples | None:
-        # TRL's loop generates again where a run goes on in the middle of a generation
-        return self.calls.samples_under_way(again=self._is_within_generation)
+        # TRL's loop generates again where a run goes on in the middle of a generation, or before an optimizer step that
+        # has failed: what it has counted as trained on is without the latest micro-batch of that step
+        given = self._step + bool(self._untrained)
+        begun, trained = -(-given // self._micro_batches), (given - self._untrained) // self._micro_batches
+        return self.calls.samples_under_way(again=begun - trained)
+
+    @property
+    def _micro_batches(self) -> int:
+        """How many are trained on with a generation."""
+        count: int = self.args.steps_per_generation * self.args.num_iterations
+        return count
 
     @property
     def _is_within_generation(self) -> bool:
         """Whether the training goes on with responses that have been generated."""
-        return self._step % (self.args.steps_per_generation * self.args.num_iterations) != 0
+        return self._step % self._micro_batches != 0
 
     def _go_on_with(self, drawn: DrawnSamples | None) -> None:
         self.calls.go_on_with(drawn)
