@@ -232,6 +232,17 @@ def test_a_checkpoint_in_the_background_is_complete_before_trainer_ends_the_run(
     assert newest_whole(tmp_path) == tmp_path / f"checkpoint-{best}"
 
 
+def test_the_best_checkpoint_is_kept_until_a_better_one_is_complete(tmp_path: Path) -> None:
+    trainer = PolicyTrainer(tmp_path, async_save=True, save_total_limit=1)
+    for best in (1, 1, 1, 4):
+        trainer.step()
+        trainer.state.best_global_step = best
+        trainer._save_checkpoint(None, None)
+    assert {path.name for path in tmp_path.glob("checkpoint-?")} == {"checkpoint-1", "checkpoint-3"}
+    trainer._finish_save()
+    assert [path.name for path in tmp_path.glob("checkpoint-?")] == ["checkpoint-4"]
+
+
 def test_a_checkpoint_of_ppo_is_not_one_of_a_run_without_critic(tmp_path: Path) -> None:
     ppo = tiny.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     ppo.train()

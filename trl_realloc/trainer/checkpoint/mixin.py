@@ -129,6 +129,7 @@ class CheckpointMixin:
         args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         final = Path(args.output_dir) / name
         self.store_flos()
+        self._finish_save()  # before another best one, which is not complete yet, takes the place of the best one
         if self.state.best_global_step:
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             has_best = best.exists() or best == final
@@ -136,7 +137,6 @@ class CheckpointMixin:
                 self.state.best_model_checkpoint = str(best)
         control = self.placement.control
         self._run = self._run or new_run(control)
-        self._finish_save()
         self.alarm.at(f"saving {final}")
         self._unfinished = UnfinishedCheckpoint(
             final,
