@@ -11,6 +11,7 @@ from host_driven import GRAPH, PROMPTS, drive, rows, start
 from trl_realloc import Cluster
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.drawn_samples import DrawnSamples
 from trl_realloc.runtime.host_calls import HostCalls
 
 
@@ -93,3 +94,19 @@ def test_the_context_is_around_each_call() -> None:
     calls.at(0)
     calls.generate(PROMPTS)
     assert entered == [True, False]
+
+
+def test_generations_go_on_being_counted_where_nothing_was_drawn_ahead(calls: HostCalls) -> None:
+    """As at the last generation of a run: a run that goes on draws no random numbers of its first generations again."""
+
+    class Ahead:
+        def drawn(self, number: int) -> DrawnSamples:
+            return DrawnSamples()
+
+        def restore(self, drawn: DrawnSamples) -> None:
+            assert not len(drawn)
+
+    saved, resumed = HostCalls(calls.executor, generation=5), HostCalls(calls.executor)
+    saved.ahead = resumed.ahead = Ahead()  # type: ignore[assignment]
+    resumed.go_on_with(saved.samples_under_way(again=1))
+    assert resumed.generation == 4

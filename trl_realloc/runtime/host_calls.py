@@ -192,7 +192,7 @@ class HostCalls:
         if self.ahead is None:
             return None
         drawn = self.ahead.drawn(self.generation)
-        return drawn and replace(drawn, next=self.generation - again)
+        return None if drawn is None else replace(drawn, next=self.generation - again)
 
     def stop(self) -> None:
         """Stop what is generated ahead. It goes on with the next generation. All ranks together."""

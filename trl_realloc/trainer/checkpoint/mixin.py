@@ -189,7 +189,7 @@ class CheckpointMixin:
             with problems.writing(folder / random_state):
                 self._save_rng_state(str(folder))
             under_way = self._samples_under_way()
-            if under_way:  # on rank 0
+            if under_way is not None:  # on rank 0
                 with problems.writing(folder / SAMPLES):
                     torch.save(under_way.to_tensors(), folder / SAMPLES)
         if self.accelerator.process_index:
