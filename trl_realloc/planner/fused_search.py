@@ -29,6 +29,8 @@ PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
 UNLIMITED = 1_000_000  # micro-batches
 MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
 FIRST_EFFORT = 0.3  # of the effort, with `MOST_MEMORY` before the whole memory
+ROUNDS, ROUNDS_IN_VAIN = 10_000, 1_000  # of swaps at most, and in turn without a less makespan
+PROMISING = 1.01  # of the makespan of the worst elite
 MEMORY_EFFORT = 0.15  # of the effort, for each lower memory limit
 FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
 
@@ -109,6 +111,10 @@ class _Search:
             built, builds = self.chains.build_in_turn(self._in_order(priorities), memory, in_flight, patience)
             effort -= builds * self.chains.build_effort
             if built.makespan < np.inf:
+                if self._is_promising(built):
+                    rounds = int(max(0, min(ROUNDS, effort / self.chains.round_effort)))
+                    built, done = self.chains.improve(built, memory, target, rounds, ROUNDS_IN_VAIN, self._rng)
+                    effort -= done * self.chains.round_effort
                 better = not self._elites or built.makespan < self._elites[0].makespan * (1 - ROUNDING)
                 stuck = 0 if better else stuck + 1
                 self._keep(built)
@@ -141,6 +147,10 @@ class _Search:
         place = bisect_right(self._elites, built.makespan, key=lambda elite: elite.makespan)
         self._elites.insert(place, built)
         del self._elites[ELITES:]
+
+    def _is_promising(self, built: BuiltSchedule) -> bool:
+        """Whether a schedule is worth the time of improving it by swaps."""
+        return len(self._elites) < ELITES or built.makespan <= self._elites[-1].makespan * PROMISING
 
     def _take_elite(self) -> bool:
         return bool(self._elites) and self._rng.random() > FRESH
