@@ -20,6 +20,7 @@ from .fused_swaps import Links, improve_by_swaps
 
 BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
 EQUAL_EFFORT = 0.3  # of the effort of a build where all micro-batches of a copy are equal
+SWAPS_EFFORT = 0.1  # for each task, of what swaps take beyond their rounds and `BUILD_EFFORT`
 ROUND_EFFORT = 0.006  # for each task, of a round of swaps, and
 ROUND_OFFSET = 2  # tasks that could be placed in the rest of its time
 
@@ -138,6 +139,11 @@ class FusedChains:
     def build_effort(self) -> float:
         """What a build takes, in tasks of unequal micro-batches."""
         return (self.tasks + BUILD_EFFORT) * (EQUAL_EFFORT if self._equal else 1)
+
+    @property
+    def swaps_effort(self) -> float:
+        """The same for swaps, beyond their rounds."""
+        return self.tasks * SWAPS_EFFORT + BUILD_EFFORT
 
     @property
     def round_effort(self) -> float:

@@ -28,8 +28,12 @@ STUCK = 200  # priorities in turn without a better elite before all elites are d
 PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
 UNLIMITED = 1_000_000  # micro-batches
 MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
-FIRST_EFFORT = 0.3  # of the effort, with `MOST_MEMORY` before the whole memory
-ROUNDS, ROUNDS_IN_VAIN = 10_000, 1_000  # of swaps at most, and in turn without a less makespan
+FIRST_EFFORT = 0.8  # of the effort, with `MOST_MEMORY`, and
+SECOND_EFFORT = 0.7  # with the whole memory
+BUILDS_ALONE = 500_000  # of the effort, and at most half of it, before schedules are improved by swaps too
+LEAST_ROUNDS = 1_000  # of swaps that the other half must allow
+ROUNDS = 20_000  # of swaps, at most
+ROUNDS_IN_VAIN = (300, 1_000, 4_000)  # in turn, without a less makespan
 PROMISING = 1.01  # of the makespan of the worst elite
 MEMORY_EFFORT = 0.15  # of the effort, for each lower memory limit
 FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
@@ -65,10 +69,13 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, resta
     run = _Search(pipelines, np.random.default_rng(seed))
     limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
     low, aim = run.chains.least_memory(), MOST_MEMORY * serial_memory(pipelines)
-    if not run.improve(np.minimum(limit, np.maximum(low, aim)), run.bound, FIRST_EFFORT * effort):
-        reached, left = run.improve(limit, run.bound, (1 - FIRST_EFFORT) * effort), restarts
-        while not reached and left:
-            reached, left = run.improve_anew(limit, run.bound, effort), left - 1
+    first = np.minimum(limit, np.maximum(low, aim))
+    is_lower = bool((first < limit).any())
+    reached = run.improve(first, run.bound, (FIRST_EFFORT if is_lower else 1) * effort)
+    if not reached and is_lower:
+        reached = run.improve(limit, run.bound, SECOND_EFFORT * effort)
+    for _ in range(restarts):
+        reached = reached or run.improve_anew(limit, run.bound, effort)
     run.lower_memory(limit, float(low.max()), FIRST_STEP, MEMORY_EFFORT * effort)
     if run.peak > aim * (1 + ROUNDING):  # a longer search may find what a short one misses
         run.lower_memory(limit, aim, SECOND_STEP, 3 * MEMORY_EFFORT * effort)
@@ -105,16 +112,19 @@ class _Search:
 
     def improve(self, memory: Array, target: float, effort: float) -> bool:
         """Build schedules within a memory limit until one has the makespan `target`. Returns whether one has."""
-        stuck = 0
+        stuck, starts = 0, None
+        swaps_from = max(effort - BUILDS_ALONE, effort / 2)
+        if swaps_from < LEAST_ROUNDS * self.chains.round_effort:
+            swaps_from = 0.0
         while effort > 0:
-            priorities, in_flight, patience = self._disturbed() if self._take_elite() else self._fresh()
-            built, builds = self.chains.build_in_turn(self._in_order(priorities), memory, in_flight, patience)
-            effort -= builds * self.chains.build_effort
+            if starts is None and effort <= swaps_from:  # the elites so far are improved by swaps, the best first
+                starts = [elite for elite in self._elites[::-1] if elite.makespan < np.inf]
+            built, spent = (starts.pop(), 0.0) if starts else self._built(memory)
+            effort -= spent
+            if starts is not None and self._is_promising(built):
+                built, spent = self._swapped(built, memory, target, effort)
+                effort -= spent
             if built.makespan < np.inf:
-                if self._is_promising(built):
-                    rounds = int(max(0, min(ROUNDS, effort / self.chains.round_effort)))
-                    built, done = self.chains.improve(built, memory, target, rounds, ROUNDS_IN_VAIN, self._rng)
-                    effort -= done * self.chains.round_effort
                 better = not self._elites or built.makespan < self._elites[0].makespan * (1 - ROUNDING)
                 stuck = 0 if better else stuck + 1
                 self._keep(built)
@@ -123,6 +133,21 @@ class _Search:
                 if built.makespan <= target * (1 + ROUNDING):
                     return True
         return False
+
+    def _built(self, memory: Array) -> tuple[BuiltSchedule, float]:
+        """A schedule from new or disturbed priorities, and its effort. Its makespan may be infinite."""
+        priorities, in_flight, patience = self._disturbed() if self._take_elite() else self._fresh()
+        built, builds = self.chains.build_in_turn(self._in_order(priorities), memory, in_flight, patience)
+        return built, builds * self.chains.build_effort
+
+    def _swapped(
+        self, built: BuiltSchedule, memory: Array, target: float, effort: float
+    ) -> tuple[BuiltSchedule, float]:
+        """A schedule improved by swaps with the effort that is left, and what of it was used."""
+        rounds = int(max(0, min(ROUNDS, effort / self.chains.round_effort)))
+        patience = int(self._rng.choice(ROUNDS_IN_VAIN))
+        built, rounds = self.chains.improve(built, memory, target, rounds, patience, self._rng)
+        return built, self.chains.swaps_effort + rounds * self.chains.round_effort
 
     def improve_anew(self, memory: Array, target: float, effort: float) -> bool:
         """As `improve`, without the schedules that have been found as a start."""
@@ -150,7 +175,8 @@ class _Search:
 
     def _is_promising(self, built: BuiltSchedule) -> bool:
         """Whether a schedule is worth the time of improving it by swaps."""
-        return len(self._elites) < ELITES or built.makespan <= self._elites[-1].makespan * PROMISING
+        few = len(self._elites) < ELITES
+        return built.makespan < np.inf and (few or built.makespan <= self._elites[-1].makespan * PROMISING)
 
     def _take_elite(self) -> bool:
         return bool(self._elites) and self._rng.random() > FRESH
