@@ -151,6 +151,52 @@ def lower_bound(pipelines: FusedPipelines) -> float:
     return bound
 
 
+def memory_bound(pipelines: FusedPipelines, memory: Array) -> float:
+    """A time below which no schedule ends that keeps a memory limit; `lower_bound` or more.
+
+    Before the first backward can begin on a stage, the stage runs only forwards, and of these only as many as the
+    memory has room for: it is idle for the rest of this time. Just so after the last forward can have ended. Where the
+    two times cannot overlap, a stage is idle in both.
+
+    Args:
+        memory: limit of each stage.
+    """
+    bound = lower_bound(pipelines)
+    for stage in range(pipelines.stages):
+        work = sum(_stage_part(pipelines, model, stage)[1] for model in MODELS)
+        (first, idle, begun), (last, idle_after, ended) = (
+            _edge(pipelines, stage, float(memory[stage]), is_end) for is_end in (False, True)
+        )
+        least = first + work + last
+        bound = max(bound, least + idle, least + idle_after)
+        if bound >= begun + ended:
+            bound = max(bound, least + idle + idle_after)
+    return bound
+
+
+def _edge(pipelines: FusedPipelines, stage: int, memory: float, is_end: bool) -> tuple[float, float, float]:
+    """Of a stage's first forwards, or at the `end` and read from there its last backwards: the earliest arrival, the
+    time until another task can begin in which the stage must be idle, and when that can be."""
+    arrivals, others, counts = [], [], []
+    for model in MODELS:
+        pipeline = pipelines.pipeline(model)
+        copy, own = pipelines.own_stage(model, stage)
+        there, back = pipeline.forward[copy], pipeline.backward[copy]
+        if is_end:
+            there, back = back, there
+        arrivals.append(there[:, :own].sum(axis=1).min())
+        others.append((there.sum(axis=1) + back[:, own + 1 :].sum(axis=1)).min())
+        # so many micro-batches hold no less than this and run no longer than that
+        held, seconds = np.sort(pipeline.memory[copy, :, own]), np.sort(there[:, own])[::-1]
+        counts.append((np.concatenate([[0], np.cumsum(held)]), np.concatenate([[0], np.cumsum(seconds)])))
+    (held_a, seconds_a), (held_b, seconds_b) = counts
+    room = memory * (1 + ROUNDING) - held_a
+    most = np.searchsorted(held_b, room, side="right") - 1  # micro-batches of B beside each number of A's
+    work = float((seconds_a + seconds_b[most])[room >= 0].max())
+    first, other = float(min(arrivals)), float(min(others))
+    return first, max(other - first - work, 0.0), other
+
+
 class UniformPipeline(NamedTuple):
     """A model's pipeline whose stages and micro-batches are all alike.
 

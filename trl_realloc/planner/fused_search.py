@@ -11,12 +11,13 @@ Building a schedule is in `fused_chains`.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .fused_chains import BuiltSchedule, FusedChains
-from .fused_check import MOST_MEMORY, ROUNDING, SimulatedSchedule, check, lower_bound, serial_memory
+from .fused_check import MOST_MEMORY, ROUNDING, SimulatedSchedule, check, lower_bound, memory_bound, serial_memory
 from .fused_kernel import Integers
 from .fused_pipelines import Array, FusedPipelines, FusedSchedule, Pipeline
 
@@ -35,7 +36,8 @@ LEAST_ROUNDS = 1_000  # of swaps that the other half must allow
 ROUNDS = 20_000  # of swaps, at most
 ROUNDS_IN_VAIN = (300, 1_000, 4_000)  # in turn, without a less makespan
 PROMISING = 1.01  # of the makespan of the worst elite
-MEMORY_EFFORT = 0.15  # of the effort, for each lower memory limit
+MEMORY_EFFORT = 0.15  # of the effort, for each lower memory limit, and
+AIM_EFFORT = 0.5  # where more than `MOST_MEMORY` is left
 FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
 
 
@@ -71,14 +73,16 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, resta
     low, aim = run.chains.least_memory(), MOST_MEMORY * serial_memory(pipelines)
     first = np.minimum(limit, np.maximum(low, aim))
     is_lower = bool((first < limit).any())
-    reached = run.improve(first, run.bound, (FIRST_EFFORT if is_lower else 1) * effort)
-    if not reached and is_lower:
-        reached = run.improve(limit, run.bound, SECOND_EFFORT * effort)
+    run.improve(first, memory_bound(pipelines, first), (FIRST_EFFORT if is_lower else 1) * effort)
+    target = memory_bound(pipelines, limit)
+    if is_lower and run.makespan > target * (1 + ROUNDING):
+        run.improve(limit, target, SECOND_EFFORT * effort)
     for _ in range(restarts):
-        reached = reached or run.improve_anew(limit, run.bound, effort)
+        if run.makespan > target * (1 + ROUNDING):
+            run.improve_anew(limit, target, effort)
     run.lower_memory(limit, float(low.max()), FIRST_STEP, MEMORY_EFFORT * effort)
     if run.peak > aim * (1 + ROUNDING):  # a longer search may find what a short one misses
-        run.lower_memory(limit, aim, SECOND_STEP, 3 * MEMORY_EFFORT * effort)
+        run.lower_memory(limit, aim, SECOND_STEP, AIM_EFFORT * effort)
     schedule = run.chains.schedule(run.best)
     return FoundSchedule(schedule, check(pipelines, schedule), run.bound)
 
@@ -94,6 +98,7 @@ class _Search:
     """A search's best schedule, its memory peak, and the elites."""
 
     def __init__(self, pipelines: FusedPipelines, rng: np.random.Generator) -> None:
+        self._pipelines = pipelines
         self.chains = FusedChains(pipelines)
         self.bound = lower_bound(pipelines)
         self._rng = rng
@@ -110,18 +115,24 @@ class _Search:
     def makespan(self) -> float:
         return self._best.makespan if self._best else np.inf
 
-    def improve(self, memory: Array, target: float, effort: float) -> bool:
-        """Build schedules within a memory limit until one has the makespan `target`. Returns whether one has."""
-        stuck, starts = 0, None
+    def improve(self, memory: Array, target: float, effort: float, starts: Sequence[BuiltSchedule] = ()) -> bool:
+        """Build schedules within a memory limit until one has the makespan `target`. Returns whether one has.
+
+        Args:
+            starts: schedules within the limit that are improved by swaps first.
+        """
+        stuck, waiting, with_swaps = 0, list(starts), False
         swaps_from = max(effort - BUILDS_ALONE, effort / 2)
         if swaps_from < LEAST_ROUNDS * self.chains.round_effort:
             swaps_from = 0.0
         while effort > 0:
-            if starts is None and effort <= swaps_from:  # the elites so far are improved by swaps, the best first
-                starts = [elite for elite in self._elites[::-1] if elite.makespan < np.inf]
-            built, spent = (starts.pop(), 0.0) if starts else self._built(memory)
+            if not with_swaps and effort <= swaps_from:  # the elites so far first, the best of them before the others
+                with_swaps = True
+                waiting = [elite for elite in self._elites[::-1] if elite.makespan < np.inf]
+            to_swap = with_swaps or bool(waiting)
+            built, spent = (waiting.pop(), 0.0) if waiting else self._built(memory)
             effort -= spent
-            if starts is not None and self._is_promising(built):
+            if to_swap and self._is_promising(built):
                 built, spent = self._swapped(built, memory, target, effort)
                 effort -= spent
             if built.makespan < np.inf:
@@ -160,8 +171,14 @@ class _Search:
         while step > MEMORY_STEP and self.peak > low * (1 + ROUNDING):
             memory = np.minimum(limit, max(low, self.peak * (1 - step)))
             self._elites = [replace(self.best, makespan=np.inf)]
-            if not self.improve(memory, self.makespan, effort):
+            can_be = memory_bound(self._pipelines, memory) <= self.makespan * (1 + ROUNDING)
+            if not (can_be and self.improve(memory, self.makespan, effort, [self._repaired(memory)])):
                 step /= 2
+
+    def _repaired(self, memory: Array) -> BuiltSchedule:
+        """The best schedule with as few tasks later as a memory limit demands."""
+        in_flight = np.full((len(self.chains.groups), self.chains.stages), UNLIMITED)
+        return self.chains.build_in_turn(self.best.starts, memory, in_flight, np.inf)[0]
 
     def _keep(self, built: BuiltSchedule) -> None:
         """Update the best schedule and the elites."""

@@ -3,8 +3,8 @@
 A makespan is the length of a longest path of tasks, each of which waits for the one before it: of its micro-batch or on
 its stage. Only where such a path changes between the two can a swap make it shorter: at the first two or the last two
 of its tasks in a row on one stage. In each round the swap that promises the least makespan is made, also if that is
-more than before, and may not be taken back for some rounds (tabu search). A swap of neighbours on a longest path never
-lets tasks wait in a circle. What a stage holds changes in one place only, so that swaps keep a memory limit.
+more than before, and may not be taken back for some rounds (tabu search). What a stage holds changes in one place only,
+so that swaps keep a memory limit.
 
 A round takes a hundredth of building a schedule anew (`fused_kernel`, `fused_equal`), but it stays near the schedule
 that it began with: `fused_search` uses both.
@@ -168,9 +168,10 @@ def renew_rests(chains: Chains, links: Links, orders: Orders, rank: int, left: i
 
 
 @compiled
-def resequence(chains: Chains, links: Links, orders: Orders, first: int, second: int) -> None:
+def resequence(chains: Chains, links: Links, orders: Orders, first: int, second: int) -> bool:
     """Put the first of two neighbours behind the second in `Orders.sequence`: of the tasks between the two, those that
-    the second waits for stay before it, and all others come after the first."""
+    the second waits for stay before it, and all others come after the first. Returns False, and changes nothing, if one
+    of these waits for the first: after the swap tasks would wait in a circle."""
     sequence, ranks, old = orders.sequence, orders.ranks, orders.old
     low, high = ranks[first], ranks[second]
     rank, others = low, np.empty(high - low, np.int64)
@@ -179,6 +180,10 @@ def resequence(chains: Chains, links: Links, orders: Orders, first: int, second:
         task = sequence[i]
         if old[task]:
             before, place = links.before[task], orders.places[task]
+            if before == first:
+                for rank in range(low, high + 1):
+                    old[sequence[rank]] = False
+                return False
             if before >= 0 and ranks[before] > low:
                 old[before] = True
             if place > links.firsts[chains.stages[task]] and ranks[orders.tasks[place - 1]] > low:
@@ -198,15 +203,17 @@ def resequence(chains: Chains, links: Links, orders: Orders, first: int, second:
     sequence[rank + 1], ranks[first] = first, rank + 1
     for i in range(count):
         sequence[rank + 2 + i], ranks[others[i]] = others[i], rank + 2 + i
+    return True
 
 
 @compiled
 def swap(chains: Chains, links: Links, orders: Orders, first: int) -> None:
-    """Let a task and the next on its stage change places. There must be no other path from one to the other."""
+    """Let a task and the next on its stage change places, unless another path leads from one to the other."""
     tasks, places, old, takes = orders.tasks, orders.places, orders.old, links.takes
     place = places[first]
     second = tasks[place + 1]
-    resequence(chains, links, orders, first, second)
+    if not resequence(chains, links, orders, first, second):
+        return
     tasks[place], tasks[place + 1] = second, first
     places[second], places[first] = place, place + 1
     orders.held[place] += takes[second] - takes[first]
@@ -334,10 +341,7 @@ def swap_anywhere(chains: Chains, links: Links, orders: Orders, memory: Array, r
         taken = orders.held[orders.places[first]] - links.takes[first] + links.takes[second]
         if links.takes[second] > 0 and taken > memory[chains.stages[first]]:
             continue
-        before, after = links.before[second], links.after[first]
-        ready = orders.starts[before] + chains.seconds[before] if before >= 0 else 0.0
-        if after < 0 or ready < orders.starts[after] + chains.seconds[after]:  # else there could be another path
-            return int(first)
+        return int(first)
     return -1
 
 
