@@ -29,7 +29,8 @@ STUCK = 200  # priorities in turn without a better elite before all elites are d
 PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
 UNLIMITED = 1_000_000  # micro-batches
 MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
-FIRST_EFFORT = 0.8  # of the effort, with `MOST_MEMORY`, and
+FIRST_EFFORT = 0.5  # of the effort, with `MOST_MEMORY`, and
+NEAR, NEAR_EFFORT = 1.003, 1.0  # so much more where the makespan is no longer than that, of the bound, and
 SECOND_EFFORT = 0.7  # with the whole memory
 BUILDS_ALONE = 500_000  # of the effort, and at most half of it, before schedules are improved by swaps too
 LEAST_ROUNDS = 1_000  # of swaps that the other half must allow
@@ -73,7 +74,10 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, resta
     low, aim = run.chains.least_memory(), MOST_MEMORY * serial_memory(pipelines)
     first = np.minimum(limit, np.maximum(low, aim))
     is_lower = bool((first < limit).any())
-    run.improve(first, memory_bound(pipelines, first), (FIRST_EFFORT if is_lower else 1) * effort)
+    target = memory_bound(pipelines, first)
+    run.improve(first, target, (FIRST_EFFORT if is_lower else 1) * effort)
+    if is_lower and target * (1 + ROUNDING) < run.makespan <= target * NEAR:
+        run.improve(first, target, NEAR_EFFORT * effort)
     target = memory_bound(pipelines, limit)
     if is_lower and run.makespan > target * (1 + ROUNDING):
         run.improve(limit, target, SECOND_EFFORT * effort)
