@@ -75,11 +75,11 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, resta
     first = np.minimum(limit, np.maximum(low, aim))
     is_lower = bool((first < limit).any())
     target = memory_bound(pipelines, first)
-    run.improve(first, target, (FIRST_EFFORT if is_lower else 1) * effort)
+    run.improve(first, target, (FIRST_EFFORT if is_lower else 1 - SECOND_EFFORT) * effort)
     if is_lower and target * (1 + ROUNDING) < run.makespan <= target * NEAR:
         run.improve(first, target, NEAR_EFFORT * effort)
     target = memory_bound(pipelines, limit)
-    if is_lower and run.makespan > target * (1 + ROUNDING):
+    if run.makespan > target * (1 + ROUNDING):
         run.improve(limit, target, SECOND_EFFORT * effort)
     for _ in range(restarts):
         if run.makespan > target * (1 + ROUNDING):
@@ -126,9 +126,7 @@ class _Search:
             starts: schedules within the limit that are improved by swaps first.
         """
         stuck, waiting, with_swaps = 0, list(starts), False
-        swaps_from = max(effort - BUILDS_ALONE, effort / 2)
-        if swaps_from < LEAST_ROUNDS * self.chains.round_effort:
-            swaps_from = 0.0
+        swaps_from = max(effort - BUILDS_ALONE, effort / 2) if self._has_swaps(effort) else 0.0
         while effort > 0:
             if not with_swaps and effort <= swaps_from:  # the elites so far first, the best of them before the others
                 with_swaps = True
@@ -176,7 +174,8 @@ class _Search:
             memory = np.minimum(limit, max(low, self.peak * (1 - step)))
             self._elites = [replace(self.best, makespan=np.inf)]
             can_be = memory_bound(self._pipelines, memory) <= self.makespan * (1 + ROUNDING)
-            if not (can_be and self.improve(memory, self.makespan, effort, [self._repaired(memory)])):
+            starts = [self._repaired(memory)] if self._has_swaps(effort) else []
+            if not (can_be and self.improve(memory, self.makespan, effort, starts)):
                 step /= 2
 
     def _repaired(self, memory: Array) -> BuiltSchedule:
@@ -193,6 +192,10 @@ class _Search:
         place = bisect_right(self._elites, built.makespan, key=lambda elite: elite.makespan)
         self._elites.insert(place, built)
         del self._elites[ELITES:]
+
+    def _has_swaps(self, effort: float) -> bool:
+        """Whether half of an effort is enough for swaps."""
+        return effort / 2 >= LEAST_ROUNDS * self.chains.round_effort
 
     def _is_promising(self, built: BuiltSchedule) -> bool:
         """Whether a schedule is worth the time of improving it by swaps."""
