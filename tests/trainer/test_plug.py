@@ -182,7 +182,9 @@ def test_models_and_launches_that_cannot_be_served_are_refused_before_an_engine_
 @needs_vllm
 def test_a_refusal_of_images_says_what_to_leave_out(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    made._is_vlm, made.args.use_vllm, made.args.plan, made.args.score_groups_early = True, True, "auto", False
+    made._is_vlm = True
+    of_ours = {"plan": "auto", "score_groups_early": False, "async_save": False, "skip_nonfinite_updates": False}
+    vars(made.args).update(use_vllm=True, **of_ours)
     with pytest.raises(ConfigError, match="of text alone; leave plug out, and train it with TRL's own generation"):
         plug(made)
     with pytest.raises(ConfigError, match="of text alone; leave use_vllm out, and train it with TRL's own generation"):
