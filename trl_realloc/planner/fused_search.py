@@ -37,7 +37,7 @@ LEAST_ROUNDS = 1_000  # of swaps that the other half must allow
 ROUNDS = 20_000  # of swaps, at most
 ROUNDS_IN_VAIN = (300, 1_000, 4_000)  # in turn, without a less makespan
 PROMISING = 1.01  # of the makespan of the worst elite
-MEMORY_EFFORT = 0.15  # of the effort, for each lower memory limit, and
+MEMORY_EFFORT = 0.3  # of the effort, for each lower memory limit, and
 AIM_EFFORT = 0.5  # where more than `MOST_MEMORY` is left
 FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
 
