@@ -37,8 +37,8 @@ LEAST_ROUNDS = 1_000  # of swaps that the other half must allow
 ROUNDS = 20_000  # of swaps, at most
 ROUNDS_IN_VAIN = (300, 1_000, 4_000)  # in turn, without a less makespan
 PROMISING = 1.01  # of the makespan of the worst elite
-MEMORY_EFFORT = 0.3  # of the effort, for each lower memory limit, and
-AIM_EFFORT = 0.5  # where more than `MOST_MEMORY` is left
+MEMORY_EFFORT = 0.3  # of the effort, for each lower memory limit; half of it where a limit is given, and kept
+AIM_EFFORT = 0.5  # the same where more than `MOST_MEMORY` is left
 FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
 
 
@@ -84,7 +84,8 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, resta
     for _ in range(restarts):
         if run.makespan > target * (1 + ROUNDING):
             run.improve_anew(limit, target, effort)
-    run.lower_memory(limit, float(low.max()), FIRST_STEP, MEMORY_EFFORT * effort)
+    is_given = pipelines.memory_limit is not None
+    run.lower_memory(limit, float(low.max()), FIRST_STEP, (MEMORY_EFFORT / 2 if is_given else MEMORY_EFFORT) * effort)
     if run.peak > aim * (1 + ROUNDING):  # a longer search may find what a short one misses
         run.lower_memory(limit, aim, SECOND_STEP, AIM_EFFORT * effort)
     schedule = run.chains.schedule(run.best)
