@@ -37,6 +37,7 @@ from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.base import Completion, EngineDied, EngineError, GenerationRequest, Sampling, Updates
 from trl_realloc.engines.child_process import session_members
+from trl_realloc.engines.generation import vllm
 from trl_realloc.engines.generation.engine_process import engine_environment
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
@@ -432,7 +433,8 @@ def test_a_stopped_engine_is_reported_within_its_step_timeout(
     assert_gone(session, shared_before)
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "why_not_served", lambda config, **settings: None)  # it would refuse these heads before
     config = llama(0).config
     config.head_dim = 16  # vLLM finds out at the first token only
     config.save_pretrained(tmp_path)
