@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from test_engine_protocol import adamw, build, mean_logprob, process_group  # no
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.training.deepspeed_compat import initializing
 from trl_realloc.engines.training.zero_setup import cast_parameters, deepspeed_config
 
 
@@ -44,6 +47,25 @@ def test_a_copy_is_cast_as_deepspeed_casts_what_it_trains_not_the_frequencies_of
     ids = torch.arange(1200)[None] % 100
     with torch.no_grad():
         assert torch.equal(model.eval()(ids).logits, loaded.eval()(ids).logits)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("launched", [{"LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, {"LOCAL_RANK": "3"}, {}])
+def test_deepspeed_takes_the_engines_device_also_where_each_process_sees_one_device(
+    launched: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with initializing(MeshGroup((3,), 3), torch.device("cuda", 0)):
+        assert {name: os.environ[name] for name in names if name in os.environ} == dict.fromkeys(
+            launched or ["LOCAL_RANK"], "0"
+        )
+    assert {name: os.environ[name] for name in names if name in os.environ} == launched
+    with initializing(MeshGroup((3,), 3), torch.device("cpu")):
+        assert os.environ["LOCAL_RANK"] == launched.get("LOCAL_RANK", "0")
 
 
 @pytest.mark.deepspeed

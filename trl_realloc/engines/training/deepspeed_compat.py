@@ -20,6 +20,7 @@ from accelerate.utils import is_deepspeed_available
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..device import is_accelerator
 from ..mesh_group import MeshGroup
 
 
@@ -218,8 +219,7 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
 
     The constructor of a ZeRO-3 optimizer calls barriers without a group, that is over the whole job (stage3.py:765,
     774, 914). If the mesh is only a part of the job, they would wait for ever for the other ranks. Inside, such a
-    barrier is over the mesh. DeepSpeed reads LOCAL_RANK, which a process without a launcher does not have. It is set
-    inside only, because Accelerate takes a process that has it for a launched one.
+    barrier is over the mesh, and DeepSpeed takes the engine's device (`_local_rank`).
     """
     from deepspeed import comm
 
@@ -234,18 +234,39 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
     def barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
         return job_barrier(mesh if group is None else group, *args, **kwargs)
 
-    launched = "LOCAL_RANK" in os.environ
-    if not launched:
-        os.environ["LOCAL_RANK"] = str(device.index or 0)
     comm.barrier = barrier
     try:
-        with _without_second_copy(), _without_gradient_memory(), _without_first_gather():
+        with _local_rank(device), _without_second_copy(), _without_gradient_memory(), _without_first_gather():
             yield
     finally:
         comm.barrier = job_barrier
         nn.functional.linear = linear  # stage 3 replaces it for the whole process (`memory_efficient_linear`)
-        if not launched:
-            del os.environ["LOCAL_RANK"]
+
+
+@contextlib.contextmanager
+def _local_rank(device: torch.device) -> Iterator[None]:
+    """Inside, LOCAL_RANK is the number of the device among those that this process sees, because DeepSpeed makes the
+    device of that number the process's (engine.py:1943, partition_parameters.py:1138).
+
+    A launcher may give each process one device, which is number 0 for all of them (Slurm's --gpus-per-task), and a
+    process without a launcher has no LOCAL_RANK. It is set inside only, because Accelerate takes a process that has it
+    for a launched one. DeepSpeed compares it with Open MPI's variable (engine.py:1962).
+    """
+    if is_accelerator(device):
+        number = str(torch.accelerator.current_device_index() if device.index is None else device.index)
+    else:
+        number = os.environ.get("LOCAL_RANK", "0")
+    names = ["LOCAL_RANK", *(name for name in ("OMPI_COMM_WORLD_LOCAL_RANK",) if name in os.environ)]
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, number))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
