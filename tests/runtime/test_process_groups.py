@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.process_groups import make_groups, make_reallocation_groups, make_split_groups
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.presets import flatten, separate
+from trl_realloc.runtime.process_groups import (
+    from_first_rank,
+    make_fused_groups,
+    make_groups,
+    make_reallocation_groups,
+    make_split_groups,
+)
+
+
+FLAT = flatten(Cluster(1, 4)).to_dict()
+SPLIT = {"mesh": "0-3", "engine": "megatron", "dp": 1, "tp": 2, "pp": 2}
+FUSED = ExecutionPlan.from_dict(
+    {
+        **FLAT,
+        "calls": {name: call if name.endswith("generate") else SPLIT for name, call in FLAT["calls"].items()},
+        "fused": ["actor.train", "critic.train"],
+    }
+)
 
 
 def test_every_group_has_the_time_limit_of_the_config() -> None:
@@ -22,4 +42,34 @@ def test_every_group_has_the_time_limit_of_the_config() -> None:
         limits = {group._get_backend(torch.device("cpu")).options._timeout for group in made}
         assert limits == {limit}
     finally:
+        dist.destroy_process_group()
+
+
+def test_no_group_is_a_part_of_a_default_group_that_is_bound_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed binds that of a job on GPUs. To divide its communicator torch needs all ranks, also those that are not
+    in the new group, and not for a gloo group of theirs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world: Any = dist.group.WORLD
+    seen: list[Any] = []
+
+    def make(*args: Any, **kwargs: Any) -> None:
+        seen.append(world.bound_device_id)
+
+    world.bound_device_id = torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "new_group", make)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("trl_realloc.runtime.process_groups.is_accelerator", lambda device: True)
+            patched.setattr("trl_realloc.runtime.process_groups._host_groups", [])
+            patched.setattr(dist, "broadcast_object_list", lambda *args, **kwargs: None)
+            from_first_rank(0, 1.0)
+            plan, limit = separate(Cluster(1, 4), zero_stage=2), timedelta(seconds=1)
+            for of_rank in (0, 3):
+                make_groups(plan, of_rank, limit)
+                make_reallocation_groups(plan, of_rank, limit)
+                make_fused_groups(FUSED, of_rank, limit, make_split_groups(FUSED, of_rank, limit))
+        assert len(seen) > 10 and not any(seen)
+        assert world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        world.bound_device_id = None
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from ..engines.device import is_accelerator
 from ..plan.cluster import Cluster
 from ..planner.hardware import Sharing
 from ..planner.profile import Observation
+from ..runtime.process_groups import new_group
 
 
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 24)  # bytes of a message
@@ -94,7 +95,7 @@ def links(cluster: Cluster, device: torch.device) -> list[Observation]:
     observations: list[Observation] = []
     if per_node > 1:
         node = rank // per_node
-        groups = [dist.new_group(list(range(at * per_node, (at + 1) * per_node))) for at in range(cluster.nodes)]
+        groups = [new_group(list(range(at * per_node, (at + 1) * per_node))) for at in range(cluster.nodes)]
         peer = rank - rank % per_node + (rank % per_node ^ 1)
         peer_in_node = peer if peer < (node + 1) * per_node else None
         observations += _link(groups[node], per_node, rank, peer_in_node, device, far=False)

@@ -21,6 +21,30 @@ from ..plan.cluster import DeviceMesh
 from ..plan.execution_plan import ExecutionPlan
 
 
+def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> Any:
+    """`torch.distributed.new_group`, for groups that NCCL connects in their first operations. All ranks call this
+    together.
+
+    The default group of a job that is launched with a DeepSpeed config on GPUs is bound to a device. Torch then makes
+    every further group at once, as a part of the default group's communicator, for which it needs all ranks. The ranks
+    outside a new gloo group wait for those inside, which do not take part; a group that only its own ranks make waits
+    for all others; and messages between two ranks wait for all other operations of their group.
+
+    Args:
+        ranks: of the group; `None` for all.
+        settings: further arguments of `torch.distributed.new_group`.
+    """
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None:
+        return dist.new_group(ranks, **settings)
+    world.bound_device_id = None
+    try:
+        return dist.new_group(ranks, **settings)
+    finally:
+        world.bound_device_id = bound
+
+
 def from_first_rank(value: Any, timeout_s: float) -> Any:
     """Rank 0's value, on every rank. All ranks call this together; the other ranks' values are ignored.
 
@@ -43,7 +67,7 @@ def _host_group(timeout_s: float) -> Any:
     if not is_accelerator(group_device()):
         return world
     if not _host_groups or _host_groups[0][0] is not world:  # the default group may have been destroyed and made again
-        _host_groups[:] = [(world, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))]
+        _host_groups[:] = [(world, new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))]
     return _host_groups[0][1]
 
 
@@ -101,13 +125,13 @@ def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dic
         return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
     device, groups = group_device(), dict[DeviceMesh, MeshGroup]()
     for mesh in meshes:
-        group = dist.new_group(list(mesh.devices), timeout=timeout) if mesh.size > 1 else None
+        group = new_group(list(mesh.devices), timeout=timeout) if mesh.size > 1 else None
         groups[mesh] = MeshGroup(tuple(mesh.devices), rank, group, device)
     if any(a.strategy.zero_stage and rank in a.mesh for a in plan.assignments.values()):
         # DeepSpeed calls collectives also on a rank alone. Only this rank takes part in making the group.
-        group = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+        group = new_group([rank], timeout=timeout, use_local_synchronization=True)
         groups[alone] = MeshGroup((rank,), rank, group, device)
-    return groups, dist.new_group(backend="gloo", timeout=timeout)
+    return groups, new_group(backend="gloo", timeout=timeout)
 
 
 def make_split_groups(
@@ -122,7 +146,7 @@ def make_split_groups(
         for kind, members in _all_groups(tuple(mesh.devices), tp, pp):
             group = None
             if dist.is_initialized() and len(members) > 1:
-                group = dist.new_group(list(members), timeout=timeout)
+                group = new_group(list(members), timeout=timeout)
             # a pipeline's middle stages need the group of its ends too, although they are not in it
             if rank in members or (kind == "ends" and rank in mesh and set(members) <= set(of_rank["pp"].ranks)):
                 of_rank[kind] = MeshGroup(members, rank, group, group_device())
@@ -145,7 +169,7 @@ def make_fused_groups(
     mesh, degrees = plan.mesh(plan.fused[0]), [plan[name].strategy for name in plan.fused]
     device = group_device()
     count = MESSAGE_GROUPS if is_accelerator(device) else 1  # gloo tells messages apart by their tags
-    messages = tuple(dist.new_group(list(mesh.devices), timeout=timeout) for _ in range(count))
+    messages = tuple(new_group(list(mesh.devices), timeout=timeout) for _ in range(count))
     if rank not in mesh:
         return None
     longer = max(degrees, key=lambda strategy: strategy.pp)
@@ -186,8 +210,8 @@ def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta)
     groups, device = {}, group_device()
     for source, target in plan.reallocations:
         ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
-        control = dist.new_group(ranks, backend="gloo", timeout=timeout) if dist.is_initialized() else None
-        tensors = dist.new_group(ranks, timeout=timeout) if is_accelerator(device) else control
+        control = new_group(ranks, backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        tensors = new_group(ranks, timeout=timeout) if is_accelerator(device) else control
         groups[target] = ReallocationGroups(source, target, tuple(ranks), control, tensors, device)
     return groups
 

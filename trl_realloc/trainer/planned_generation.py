@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from ..engines.base import Bucket, EngineError, GenerationRequest, Sampling
 from ..engines.child_process import die_with_launcher
@@ -27,7 +26,7 @@ from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.temporary_folder import temporary_folder
 from ..runtime.failures.watchdog_client import watch
 from ..runtime.messages import GlooMessages
-from ..runtime.process_groups import destroy_groups
+from ..runtime.process_groups import destroy_groups, new_group
 from ..runtime.rounds import Rounds
 from ..runtime.vllm_start import VLLMOptions, start_vllm
 from .generation_plan import GENERATE, engine_owners
@@ -105,7 +104,7 @@ class PlannedGeneration:
         self._stack = contextlib.ExitStack()
         group = None
         if size > 1:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            group = new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self._stack.callback(destroy_groups, group)
         self._alarm = Alarm(watch(options.heartbeat_timeout_s) if size > 1 else None)
         self._joined: Rounds | None = Rounds(GlooMessages(group), range(size), rank, engine_owners(plan), self._serve)
