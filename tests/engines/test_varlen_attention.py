@@ -147,6 +147,33 @@ def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_
         assert not has_varlen(like(), like(), changed)  # type: ignore[arg-type]
 
 
+def test_torchs_attention_is_used_under_autocast_where_the_rotary_embedding_of_a_float32_model_makes_queries_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(varlen_attention, "_has_kernel", lambda device, dtype, size: dtype is torch.bfloat16)
+    on_gpu = {"is_cuda": True, "dtype": torch.float32, "shape": (1, 4, 9, 128), "device": torch.device("cuda")}
+    like: Any = type("Like", (), on_gpu)()
+    assert not has_varlen(like, like, {})
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    assert has_varlen(like, like, {})
+    monkeypatch.undo()
+
+    given: list[Tensor] = []
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
+        given.extend([q, k, v])
+        return q
+
+    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen)
+    query, value = torch.randn(1, 4, 9, 8, requires_grad=True), torch.randn(1, 4, 9, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = varlen_attention.varlen_attention(query, query, value, [4, 5], None, None)
+    assert {part.dtype for part in (found, *given)} == {torch.bfloat16}
+    found.float().sum().backward()
+    assert query.grad is not None and query.grad.dtype is torch.float32
+
+
 @pytest.mark.parametrize(
     ("capability", "fails", "used"), [((7, 5), False, False), ((8, 0), True, False), ((9, 0), False, True)]
 )

@@ -54,19 +54,26 @@ def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
     """Whether torch's attention for samples of different lengths can compute this: on a GPU that has
-    the kernel, in 16 bits, without what changes the scores.
+    the kernel, in 16 bits (by autocast too), without what changes the scores.
 
     Args:
         arguments: of Transformers' attention functions, without windows.
     """
     changes = ("softcap", "s_aux", "sinks", "dropout", "position_bias")
     plain = not any(isinstance(arguments.get(name), Tensor) or arguments.get(name) for name in changes)
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    size = query.shape[-1]
+    dtype, size = _computed_in(query), query.shape[-1]
+    is_half = dtype in (torch.float16, torch.bfloat16)
     fits = size == value.shape[-1] <= LARGEST_HEAD and size % HEAD_MULTIPLE == 0
     if varlen_attn is None or not (query.is_cuda and is_half and fits and plain):
         return False
-    return _has_kernel(query.device, query.dtype, size)
+    return _has_kernel(query.device, dtype, size)
+
+
+def _computed_in(query: Tensor) -> torch.dtype:
+    """The dtype that attention is computed in: that of autocast, which casts the arguments of torch's own attention
+    functions. The query of a float32 model is float32 under autocast, because its rotary embedding is."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 @functools.cache
@@ -103,9 +110,10 @@ def varlen_attention(
         window: a token sees so many tokens, itself included; `None` for all before it.
 
     Returns:
-        (1, tokens, heads, head_dim).
+        (1, tokens, heads, head_dim), in the dtype of autocast where it is on.
     """
-    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    dtype = _computed_in(query)
+    q, k, v = (part.to(dtype).squeeze(0).transpose(0, 1) for part in (query, key, value))
     bounds, longest = sample_bounds(lengths, query.device), max(lengths)
     result = varlen_attn(
         q,
