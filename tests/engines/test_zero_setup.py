@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from replay import rollouts
 from test_engine_protocol import adamw, build, mean_logprob, process_group  # noqa: F401
 from torch.overrides import TorchFunctionMode
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training.deepspeed_compat import initializing
+from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.zero import ZeroEngine
 from trl_realloc.engines.training.zero_setup import cast_parameters, deepspeed_config
 
 
@@ -100,4 +103,29 @@ def test_an_engine_starts_without_gathering_a_parameter_or_writing_to_the_memory
     after = {name: part for name, parts in made.parts().items() for _, part in parts}
     assert all(not torch.equal(before[name], after[name]) for name in before), "every parameter has its gradient"
     assert all(parameter.numel() == 0 for parameter in made.head.model.parameters())
+    made.close()
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_does_not_turn_the_engines_autocast_off(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for autocast without a device, which is that of CUDA; here the answer is that of the CPU."""
+    is_enabled = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": is_enabled(kind))
+    head, seen = PolicyHead(tiny.policy(), 1.0), set[torch.dtype]()
+    layer = head.model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda module, given, output: seen.add(output.dtype))
+    mesh = MeshGroup((0,), 0, dist.group.WORLD)
+    made = ZeroEngine(
+        head,
+        mesh,
+        torch.device("cpu"),
+        stage=stage,
+        alone=mesh.group,
+        compute_dtype=torch.bfloat16,
+        make_optimizer=adamw,
+    )
+    made.train(rollouts(4), mean_logprob, 64, 1e-3)
+    made.forward(rollouts(4), 64)
+    assert seen == {torch.bfloat16}
     made.close()

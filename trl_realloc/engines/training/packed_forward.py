@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,12 +33,16 @@ class RoleHead(nn.Module):
 
     Engines call the model only through this module, so that hooks on it (DeepSpeed's gathering, `Residency`) see every
     forward.
+
+    Attributes:
+        context: makes the context that forwards run in; one without effect, unless an engine sets another.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.packed = packs(model)
+        self.context: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self._received: Tensor | None = None
 
     def forward(self, samples: Rollouts, *, received: Tensor | None = None, returns_hidden: bool = False) -> Any:
@@ -47,7 +52,7 @@ class RoleHead(nn.Module):
             received: the hidden states of the stage before, which replace the token ids; `None` in the first stage.
             returns_hidden: return this stage's hidden states for the stage after it.
         """
-        with self.continuing(received):
+        with self.context(), self.continuing(received):
             if returns_hidden:
                 return self._run(backbone_of(self.model), self._inputs(samples)[0]).last_hidden_state
             return self.outputs(samples)

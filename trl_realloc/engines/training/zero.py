@@ -79,6 +79,9 @@ class ZeroEngine:
         settings = deepspeed_config(stage, config, max_grad_norm, trains=not self.frozen)
         self._sends_partitions = stage == 3 and has_plain_partitions(settings)
         self.compute_dtype = None if parameter_dtype(settings) else compute_dtype
+        # inside DeepSpeed's forward, which turns off autocast that is on around it (torch_autocast.py:128). On a CPU it
+        # would not, because it asks for CUDA's autocast
+        head.context = partial(autocast, device, self.compute_dtype)
         self._linear = partial(compat.memory_efficient_linear, stage, settings)
         if self.frozen:
             head.requires_grad_(False).eval()
@@ -235,8 +238,7 @@ class ZeroEngine:
         self.engine.destroy()
 
     def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
-        with autocast(self.device, self.compute_dtype):
-            outputs: Mapping[str, Ragged] = self.engine(samples)
+        outputs: Mapping[str, Ragged] = self.engine(samples)
         return outputs
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
