@@ -12,7 +12,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from replay import rollouts
-from test_engine_protocol import adamw, build, mean_logprob, process_group  # noqa: F401
+from test_engine_protocol import adamw, assembled, assert_same, build, mean_logprob, process_group  # noqa: F401
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -103,6 +103,34 @@ def test_an_engine_starts_without_gathering_a_parameter_or_writing_to_the_memory
     after = {name: part for name, parts in made.parts().items() for _, part in parts}
     assert all(not torch.equal(before[name], after[name]) for name in before), "every parameter has its gradient"
     assert all(parameter.numel() == 0 for parameter in made.head.model.parameters())
+    made.close()
+
+
+@pytest.mark.deepspeed
+def test_a_model_in_memory_is_partitioned_one_parameter_at_a_time_before_deepspeed_moves_it_to_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import deepspeed
+
+    given: list[bool] = []
+    shapes: list[torch.Size] = []
+    initialize = deepspeed.initialize
+
+    def noted(**arguments: Any) -> Any:
+        given.extend(parameter.numel() == 0 for parameter in arguments["model"].parameters())
+        return initialize(**arguments)
+
+    def optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
+        shapes.extend(parameter.shape for parameter in module.parameters())
+        return adamw(module)
+
+    monkeypatch.setattr(deepspeed, "initialize", noted)
+    model = tiny.policy()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    made = build("zero 3", PolicyHead(model, 1.0), optimizer=optimizer)
+    assert given and all(given), "the device never has the whole model"
+    assert shapes == [parameter.shape for parameter in before.values()]
+    assert_same(assembled(made.parts(), before), before)
     made.close()
 
 

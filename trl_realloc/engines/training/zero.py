@@ -41,7 +41,7 @@ from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import set_learning_rate, whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
-from .zero_partition import has_plain_partitions, partition_of, partition_pieces, partition_unread
+from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
 from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype
 
 
@@ -88,17 +88,22 @@ class ZeroEngine:
         if compiles(settings):
             clear_stale_locks(extensions_folder())
         topology = Topology(group, alone)
+        # before partitioning, because a user's function may look at shapes; parameters that are read get new objects
+        optimizer = make_optimizer(head.model) if make_optimizer and source_of(head.model) is None else None
         with compat.initializing(group, device):
             if stage == 3:
+                partition_loaded(head.model, settings, topology, device)
                 partition_unread(head.model, settings, topology, device)
             else:
                 dtype = parameter_dtype(settings)
                 if dtype is not None and source_of(head.model) is not None:
                     cast_parameters(head.model, dtype)  # as DeepSpeed does, before the device has them in float32
                 fill(head.model, device)
+            if make_optimizer and optimizer is None:
+                optimizer = make_optimizer(head.model)
             self.engine, *_ = deepspeed.initialize(
                 model=head,
-                optimizer=make_optimizer(head.model) if make_optimizer else None,
+                optimizer=optimizer,
                 config=settings,
                 mpu=topology,
                 dist_init_required=False,

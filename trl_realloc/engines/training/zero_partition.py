@@ -1,8 +1,7 @@
-"""Partitions a model on the meta device as DeepSpeed's stage 3 does, one parameter at a time, and reads only this
-rank's partition of each; sends the partitions to the mesh's first rank, piece by piece.
+"""Partitions a model as DeepSpeed's stage 3 does, one parameter at a time; of a model on the meta device it reads only
+this rank's partition of each. Sends the partitions to the mesh's first rank, piece by piece.
 
-DeepSpeed itself partitions models that are in memory (`deepspeed.initialize`). The layout of its partitions is in
-`realloc/layout` (`zero3_layout`).
+The layout of DeepSpeed's partitions is in `realloc/layout` (`zero3_layout`).
 """
 
 from __future__ import annotations
@@ -24,9 +23,30 @@ from .weight_source import reading, source_of, to_device
 from .zero_setup import Topology, cast_parameters, parameter_dtype
 
 
+def partition_loaded(model: nn.Module, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> None:
+    """Partition the parameters of a model in memory over the mesh, so that the device has one full parameter at a time.
+    `deepspeed.initialize` would move all of the model there first. Does nothing for a model on the meta device, and
+    where DeepSpeed's partitions are not plain, which it makes itself.
+
+    Args:
+        settings, device: as of `partition_unread`.
+    """
+    if source_of(model) is not None or not has_plain_partitions(settings):
+        return
+    dtype = parameter_dtype(settings)
+    if dtype is not None:
+        cast_parameters(model, dtype)
+    partitioner = Partitioner(topology.group, settings, topology)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(device)
+            partitioner.partition(parameter)
+    to_device(model, device)  # DeepSpeed moves no model that has partitions
+
+
 def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> None:
     """Partition the parameters on the meta device over the mesh, and read this rank's partitions. Does nothing for a
-    model in memory. DeepSpeed partitions parameters in memory later.
+    model in memory.
 
     Args:
         settings: DeepSpeed's config of the engine.
@@ -128,4 +148,4 @@ def has_plain_partitions(settings: Mapping[str, Any]) -> bool:
     return not (swaps or quantizes or zero.get("zero_hpz_partition_size", 1) > 1)
 
 
-__all__ = ["has_plain_partitions", "partition_of", "partition_pieces", "partition_unread"]
+__all__ = ["has_plain_partitions", "partition_loaded", "partition_of", "partition_pieces", "partition_unread"]
