@@ -208,6 +208,20 @@ def test_a_model_given_by_path_is_read_onto_each_device_in_its_parts(degrees: tu
     assert peak <= share + max(p.nbytes for p in expected.values()) + (64 << 10), (peak, share)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loaded_model_is_split_without_being_on_a_device_whole(name: str) -> None:
+    head, groups = head_of(name), split_groups(2, 1)
+    largest = max(parameter.nbytes for parameter in head.parameters())
+    before = allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    made = MegatronEngine(head, groups, SIM, make_optimizer=SETTINGS["make_optimizer"])
+    share = sum(tensor.nbytes for cells in made.parts().values() for _, tensor in cells)
+    assert all(tensor.device == SIM for cells in made.parts().values() for _, tensor in cells)
+    assert all(buffer.device == SIM for buffer in head.buffers())
+    peak = torch.accelerator.max_memory_allocated(SIM) - before
+    assert peak <= share + 2 * largest + (64 << 10), (peak, share)
+
+
 # --- transfers -------------------------------------------------------------------------------------------------------
 
 

@@ -105,12 +105,12 @@ class MegatronEngine:
         optimizer = NamedOptimizer.of(make_optimizer, model) if make_optimizer is not None else None
         if groups.pp.size > 1:
             keep_stage(model, groups.pp.index, groups.pp.size)
-        to_device(head, device)
         partial_gradients: frozenset[str] = frozenset()
-        if groups.tp.size > 1:
+        if groups.tp.size > 1:  # moves what it splits parameter by parameter, so that the device has one of them whole
             partial_gradients = split_tensors(model, groups.tp)
             if isinstance(head, PolicyHead):
                 head.token_logprobs, head.vocabulary_group = self._split_logprobs, groups.tp
+        to_device(head, device)
         fill(model, device)
         self.pipeline: Pipeline | None = None
         if groups.pp.size > 1:

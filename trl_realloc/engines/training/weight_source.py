@@ -122,9 +122,10 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 
 def to_device(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters and buffers of a module that are in memory to a device."""
+    """Move the parameters and buffers of a module that are in memory to a device. A parameter that has been split is
+    there already."""
     for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta:
+        if not tensor.is_meta and not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
 
 
