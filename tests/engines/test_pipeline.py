@@ -12,6 +12,8 @@ import torch.distributed as dist
 from replay import rollouts  # noqa: E402
 
 from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.torch_compat import LeanStage
+from trl_realloc.engines.training import pipeline as pipelines
 from trl_realloc.engines.training.packed_forward import ValueHead
 from trl_realloc.engines.training.pipeline import Pipeline
 
@@ -41,3 +43,73 @@ def test_an_error_in_a_stage_comes_out_as_itself(group: MeshGroup, error: Except
             [rollouts(4)], lambda at, outputs: outputs["values"].values.sum(), trains=trains, call=lambda work: work()
         )
     assert raised.value is error
+
+
+class First(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * hidden
+
+
+class Last(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.square().sum()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_stage_has_memory_for_what_it_receives_of_the_micro_batches_under_way(group: MeshGroup, trains: bool) -> None:
+    """torch's stage would have it for all micro-batches from the beginning."""
+    schedules: Any = torch.distributed.pipelining.stage
+    shape = torch.empty((1, 4, 8), device="meta", requires_grad=trains)
+    number = torch.empty((), device="meta", requires_grad=trains)
+    for index, module, result in ((0, First(), shape), (1, Last(), number)):
+        stage = LeanStage(
+            module, index, 2, torch.device("cpu"), input_args=(shape,), output_args=(result,), group=group.group
+        )
+        stage.has_backward = trains
+        stage._inference_mode = schedules.InferenceMode.STATIC
+
+        def held(stage: LeanStage = stage) -> int:
+            tables = stage.args_recv_info, stage.grad_recv_info
+            buffers = [info.buffer for table in tables for infos in table.values() for info in infos]
+            return sum(buffer is not None and not buffer.is_meta for buffer in buffers)
+
+        stage._prepare_forward_infra(5, (), has_backward=trains)
+        if trains:
+            stage._prepare_backward_infra(5, loss_fn=None)
+        assert not held()
+        for at in range(5):
+            for message in stage.get_fwd_recv_ops(at):
+                message.tensor.fill_(float(at))
+            output = stage.forward_one_chunk(at, (torch.ones(1, 4, 8, requires_grad=trains),))
+            assert held() == (index if trains else 0)
+            if not trains:
+                continue
+            for message in stage.get_bwd_recv_ops(at):
+                message.tensor.fill_(float(at))
+            assert held() == 1, "the last stage receives hidden states, the first one their gradients"
+            stage.backward_one_chunk(at, loss=output)
+            sent = [message.tensor for message in stage.get_bwd_send_ops(at)] or stage.bwd_cache.pop(at)
+            assert torch.equal(sent[0], torch.full((1, 4, 8), 2.0 * at))
+            assert not held()
+
+
+def test_a_forward_alone_has_steps_of_as_many_micro_batches_as_a_stage_may_keep(
+    group: MeshGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, steps, kept = ValueHead(tiny.classifier()).eval(), list[int](), dict[int, torch.Tensor]()
+    pipeline = Pipeline(head, group, torch.device("cpu"), hidden=head.model.config.hidden_size)
+    micros = [rollouts(4).select([at]) for at in (0, 1, 2, 3, 0, 1, 2, 3, 0)]
+    step = pipeline._step
+    monkeypatch.setattr(pipelines, "SENT_BYTES", 0)
+    monkeypatch.setattr(pipeline, "_step", lambda part, *rest: (steps.append(len(part)), step(part, *rest)))
+
+    def keep(at: int, outputs: Any) -> torch.Tensor:
+        kept[at] = outputs["values"].values
+        return torch.zeros(())
+
+    pipeline.run(micros, keep, trains=False, call=lambda work: work())
+    assert steps == [4, 4, 1] and list(kept) == list(range(9))
+    with torch.no_grad():
+        expected = [head(micro)["values"].values for micro in micros]
+    for at, values in kept.items():
+        torch.testing.assert_close(values, expected[at], rtol=1e-5, atol=1e-5)

@@ -6,14 +6,17 @@ Run with torch 2.13 and 2.15 (docs/versions.md).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 
@@ -45,6 +48,60 @@ def memory_of(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
+class LeanStage(PipelineStage):
+    """A pipeline stage that has memory for what it receives of the micro-batches that are under way. torch's has it for
+    all micro-batches of a step from the beginning: as much as all of their hidden states, and in training twice that.
+
+    In a release of torch that lacks the methods that are replaced here, the memory is torch's.
+    """
+
+    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        with self._without_memory():
+            super()._setup_forward_recv_info(*args, **kwargs)
+
+    def _setup_backward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        with self._without_memory():
+            super()._setup_backward_recv_info(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _allocate(self, received: Iterable[Any]) -> None:
+        for info in received:
+            if info.buffer is not None and info.buffer.is_meta:
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
+
+    def _free(self, received: Iterable[Any]) -> None:
+        for info in received:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:
+            self._free(self.args_recv_info[fwd_chunk_id])
+            self.fwd_cache[fwd_chunk_id] = (self.fwd_cache[fwd_chunk_id][0], [])  # without the input
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._free(self.args_recv_info[bwd_chunk_id])
+        self._free(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+
 def extensions_folder() -> Path:
     """The folder in which torch compiles extensions, each in a folder of its own."""
     from torch.utils import cpp_extension
@@ -72,4 +129,4 @@ def wrap_store(wrap: Callable[[dist.Store], dist.Store], mark: str) -> None:
     rendezvous._create_c10d_store = connect_and_wrap
 
 
-__all__ = ["CHECKPOINT_METADATA_CLASSES", "StorageInfo", "extensions_folder", "memory_of", "wrap_store"]
+__all__ = ["CHECKPOINT_METADATA_CLASSES", "LeanStage", "StorageInfo", "extensions_folder", "memory_of", "wrap_store"]

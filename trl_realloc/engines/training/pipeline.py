@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.model_spec import stage_layers
 from ..mesh_group import MeshGroup
+from ..torch_compat import LeanStage
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of
 from .packed_forward import RoleHead, tied_weight
 from .probe_model import Identity
+
+
+SENT_BYTES = 1 << 30  # of the hidden states that a stage keeps while it scores
 
 
 def keep_stage(model: Any, stage: int, stages: int) -> None:
@@ -110,8 +114,9 @@ class Pipeline:
         """Run all micro-batches forward, and backward if `trains`. Every rank of the pipeline calls it with the same
         micro-batches.
 
-        All hidden states that are sent need one shape, so each micro-batch is padded to the tokens of the longest one
-        with an additional sample. Every rank knows the shapes, so they are not sent.
+        A stage keeps what it has sent until the end of a step of torch's schedule. In training each micro-batch's
+        backward frees it; a forward alone has several steps, each of as many micro-batches as fit in `SENT_BYTES`, and
+        of some for each stage, because stages wait at a step's begin and end.
 
         Args:
             micros: micro-batches on the device; at least one.
@@ -120,12 +125,34 @@ class Pipeline:
             call: runs a stage's forward in its context, such as autocast.
         """
         width = max(micro.tokens for micro in micros)
+        fitting = max(4 * self.group.size, SENT_BYTES // (width * self.hidden * self.dtype.itemsize))
+        size = len(micros) if trains else fitting
+        for first in range(0, len(micros), size):
+
+            def finish_one(at: int, outputs: Mapping[str, Ragged], first: int = first) -> Tensor:
+                return finish(first + at, outputs)
+
+            self._step(micros[first : first + size], finish_one, trains, call)
+
+    def _step(
+        self,
+        micros: Sequence[Rollouts],
+        finish: Callable[[int, Mapping[str, Ragged]], Tensor],
+        trains: bool,
+        call: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """One step of torch's schedule.
+
+        All hidden states that are sent need one shape, so each micro-batch is padded to the tokens of the longest one
+        with an additional sample. Every rank knows the shapes, so they are not sent.
+        """
+        width = max(micro.tokens for micro in micros)
         padded = [_padded(micro, width - micro.tokens) for micro in micros]
         module = _Stage(self, micros, padded, finish, call, trains)
         shape = torch.empty((1, width, self.hidden), dtype=self.dtype, device="meta", requires_grad=trains)
         ids = torch.zeros((len(micros), width), dtype=torch.long, device=self.device)
         number = torch.empty((), dtype=torch.float32, device="meta", requires_grad=trains)
-        pipeline_stage = PipelineStage(
+        pipeline_stage = LeanStage(
             module,
             self.group.index,
             self.group.size,
