@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.generation.weight_buffers import WeightBuffers, by_cuda_ipc
+from trl_realloc.engines.generation.weight_sender import send_weights
 
 
 def bucket() -> list[tuple[str, torch.Tensor]]:
@@ -90,62 +94,129 @@ def test_weights_go_through_the_gpu_where_the_engine_has_that_one_alone(
     assert by_cuda_ipc(on_gpu, tp, environment) == by_ipc
 
 
-def load_by_handle() -> dict[str, torch.Tensor]:
-    """What is packed and what vLLM's `ipc` engine is handed are ours; torch's handles of CUDA memory are a stand-in."""
-    from torch.multiprocessing import reductions
-    from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
+class Handles:
+    """In place of CUDA IPC. Counts a handle as torch does: from 1, and one less when what was opened by it is freed."""
 
+    def __init__(self) -> None:
+        self.memory: list[torch.Tensor] = []
+        self.counts: list[int] = []
+
+    def reduce(self, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        self.memory.append(tensor)
+        self.counts.append(1)
+        number = len(self.memory) - 1
+        return None, (torch.Tensor, tensor.size(), tensor.stride(), 0, None, tensor.dtype, 3, number)
+
+    def rebuild(self, *arguments: Any) -> torch.Tensor:
+        assert arguments[6] == 0, "the worker's own number of the GPU, not the trainer's 3"
+        opened = self.memory[arguments[7]].view(-1)
+        weakref.finalize(opened, self.close, arguments[7])
+        return opened
+
+    def close(self, number: int) -> None:
+        self.counts[number] -= 1
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        from torch.multiprocessing import reductions
+
+        with (
+            patch.object(reductions, "reduce_tensor", self.reduce),
+            patch.object(reductions, "rebuild_cuda_tensor", self.rebuild),
+            patch.object(torch.cuda, "synchronize", lambda device: None),
+            patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1")),
+            patch.object(torch.Tensor, "is_cuda", True),
+        ):
+            yield
+
+
+class Model(torch.nn.Module):
+    loaded: dict[str, torch.Tensor]
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self.loaded = dict(weights)
+        return set(self.loaded)
+
+
+def worker_of(model: Model) -> Any:
     from trl_realloc.engines.generation import vllm_worker
 
-    opened: list[torch.Tensor] = []
+    worker: Any = object.__new__(vllm_worker.SharedMemoryWeightTransfer)
+    worker.model, worker.model_config, worker.device = model, None, torch.device("cpu", 0)
+    worker.vllm_config, worker.config = SimpleNamespace(parallel_config=None, model_config=None), None
+    return worker
 
-    def reduce(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        opened.append(tensor)
-        return None, (torch.Tensor, tensor.size(), tensor.stride(), 0, None, tensor.dtype, 3, len(opened) - 1)
 
-    def rebuild(*arguments: Any) -> torch.Tensor:
-        assert arguments[6] == 1, "the worker's own number of the GPU, not the trainer's 3"
-        return opened[arguments[7]]
+def load_by_handle() -> dict[str, torch.Tensor]:
+    """What is packed and how it is read are ours; torch's handles of CUDA memory are a stand-in."""
+    from trl_realloc.engines.generation import vllm_worker
 
-    class Model:
-        loaded: dict[str, torch.Tensor]
-
-        def load_weights(self, weights: Any) -> set[str]:
-            self.loaded = dict(weights)
-            return set(self.loaded)
-
-    made, gpu = WeightBuffers(cuda_ipc=True), SimpleNamespace(uuid="GPU-1")
+    made, handles = WeightBuffers(cuda_ipc=True), Handles()
     made.dtype, made.wider = torch.bfloat16, frozenset({"c"})
-    with (
-        patch.object(reductions, "reduce_tensor", reduce),
-        patch.object(reductions, "rebuild_cuda_tensor", rebuild),
-        patch.object(torch.cuda, "synchronize", lambda device: None),
-        patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
-        patch.object(torch.Tensor, "is_cuda", True),
-    ):
+    with handles.patched():
         size, tensors, handle = made.fill(0, bucket())
         again = [made.fill(0, bucket()).handle for _ in range(3)]
-        assert again == [handle] * 3 and len(opened) == 1, "torch wraps the storage anew for each handle"
-        assert [name for name, *_ in tensors] == ["c", "a", "b"], "without gaps, so the widest elements come first"
-        worker: Any = object.__new__(vllm_worker.SharedMemoryWeightTransfer)
-        worker.config = worker.model_config = None
-        worker.vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
-        worker.device, worker.model, worker._expected, worker._loaded = SimpleNamespace(index=1), Model(), {"e"}, set()
+        assert again == [handle] * 3 and len(handles.memory) == 1, "torch wraps the storage anew for each handle"
+        worker = worker_of(Model())
+        worker.start_weight_update()
         worker.receive_weights(vllm_worker.SharedMemoryBucket("", size, tensors, handle))
         assert worker.problem is None, worker.problem
         assert worker._loaded == {"a", "b", "c"}
-        assert ipc_engine and packed_tensor
         return {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
 
 
 @pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
-def test_on_a_gpu_vllms_own_engine_opens_the_slot_by_its_handle() -> None:
+def test_on_a_gpu_the_worker_opens_the_slot_by_its_handle() -> None:
     """In a process of its own, as the worker is: vLLM stays out of this one."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
         found = worker.submit(load_by_handle).result(timeout=180)
     expected = dict(bucket())
     assert torch.equal(found["a"], expected["a"].bfloat16()) and torch.equal(found["b"], expected["b"])
     assert torch.equal(found["c"], expected["c"])
+
+
+class Process:
+    """In place of `EngineProcess`: the worker takes a bucket before the next one is filled."""
+
+    limits = SimpleNamespace(load=1.0)
+    is_running = True
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.free: list[int] = []
+
+    def send(self, word: str, *arguments: Any) -> None:
+        from trl_realloc.engines.generation.vllm_worker import SharedMemoryBucket
+
+        if word == "load":
+            self.worker.start_weight_update()
+        elif word == "bucket":
+            slot, *filled = arguments
+            self.worker.receive_weights(SharedMemoryBucket(str(slot), *filled))
+            self.free.append(slot)
+        else:
+            self.worker.finish_weight_update()
+
+    def expect(self, word: str, *rest: Any, **named: Any) -> list[Any]:
+        return [self.free.pop(0)] if word == "free" else [self.worker.problem, 0.0]
+
+
+def handles_after_loads() -> list[int]:
+    made, handles = WeightBuffers(cuda_ipc=True), Handles()
+    process: Any = Process(worker_of(Model()))
+    large = [("d", torch.zeros(4000))]
+    with handles.patched():
+        for buckets in ([bucket()] * 5, [bucket()] * 5, [bucket(), bucket(), large, large, bucket()]):
+            assert send_weights(process, made, buckets, 0, lambda message: False) == (None, 0.0)
+    return handles.counts
+
+
+@pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
+def test_a_slot_on_the_gpu_is_opened_once_by_a_handle_and_closed_before_it_is_freed() -> None:
+    """torch frees memory that has been shared only if its count is exactly 0."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+        counts = worker.submit(handles_after_loads).result(timeout=180)
+    assert counts == [0] * 8, "two slots in each load, and two more where they grew"
 
 
 def expected_of_mixtures() -> set[str]:

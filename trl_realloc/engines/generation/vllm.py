@@ -189,7 +189,6 @@ class VLLMEngine:
         self._settle()
         self._process.send("sleep")
         self._process.expect("asleep", "freeing its memory", self.limits.load)
-        self._buffers.release_gpu()
         if self.sleep_level == 2:
             self.version = -1
 

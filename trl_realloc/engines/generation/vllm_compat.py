@@ -19,8 +19,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -180,8 +178,6 @@ def draws_by_position(engine: Any) -> bool:
 
 __all__ = [
     "BatchUpdate",
-    "IPCWeightTransferEngine",
-    "IPCWeightTransferUpdateInfo",
     "LogitsProcessor",
     "WeightTransferConfig",
     "WeightTransferEngine",
@@ -196,7 +192,6 @@ __all__ = [
     "finalize_layerwise_reload",
     "incomplete_layers",
     "initialize_layerwise_reload",
-    "packed_ipc_consumer",
     "process_dict_updates",
     "register_transfer",
     "replace_draw",

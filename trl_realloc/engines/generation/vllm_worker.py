@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from .vllm_compat import (
-    IPCWeightTransferEngine,
-    IPCWeightTransferUpdateInfo,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -25,12 +23,12 @@ from .vllm_compat import (
     incomplete_layers,
     initialize_layerwise_reload,
     not_loaded,
-    packed_ipc_consumer,
     register_transfer,
     replace_draw,
     wait_without_yielding,
 )
 from .vllm_sampler import SeededDraw, SeededRows
+from .weight_buffers import Handle, open_handle
 
 
 BACKEND = "trl_realloc"  # name of the class below in vLLM's registry of weight-transfer engines
@@ -49,34 +47,17 @@ class SharedMemoryBucket(WeightTransferUpdateInfo):
         path: the file to map: /proc/<pid>/fd/<fd> of a memfd.
         size: used bytes.
         tensors: for each tensor its checkpoint name, the name of its torch dtype, its shape and its offset in bytes.
-        handle: for a bucket on the worker's GPU, the GPU's UUID and the arguments of torch's `rebuild_cuda_tensor`
-            (CUDA IPC). Its tensors lie one after the other without gaps.
+        handle: for a bucket on the worker's GPU, see `weight_buffers.Handle`.
     """
 
     path: str
     size: int
     tensors: list[tuple[str, str, tuple[int, ...], int]]
-    handle: tuple[str, tuple[Any, ...]] | None = None
-
-
-class LoadedNames:
-    """A model for vLLM's own transfer engine, which does not return the names that `load_weights` has loaded.
-
-    Args:
-        every: the names to take for loaded where the model does not return them.
-    """
-
-    def __init__(self, model: Any, every: set[str]) -> None:
-        self._model, self._every = model, every
-        self.names: set[str] = set()
-
-    def load_weights(self, weights: Any) -> None:
-        self.names |= self._model.load_weights(weights) or self._every
+    handle: Handle | None = None
 
 
 class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryBucket]):
-    """Loads parameters from buckets in shared memory, with additional memory for about one layer. vLLM's own `ipc`
-    engine opens buckets on the GPU.
+    """Loads parameters from buckets in shared memory or on the GPU, with additional memory for about one layer.
 
     Never raises: with several workers vLLM would leave the other workers' answers in their queues and read them as
     answers to the next request. The error is in `problem`.
@@ -92,6 +73,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
     def start_weight_update(self) -> None:
         self.problem = None
         self._loaded: set[str] = set()
+        self._opened: dict[str, tuple[Handle, Tensor]] = {}  # path of a slot on the GPU -> its handle, its memory
         self._expected = {name for name, _ in self.model.named_parameters()}  # tied parameters once
         initialize_layerwise_reload(self.model)
 
@@ -99,34 +81,27 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         if self.problem is not None:
             return
         try:
-            model = LoadedNames(self.model, self._expected)
+            memory = self._memory(update_info)
+            # copies, because vLLM keeps a layer's tensors until it has all, and the next bucket overwrites the memory
+            weights = (
+                (name, _view(memory, dtype, shape, offset).to(self.device, copy=True))
+                for name, dtype, shape, offset in update_info.tensors
+            )
+            self._loaded |= self.model.load_weights(weights) or self._expected
             if update_info.handle is not None:
-                self._receive_by_ipc(model, update_info)
-            else:
-                memory = torch.from_file(update_info.path, shared=True, size=update_info.size, dtype=torch.uint8)
-                # copies, because vLLM keeps a layer's tensors until it has all, and the next bucket overwrites the
-                # memory
-                weights = (
-                    (name, _view(memory, dtype, shape, offset).to(self.device, copy=True))
-                    for name, dtype, shape, offset in update_info.tensors
-                )
-                model.load_weights(weights)
-            self._loaded |= model.names
+                torch.cuda.synchronize(self.device)  # finish copying before the bucket is filled again
         except Exception:
             self.problem = traceback.format_exc()
 
-    def _receive_by_ipc(self, model: LoadedNames, bucket: SharedMemoryBucket) -> None:
-        """Load a bucket on this GPU by vLLM's own engine, which copies it before it returns."""
-        assert bucket.handle is not None, "the bucket is on the GPU"
-        uuid, arguments = bucket.handle
-        names, dtypes, shapes, _ = (list(column) for column in zip(*bucket.tensors, strict=True))
-        receiver = IPCWeightTransferEngine(self.config, self.vllm_config, self.device, model)  # type: ignore[arg-type]
-        receiver.packed = True
-        sizes = [prod(shape) * _dtype(dtype).itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
-        receiver.receive_weights(
-            IPCWeightTransferUpdateInfo(names, dtypes, shapes, ipc_handles={uuid: arguments}, tensor_sizes=sizes)
-        )
-        torch.cuda.synchronize(self.device)  # finish copying before the bucket is filled again
+    def _memory(self, bucket: SharedMemoryBucket) -> Tensor:
+        """The memory of the bucket's slot. A slot on the GPU stays open until it comes with another handle, or until
+        the update ends."""
+        if bucket.handle is None:
+            return torch.from_file(bucket.path, shared=True, size=bucket.size, dtype=torch.uint8)
+        if bucket.path not in self._opened or self._opened[bucket.path][0] != bucket.handle:
+            self._opened.pop(bucket.path, None)
+            self._opened[bucket.path] = bucket.handle, open_handle(bucket.handle, self.device)
+        return self._opened[bucket.path][1]
 
     def finish_weight_update(self) -> None:
         try:
@@ -141,6 +116,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
                 self.problem = f"no bucket held {', '.join(sorted(missing)[:8])} ({len(missing)} in all)."
         except Exception:
             self.problem = self.problem or traceback.format_exc()
+        finally:
+            self._opened.clear()  # the sender frees its slots
 
     def shutdown(self) -> None:
         pass
@@ -201,10 +178,10 @@ class RolloutWorker:
         ]
         return str(dtype).removeprefix("torch."), wider
 
-    def why_no_ipc(self, handle: tuple[str, tuple[Any, ...]]) -> str | None:
+    def why_no_ipc(self, handle: Handle) -> str | None:
         """Why this worker cannot open a bucket of the trainer's on its GPU; `None` if it can."""
         try:
-            packed_ipc_consumer({handle[0]: handle[1]}, ["probe"], [[1]], ["uint8"], [1], self.device.index)
+            open_handle(handle, self.device).item()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None

@@ -1,8 +1,8 @@
 """The memory through which buckets of parameters get from the trainer's process into that of a vLLM engine: shared host
 memory, or the memory of a GPU that both use.
 
-There are two slots, so that one is filled while the other is loaded. The messages that say which slot is filled are in
-`vllm` and `vllm_host`, the reading side in `vllm_worker`.
+There are two slots, so that one is filled while the other is loaded. On the GPU they are there during a load alone. The
+messages that say which slot is filled are in `vllm` and `vllm_host`, the reading side in `vllm_worker`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..base import Bucket
 from ..device import is_accelerator
 
 
-_ALIGNMENT = 64  # bytes; the offsets of tensors in a slot of shared memory are multiples of it
+_ALIGNMENT = 64  # bytes; the offsets of tensors in a slot are multiples of it
 Handle = tuple[str, tuple[Any, ...]]  # a GPU's UUID, and the arguments of torch's `rebuild_cuda_tensor`
 
 
@@ -38,8 +38,7 @@ class Filled(NamedTuple):
 
 
 def by_cuda_ipc(on_gpu: bool, tensor_parallel_size: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether weights get to an engine through the memory of the GPU (CUDA IPC, vLLM's `ipc` engine), and not through
-    shared host memory.
+    """Whether weights get to an engine through the memory of the GPU (CUDA IPC), and not through shared host memory.
 
     They do where the engine has one GPU, that of the rank which sends. The workers of a tensor group are on other GPUs:
     to open this one's memory each would need a CUDA context here, some 0.5 GB. vLLM's `nccl` engine does not apply: the
@@ -77,14 +76,11 @@ class WeightBuffers:
     def fill(self, slot: int, bucket: Bucket) -> Filled:
         """Copy a bucket into a slot, which is enlarged if it is too small, in the dtype that the engine holds."""
         on_gpu = self.cuda_ipc and bool(bucket) and all(tensor.is_cuda for _, tensor in bucket)
-        if on_gpu:  # without gaps, so those of the widest elements come first
-            bucket = sorted(bucket, key=lambda item: -self._wire_dtype(*item).itemsize)
         placed, size = [], 0
         for name, tensor in bucket:
             dtype = self._wire_dtype(name, tensor)
             placed.append((name, str(dtype).removeprefix("torch."), tuple(tensor.shape), size))
-            nbytes = tensor.numel() * dtype.itemsize
-            size += nbytes if on_gpu else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            size += -(-tensor.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if on_gpu:
             return Filled(size, placed, self._on_the_gpu(slot, Filled(size, placed), bucket))
         if size > len(self._mapped.get(slot, ())):
@@ -119,7 +115,8 @@ class WeightBuffers:
         if slot not in self._on_gpu or filled.size > len(self._on_gpu[slot][0]):
             self._on_gpu.pop(slot, None)
             memory = torch.empty(filled.size, dtype=torch.uint8, device=device)
-            # once for each memory: torch wraps the storage anew each time, and frees it by as deep a recursion
+            # One handle for each memory, which the engine opens once (`open_handle`): torch wraps the storage anew for
+            # each handle, and frees it by as deep a recursion.
             self._on_gpu[slot] = memory, _handle(memory)
         memory, handle = self._on_gpu[slot]
         for (name, _, _, offset), (_, tensor) in zip(filled.tensors, bucket, strict=True):
@@ -130,7 +127,8 @@ class WeightBuffers:
         return handle
 
     def release_gpu(self) -> None:
-        """Free the slots on the GPU."""
+        """Free the slots on the GPU. The engine has let go of them (`SharedMemoryWeightTransfer.finish_weight_update`):
+        torch would keep what another process has open."""
         self._on_gpu.clear()
 
     def clear(self) -> None:
@@ -144,3 +142,24 @@ def _handle(memory: Tensor) -> Handle:
 
     uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
     return uuid, reduce_tensor(memory)[1]
+
+
+def open_handle(handle: Handle, device: torch.device) -> Tensor:
+    """The memory of the sender on this process's GPU, mapped until the tensor is freed.
+
+    A handle is opened once, however many buckets come through its memory. torch counts a handle from 1 downwards, by
+    one each time that it has been opened and closed, in an unsigned number, and gives the sender's memory back at 0.
+    Below that it never would.
+
+    Raises:
+        ValueError: the memory is on another GPU.
+        RuntimeError: CUDA cannot open it.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    uuid, arguments = handle
+    if uuid != (own := str(torch.cuda.get_device_properties(device).uuid)):
+        raise ValueError(f"the weights are on the GPU {uuid}, and the engine is on the GPU {own}")
+    # the seventh argument is the GPU's number in the sender's process
+    memory: Tensor = rebuild_cuda_tensor(*arguments[:6], device.index, *arguments[7:])
+    return memory

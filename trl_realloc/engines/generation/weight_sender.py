@@ -18,7 +18,7 @@ def send_weights(
     version: int,
     take: Callable[[tuple[Any, ...]], bool],
 ) -> tuple[str | None, float]:
-    """Send all buckets. While one is loaded the next one is filled.
+    """Send all buckets. While one is loaded the next one is filled. Slots on the GPU are freed afterwards.
 
     Args:
         take: see `EngineProcess.expect`; takes what a generation sends meanwhile.
@@ -40,7 +40,10 @@ def send_weights(
                 free.append(slot)
         complete = True
     finally:
-        if process.is_running:
-            process.send("done", complete)
-            problem, stopped_s = process.expect("loaded", "loading weights", limit_s, ("free",), take)
+        try:
+            if process.is_running:
+                process.send("done", complete)
+                problem, stopped_s = process.expect("loaded", "loading weights", limit_s, ("free",), take)
+        finally:
+            buffers.release_gpu()
     return problem, stopped_s
