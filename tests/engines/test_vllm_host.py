@@ -64,3 +64,12 @@ def test_an_engine_that_sleeps_has_no_expandable_segments(monkeypatch: pytest.Mo
     name = "PYTORCH_CUDA_ALLOC_CONF"
     assert engine_environment(1, None, [0])[name] == "max_split_size_mb:64,expandable_segments:True"
     assert engine_environment(1, None, [0], sleeps=True)[name] == "max_split_size_mb:64"
+
+
+def test_this_packages_sampler_draws_in_vllms_older_model_runner_in_all_releases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM 0.32 takes its newest runner where nothing is said, and refuses there the processors of the older one."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(1, None, [0])
+    assert engine_environment(1, None, [0], repeatable=True)["VLLM_USE_V2_MODEL_RUNNER"] == "0"

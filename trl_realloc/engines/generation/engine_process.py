@@ -270,7 +270,12 @@ def _end(owner_pid: int, process: Any, connection: Connection[Any, Any], fds: Se
 
 
 def engine_environment(
-    tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None, *, sleeps: bool = False
+    tp: int,
+    cores: Sequence[int] | None,
+    devices: Sequence[int] | None,
+    *,
+    sleeps: bool = False,
+    repeatable: bool = False,
 ) -> dict[str, str]:
     """The environment variables of the engine's process: without those of a rank, and with vLLM's settings for its
     devices and for local communication only.
@@ -280,6 +285,8 @@ def engine_environment(
         cores: the cores to run on; `None` for any.
         devices: the GPUs to run on, as torch numbers them in this process; `None` for the CPU.
         sleeps: whether the engine gives its memory back (vLLM's sleep mode), which torch's expandable segments cannot.
+        repeatable: whether this package's sampler draws, which needs vLLM's older model runner. vLLM 0.27 takes that
+            one where there are logits processors; 0.32 would take its newest one, and refuse the processor.
     """
     environment = without_launcher(os.environ)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -300,6 +307,8 @@ def engine_environment(
         "PYTHONUNBUFFERED": "1",
     }
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if repeatable:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if devices is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(device) for device in devices]

@@ -112,7 +112,9 @@ class VLLMEngine:
             "engine_kwargs": dict(engine_kwargs or {}),
             "slots": self._buffers.fds,
         }
-        environment = engine_environment(tensor_parallel_size, cpu_cores, cuda_devices, sleeps=sleep_level > 0)
+        environment = engine_environment(
+            tensor_parallel_size, cpu_cores, cuda_devices, sleeps=sleep_level > 0, repeatable=repeatable_sampling
+        )
         try:
             port, reservation = reserve_port()
         except OSError as error:
