@@ -189,6 +189,7 @@ class Process:
         from trl_realloc.engines.generation.vllm_worker import SharedMemoryBucket
 
         if word == "load":
+            self.free = []
             self.worker.start_weight_update()
         elif word == "bucket":
             slot, *filled = arguments

@@ -160,6 +160,7 @@ def open_handle(handle: Handle, device: torch.device) -> Tensor:
     uuid, arguments = handle
     if uuid != (own := str(torch.cuda.get_device_properties(device).uuid)):
         raise ValueError(f"the weights are on the GPU {uuid}, and the engine is on the GPU {own}")
-    # the seventh argument is the GPU's number in the sender's process
-    memory: Tensor = rebuild_cuda_tensor(*arguments[:6], device.index, *arguments[7:])
+    mapped: list[Any] = list(arguments)
+    mapped[6] = device.index  # in place of the GPU's number in the sender's process
+    memory: Tensor = rebuild_cuda_tensor(*mapped)
     return memory
