@@ -17,9 +17,14 @@ PROMPT, VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 16, 1000, 256, 704, 4
 EOS, PAD = 1, 0
 
 
-def models(limit: int) -> tuple[Any, Any, Any]:
+def models(limit: int, mean_share: float = 1 / 4) -> tuple[Any, Any, Any]:
     """Policy, critic and reward model of 3.5 million parameters. Channel 0 of the residual stream is made a constant,
-    by which the eos token's logit is set."""
+    by which the eos token's logit is set.
+
+    Args:
+        limit: the most tokens of a response.
+        mean_share: the mean length of a response without the limit, as a share of it.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     config = LlamaConfig(
@@ -43,7 +48,7 @@ def models(limit: int) -> tuple[Any, Any, Any]:
             layer.self_attn.o_proj.weight[0] = 0
             layer.mlp.down_proj.weight[0] = 0
         policy.lm_head.weight[:, 0] = 0
-        chance = 4 / limit
+        chance = 1 / (mean_share * limit)
         policy.lm_head.weight[EOS, 0] = math.log(chance / (1 - chance) * (VOCABULARY - 1)) / math.sqrt(HIDDEN)
         policy.lm_head.weight[PAD, 0] = -1.0  # never: TRL takes a sampled pad token for the end
     return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)

@@ -5,7 +5,8 @@
 `--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`).
 
 Every run is a process (or two) of its own. The first update of each is warm-up and not counted. The policy ends a
-response at each token with the same probability, 4 / limit, so lengths are skewed: a quarter of the limit in the mean.
+response at each token with the same probability, so lengths are skewed: a quarter of the limit in the mean, and an
+eighth at a limit of 1,024 (`MEAN_SHARES`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from trl_runs import HIDDEN, INTERMEDIATE, LAYERS, PAD, PROMPT, VOCABULARY, gemm
 
 ROOT = Path(__file__).resolve().parents[1]
 EPISODES, EPOCHS = 32, 4
-MEASURED = {128: 6, 512: 4, 1024: 2}  # updates, after one of warm-up
+MEASURED = {128: 6, 512: 4, 1024: 4}  # updates, after one of warm-up
+MEAN_SHARES = {128: 1 / 4, 512: 1 / 4, 1024: 1 / 8}  # of the limit: a response's mean length
 
 
 # --- one run, in a process of its own ---
@@ -86,8 +88,8 @@ def worker(side: str, processes: int, limit: int, seed: int, out: Path) -> None:
     )
     draw = torch.Generator().manual_seed(1)
     rows = torch.randint(2, VOCABULARY, (EPISODES * updates, PROMPT), generator=draw).tolist()
-    policy, critic, reward = models(limit)
-    reference = models(limit)[0]
+    policy, critic, reward = models(limit, MEAN_SHARES[limit])
+    reference = models(limit, MEAN_SHARES[limit])[0]
     made = PPOTrainer(
         args=args,
         processing_class=tokenizer(),
