@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES, causal
 from transformers import AutoModelForCausalLM
 
-from trl_realloc.engines.training.packed_attention import packs
+from trl_realloc.engines.training.packed_attention import PACKED, packs
 
 
 @pytest.mark.parametrize("family", [name for name, (_, packed) in FAMILIES.items() if packed])
@@ -47,3 +47,34 @@ def test_trying_whether_a_model_packs_leaves_its_mode(training: bool) -> None:
     model = causal("llama").train(training)
     packs(model)
     assert all(module.training == training for module in model.modules())
+
+
+def round_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits a GPU multiplies rows of another number of tokens by other kernels, whose results differ in the last
+    bit."""
+    linear = torch.nn.Linear.forward
+
+    def rounded(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+        out = linear(self, hidden)
+        if out.dtype.itemsize > 2:
+            return out
+        draws = torch.Generator().manual_seed(hidden[..., 0].numel())
+        return out * (1 + torch.finfo(out.dtype).eps * torch.randint(-1, 2, out.shape, generator=draws)).to(out.dtype)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", rounded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loaded_model_in_16_bits_packs_whatever_the_device_rounds(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    round_as_a_gpu(monkeypatch)
+    model = causal("llama").to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert packs(model) and model.config._attn_implementation == PACKED
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_loaded_model_in_16_bits_that_mixes_samples_does_not_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in (name for name, (_, packed) in FAMILIES.items() if not packed):
+        assert not packs(causal(family).bfloat16()), family

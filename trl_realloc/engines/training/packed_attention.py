@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,9 +99,9 @@ def packs(model: PreTrainedModel) -> bool:
     `PACKED`, which is plain sdpa for every other caller.
 
     No flag of Transformers tells this. A recurrent layer, a custom attention or learned absolute positions would mix or
-    misplace samples, so the model, or a `probe_model` if its weights are not read yet, is run on five tokens. Windows
-    and chunks that its attention layers do not know would be lost, so the masks that it asks for are compared with the
-    layers' windows.
+    misplace samples, so the model is run on five tokens, or a `probe_model` if its weights are in 16 bits or not read
+    yet. Windows and chunks that its attention layers do not know would be lost, so the masks that it asks for are
+    compared with the layers' windows.
 
     The answer is kept in `model.packs_rows`. A model whose weights are filled later gets it from the model whose
     weights it will have. A model with flash attention keeps it, and gets the bounds of the samples.
@@ -144,7 +144,31 @@ def _packs(model: PreTrainedModel) -> bool:
     is_known = implementation in ("sdpa", PACKED) or is_flash(implementation)
     if not is_known or getattr(backbone.config, "is_encoder_decoder", False):
         return False
-    whole, backbone = backbone, probe_model(backbone) if any(p.is_meta for p in backbone.parameters()) else backbone
+    answers = (_keeps_apart(make()) for make in _models_to_run(backbone))
+    kept_apart = next((answer for answer in answers if answer is not None), False)
+    final = PACKED if kept_apart and not is_flash(implementation) else implementation
+    if backbone.config._attn_implementation != final:
+        backbone.set_attn_implementation(final)
+    return kept_apart
+
+
+def _models_to_run(backbone: Any) -> Sequence[Callable[[], Any]]:
+    """Makes the models of which the first that can be run answers for a backbone.
+
+    One whose weights are not read yet cannot be run itself. In 16 bits a GPU multiplies rows of another number of
+    tokens by other kernels, whose results differ by more than a weak mixing of samples would change them.
+    """
+    dtypes = {p.dtype for p in backbone.parameters() if p.dtype.is_floating_point}
+    if any(p.is_meta for p in backbone.parameters()):
+        return [lambda: probe_model(backbone)]
+    if all(dtype.itemsize >= torch.float32.itemsize for dtype in dtypes):
+        return [lambda: backbone]
+    return [lambda: probe_model(backbone), lambda: backbone]
+
+
+def _keeps_apart(backbone: Any) -> bool | None:
+    """Whether a backbone computes the same for two samples in a row as for each alone; `None` if it cannot be run so.
+    Its attention is `PACKED` afterwards."""
     device = next(backbone.parameters()).device
     ids = torch.tensor([[1, 2, 3, 1, 2]], device=device) % backbone.config.get_text_config().vocab_size
     was_training = backbone.training
@@ -164,16 +188,12 @@ def _packs(model: PreTrainedModel) -> bool:
                     use_cache=False,
                 ).last_hidden_state[0]
         same = torch.allclose(torch.cat(separate).float(), packed.float(), rtol=1e-2, atol=1e-3)
-        kept_apart = same and local_attention.is_known_to_layers
+        return same and local_attention.is_known_to_layers
     except (TypeError, ValueError, KeyError, RuntimeError, AttributeError):
-        kept_apart = False
+        return None
     finally:
         _probed.reset(token)
         backbone.train(was_training)
-    final = PACKED if kept_apart and not is_flash(implementation) else implementation
-    if whole.config._attn_implementation != final:
-        whole.set_attn_implementation(final)
-    return kept_apart
 
 
 @contextlib.contextmanager

@@ -23,9 +23,12 @@ class Identity(nn.Module):
 
 
 def probe_model(backbone: Any) -> Any:
-    """A copy of a backbone on the meta device, in float32 on the CPU, with other weights: each matrix shows a vector of
-    random numbers from another position in every row, so it takes the memory of a row and a column. Of layers that
-    differ only by their number one is left. If the model cannot compute with such matrices, they are in memory whole.
+    """A copy of a backbone in float32 on the CPU, with other weights: each matrix shows a vector of random numbers from
+    another position in every row, so it takes the memory of a row and a column. Of layers that differ only by their
+    number one is left. If the model cannot compute with such matrices, they are in memory whole.
+
+    Args:
+        backbone: on any device, the meta device included. Its parameters are not read.
     """
     probe = _with_numbers(backbone, shares_memory=True)
     try:
@@ -37,7 +40,7 @@ def probe_model(backbone: Any) -> Any:
 
 
 def _with_numbers(backbone: Any, *, shares_memory: bool) -> Any:
-    probe = copy.deepcopy(backbone).eval()
+    probe = _without_parameters(backbone).eval()
     layers = getattr(probe, "layers", None)
     if probe.config.model_type in FAMILIES and isinstance(layers, nn.ModuleList):
         kinds: set[str] = set()
@@ -58,6 +61,19 @@ def _with_numbers(backbone: Any, *, shares_memory: bool) -> Any:
     if any(parameter.dim() == 3 for parameter in made) and hasattr(probe, "set_experts_implementation"):
         probe.set_experts_implementation("eager")  # one expert after the other; other ways need whole matrices
     return probe.float()
+
+
+def _without_parameters(backbone: Any) -> Any:
+    """A copy whose parameters are on the meta device, and whose buffers are on the CPU."""
+    unread = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in backbone.parameters()
+    }
+    made = copy.deepcopy(backbone, dict[int, Any](unread))
+    for module in made.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[leaf] = buffer.cpu()
+    return made
 
 
 def _drawn(parameter: Tensor, draws: torch.Generator, shares_memory: bool) -> nn.Parameter:
