@@ -44,15 +44,19 @@ def default_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def without_others(monkeypatch: pytest.MonkeyPatch, rounds: type[Alone]) -> None:
+    monkeypatch.setattr(planned_generation, "Rounds", rounds)
+    monkeypatch.setattr(planned_generation, "watch", lambda timeout_s: None)
+    monkeypatch.setattr(planned_generation, "die_with_launcher", lambda: None)
+
+
 def without_engine(monkeypatch: pytest.MonkeyPatch, at: Any = None) -> PlannedGeneration:
     """Rank 0 of two, whose prompts rank 1's engine serves.
 
     Args:
         at: where the trainer is: `step` and `evaluates`.
     """
-    monkeypatch.setattr(planned_generation, "Rounds", Alone)
-    monkeypatch.setattr(planned_generation, "watch", lambda timeout_s: None)
-    monkeypatch.setattr(planned_generation, "die_with_launcher", lambda: None)
+    without_others(monkeypatch, Alone)
     plan = generation_plan({"mesh": "1", "engine": "vllm"}, Cluster(1, 2))
     policy = Policy(
         tiny.config(), lambda: (), is_collective=lambda: False, step=lambda: at.step, evaluates=lambda: at.evaluates
@@ -74,6 +78,36 @@ def test_a_run_that_resumes_at_an_evaluation_draws_what_one_without_an_interrupt
     assert len({completion[0] for ((completion),) in [*evaluated, *trained]}) == 4
     generation.close()
     resumed.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_goes_on_before_the_engine_on_its_device_sleeps(
+    rank: int, default_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine of a tensor group is rank 0's and has the devices of both. The accelerator is a stand-in."""
+    events: list[str] = []
+
+    class Recorded(Alone):
+        def agree(self, error: Exception | None) -> None:
+            super().agree(error)
+            events.append("all")
+
+    engine = SimpleNamespace(
+        wait_ready=lambda: None, load=lambda exported, version: None, sleep=lambda: events.append("sleep")
+    )
+    without_others(monkeypatch, Recorded)
+    monkeypatch.setattr(planned_generation, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(planned_generation, "release_cached_memory", lambda device: None)
+    monkeypatch.setattr(planned_generation, "start_vllm", lambda plan, call, rank, *rest: None if rank else engine)
+    plan = generation_plan({"mesh": "0-1", "engine": "vllm", "tp": 2, "drop": True}, Cluster(1, 2))
+    policy = Policy(tiny.config(), lambda: (), is_collective=lambda: False, step=lambda: 0, evaluates=lambda: False)
+    options = VLLMOptions(torch.device("cpu"), context_length=64)
+    generation = PlannedGeneration(plan, rank, options, policy, Sampling(max_tokens=8, temperature=1.0))
+    events.clear()
+    generation.generate([[2, 3]])
+    # before it wakes up, when it is loaded, and when it sleeps
+    assert events == (["all", "all", "sleep", "all"] if rank == 0 else ["all", "all", "all"])
+    generation.close()
 
 
 def threads() -> set[str]:

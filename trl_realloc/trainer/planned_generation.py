@@ -229,17 +229,30 @@ class PlannedGeneration:
 
     def _make_room(self) -> None:
         """Give this rank's cached memory back before sleeping engines wake up, each on the devices of several ranks."""
-        generate = self.plan[GENERATE]
-        if is_accelerator(self._device) and (generate.drop or generate.offload):
+        if self._frees_devices():
             release_cached_memory(self._device)
-            if generate.strategy.tp > 1:
+            if self.plan[GENERATE].strategy.tp > 1:
                 self._rounds.agree(None)
 
     def _rest(self) -> None:
-        """Free the engine's memory, if the plan says so."""
-        if self.engine is not None:
-            self.engine.sleep()
+        """Free the engine's memory, if the plan says so. The ranks of a tensor group, whose devices one engine has,
+        wait until it is free."""
+        error: Exception | None = None
+        try:
+            if self.engine is not None:
+                self.engine.sleep()
+        except Exception as caught:
+            error = caught
+        if self._frees_devices() and self.plan[GENERATE].strategy.tp > 1:
+            self._rounds.agree(error)
+        elif error is not None:
+            raise error
         self._is_stale = self.plan[GENERATE].drop
+
+    def _frees_devices(self) -> bool:
+        """Whether the engines give the memory of accelerators back after each generation."""
+        generate = self.plan[GENERATE]
+        return is_accelerator(self._device) and (generate.drop or generate.offload)
 
     def _requests(self, prompts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
         """(prompt, seed) of each request of this rank. The seeds depend on the optimizer step, not on the plan."""
