@@ -30,14 +30,12 @@ from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Streams
 from trl_realloc.runtime import (
-    ahead_leader,
     batches_ahead,
     call_runner,
     in_flight,
     leader_link,
     results,
     stream_forwards,
-    stream_leader,
     stream_worker,
 )
 from trl_realloc.runtime.calls import CallSettings, Step
@@ -121,9 +119,8 @@ def time_of(clock: VirtualClock) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (batches_ahead, call_runner, in_flight, results, stream_forwards, stream_worker):
             patch.setattr(module, "time", clock)
-        for leader in (ahead_leader, leader_link, stream_leader):
-            patch.setattr(leader, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
-            patch.setattr(leader, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
+        patch.setattr(leader_link, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
+        patch.setattr(leader_link, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
         yield
 
 

@@ -28,7 +28,7 @@ from trl_realloc.plan.presets import flatten, interleave, separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.dispatcher import Score, Withdraw
 from trl_realloc.planner.stream import stream_of
-from trl_realloc.runtime import leader_link, stream_forwards, stream_leader, stream_worker
+from trl_realloc.runtime import leader_link, stream_forwards, stream_worker
 from trl_realloc.runtime.call_runner import CallRunner
 from trl_realloc.runtime.calls import CallSettings, Step
 from trl_realloc.runtime.exchange import Exchange
@@ -187,9 +187,8 @@ def run(
 def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     """The time of everything that the executor does in a streamed phase."""
     clock = VirtualClock()
-    for leader in (leader_link, stream_leader):
-        monkeypatch.setattr(leader, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
-        monkeypatch.setattr(leader, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
+    monkeypatch.setattr(leader_link, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
+    monkeypatch.setattr(leader_link, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
     monkeypatch.setattr(stream_worker, "time", clock)
     monkeypatch.setattr(stream_forwards, "time", clock)
     return clock

@@ -6,17 +6,13 @@ What the ranks do is in `ahead_runs`.
 
 from __future__ import annotations
 
-import pickle
-import queue
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ..planner.ahead_order import AheadOrder, AheadTask, EndIteration, EndScoring, RunCall, ScoreSamples, TakeUpdate
 from ..planner.stream import Stream
-from .leader_link import LeaderLink
+from .leader_link import Leader, LeaderLink
 from .messages import Messages
-from .routes import RESULTS
 from .stream_forwards import ForwardSamples
 from .stream_messages import Finished, Forward, Scored
 
@@ -89,7 +85,7 @@ class SamplesAhead:
         self._samples.pop(iteration, None)
 
 
-class AheadLeader:
+class AheadLeader(Leader[AheadEvent, RankTask]):
     """Answers the ranks during one iteration.
 
     Args:
@@ -100,9 +96,6 @@ class AheadLeader:
         world: the number of ranks of the job, which all report.
         iteration: that trains.
         samples: of all iterations, if they are scored as they end.
-
-    Attributes:
-        local: the orders of rank 0 itself.
     """
 
     def __init__(
@@ -115,36 +108,11 @@ class AheadLeader:
         iteration: int,
         samples: SamplesAhead | None = None,
     ) -> None:
-        self.messages, self.tag, self.order, self.ranks = messages, tag, order, sorted(ranks)
-        self.samples = samples
-        self.local: queue.SimpleQueue[RankTask | BaseException] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        super().__init__(messages, tag, ranks, Left)
+        self.order, self.samples = order, samples
         with self._lock:
             self._give(order.begin(iteration))
-        self._thread = threading.Thread(target=self._receive, args=(world - 1,), daemon=True, name="ahead-leader")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until all other ranks have ended their part. Raises what receiving their messages raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _receive(self, remote: int) -> None:
-        try:
-            while remote:
-                _, content = self.messages.receive_any(self.tag)
-                event: AheadEvent = pickle.loads(content)  # safe: from another rank of this job
-                remote -= isinstance(event, Left)
-                self.report(event)
-        except BaseException as error:  # raised again by `wait`, and by the links of the ranks that wait for orders
-            self._error = error
-            self.local.put(error)
-            problem = RuntimeError(f"rank 0 cannot order what is run next: {type(error).__name__}: {error}")
-            for rank in self.ranks:
-                if rank != RESULTS:
-                    self.messages.send(pickle.dumps(problem), rank, self.tag + 1)
+        self.listen(world - 1, "ahead-leader")
 
     def report(self, event: AheadEvent) -> None:
         """Something has happened on a rank."""
@@ -172,15 +140,9 @@ class AheadLeader:
         for order in orders:
             if isinstance(order, ScoreSamples):
                 for rank, forward in self._samples(order.iteration).forwards(order.score):
-                    self._send(rank, OfIteration(order.iteration, forward))
+                    self.send(rank, OfIteration(order.iteration, forward))
                 continue
             for rank in self.order.devices_of(order.call) if isinstance(order, RunCall | EndScoring) else self.ranks:
-                self._send(rank, order)
+                self.send(rank, order)
             if isinstance(order, EndIteration) and self.samples is not None:
                 self.samples.forget(order.iteration)
-
-    def _send(self, rank: int, task: RankTask) -> None:
-        if rank == RESULTS:
-            self.local.put(task)
-        else:
-            self.messages.send(pickle.dumps(task), rank, self.tag + 1)

@@ -1,4 +1,5 @@
-"""`LeaderLink`: a rank's connection to rank 0, which orders what the rank does while samples are generated.
+"""What ranks do while samples are generated is ordered by rank 0. `Leader`: rank 0's side of the connection.
+`LeaderLink`: a rank's.
 
 What is reported and ordered is in `stream_leader`, and for calls that run ahead of the training in `ahead_leader`.
 """
@@ -8,27 +9,78 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from typing import Any, Generic, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any, Generic, TypeVar
 
 from .messages import Messages
 from .routes import RESULTS
 
 
-Event = TypeVar("Event", contravariant=True)
+Event = TypeVar("Event")
 Task = TypeVar("Task")
 
 
-class Leader(Protocol[Event, Task]):
-    """Rank 0's side.
+class Leader(ABC, Generic[Event, Task]):
+    """Answers the ranks in a thread, because rank 0's main thread generates and scores itself.
+
+    Args:
+        messages: of rank 0.
+        tag: of the events; the tasks have `tag + 1`.
+        ranks: that get tasks.
+        last: the type of the event after which a rank sends no other.
 
     Attributes:
         local: the tasks of rank 0 itself, and what receiving events raised.
     """
 
-    local: queue.SimpleQueue[Task | BaseException]
+    def __init__(self, messages: Messages, tag: int, ranks: Collection[int], last: type[Any]) -> None:
+        self.messages, self.tag, self.ranks, self._last = messages, tag, sorted(ranks), last
+        self.local: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
 
+    def listen(self, remote: int, name: str) -> None:
+        """Begin to receive the events of the other ranks.
+
+        Args:
+            remote: how many other ranks send events.
+            name: of the thread.
+        """
+        self._thread = threading.Thread(target=self._receive, args=(remote,), daemon=True, name=name)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all other ranks have ended their part. Raises what receiving their messages raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    @abstractmethod
     def report(self, event: Event) -> None:
         """Something has happened on a rank."""
+
+    def send(self, rank: int, task: Task) -> None:
+        """Give a rank a task. Does not wait."""
+        if rank == RESULTS:
+            self.local.put(task)
+        else:
+            self.messages.send(pickle.dumps(task), rank, self.tag + 1)
+
+    def _receive(self, remote: int) -> None:
+        try:
+            while remote:
+                _, content = self.messages.receive_any(self.tag)
+                event: Event = pickle.loads(content)  # safe: from another rank of this job
+                remote -= isinstance(event, self._last)
+                self.report(event)
+        except BaseException as error:  # raised again by `wait`, and by the links of the ranks that wait for tasks
+            self._error = error
+            self.local.put(error)
+            problem = RuntimeError(f"rank 0 cannot order what is run next: {type(error).__name__}: {error}")
+            for rank in self.ranks:
+                if rank != RESULTS:
+                    self.messages.send(pickle.dumps(problem), rank, self.tag + 1)
 
 
 class LeaderLink(Generic[Event, Task]):

@@ -1,15 +1,11 @@
 """`StreamLeader`: rank 0's part of a streamed phase. It passes what ranks report to the `Dispatcher`, and the orders
 that follow from it to the ranks.
 
-Rank 0 answers in a thread, because its main thread generates and scores itself. What the ranks do is in
-`stream_worker`.
+What the ranks do is in `stream_worker`.
 """
 
 from __future__ import annotations
 
-import pickle
-import queue
-import threading
 from collections.abc import Sequence
 
 from transformers.utils import logging
@@ -18,7 +14,7 @@ from ..engines.base import Unfinished
 from ..planner.dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from ..planner.stream import Stream
 from .exchange import CallFailure, Failures
-from .leader_link import LeaderLink
+from .leader_link import Leader, LeaderLink
 from .messages import Messages
 from .routes import RESULTS
 from .stream_forwards import ForwardSamples
@@ -40,7 +36,7 @@ logger = logging.get_logger(__name__)
 StreamLink = LeaderLink[Event, Task]
 
 
-class StreamLeader:
+class StreamLeader(Leader[Event, Task]):
     """Begins at once to answer the ranks of a streamed phase.
 
     Args:
@@ -51,38 +47,17 @@ class StreamLeader:
 
     Attributes:
         orders: all that were given, in their order.
-        local: the tasks of rank 0 itself.
     """
 
     def __init__(self, messages: Messages, tag: int, stream: Stream, dispatcher: Dispatcher) -> None:
-        self.messages, self.tag, self.stream, self.dispatcher = messages, tag, stream, dispatcher
+        super().__init__(messages, tag, stream.ranks, Left)
+        self.stream, self.dispatcher = stream, dispatcher
         self.orders: list[Order] = []
-        self.local: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
         self._engines = stream.generation.engines
         self._samples = ForwardSamples(stream)
         self._withdrawn: dict[int, Unfinished] = {}
         self._has_ended = False
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        remote = len(stream.ranks - {RESULTS})
-        self._thread = threading.Thread(target=self._receive, args=(remote,), daemon=True, name="stream-leader")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until all other ranks have ended their part. Raises what receiving their messages raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _receive(self, remote: int) -> None:
-        try:
-            while remote:
-                _, content = self.messages.receive_any(self.tag)
-                event: Event = pickle.loads(content)  # safe: from another rank of this job
-                remote -= isinstance(event, Left)
-                self.report(event)
-        except BaseException as error:  # raised again by `wait`
-            self._error = error
+        self.listen(len(stream.ranks - {RESULTS}), "stream-leader")
 
     def report(self, event: Event) -> None:
         """Something has happened on a rank."""
@@ -108,8 +83,8 @@ class StreamLeader:
 
     def _end(self, failures: Failures) -> None:
         self._has_ended = True
-        for rank in sorted(self.stream.ranks):
-            self._send(rank, End(failures))
+        for rank in self.ranks:
+            self.send(rank, End(failures))
 
     def _orders_after(self, event: Event) -> Sequence[Order]:
         match event:
@@ -129,18 +104,12 @@ class StreamLeader:
         match order:
             case Score():
                 for rank, forward in self._samples.forwards(order):
-                    self._send(rank, forward)
+                    self.send(rank, forward)
             case Continue(engine, samples):
                 begun = tuple(self._withdrawn.pop(index) for index in samples)
-                self._send(self._engines[engine][0], GoOn(begun))
+                self.send(self._engines[engine][0], GoOn(begun))
             case Withdraw(engine):
-                self._send(self._engines[engine][0], order)
+                self.send(self._engines[engine][0], order)
             case Release(engine):
                 for rank in self._engines[engine]:
-                    self._send(rank, order)
-
-    def _send(self, rank: int, task: Task) -> None:
-        if rank == RESULTS:
-            self.local.put(task)
-        else:
-            self.messages.send(pickle.dumps(task), rank, self.tag + 1)
+                    self.send(rank, order)
