@@ -10,6 +10,7 @@ import torch
 from families import FAMILIES, causal
 from transformers import AutoModelForCausalLM
 
+from trl_realloc.engines.training import packed_attention
 from trl_realloc.engines.training.packed_attention import PACKED, packs
 
 
@@ -78,3 +79,18 @@ def test_a_loaded_model_in_16_bits_packs_whatever_the_device_rounds(
 def test_a_loaded_model_in_16_bits_that_mixes_samples_does_not_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in (name for name, (_, packed) in FAMILIES.items() if not packed):
         assert not packs(causal(family).bfloat16()), family
+
+
+def test_a_loaded_model_of_which_no_copy_can_be_run_is_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized layers compute with their own weights alone; other models cannot be copied."""
+    tried = []
+
+    def fails(backbone: torch.nn.Module) -> torch.nn.Module:
+        tried.append(backbone)
+        raise TypeError("cannot pickle this")
+
+    monkeypatch.setattr(packed_attention, "probe_model", fails)
+    assert packs(causal("llama").bfloat16()) and len(tried) == 1
+    quantized = causal("llama").bfloat16()
+    quantized.model.codes = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    assert packs(quantized) and len(tried) == 1

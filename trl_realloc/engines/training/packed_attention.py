@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,14 @@ class _LocalAttention:
         return self.masks <= self.windows
 
 
+HALVES = {torch.float16, torch.bfloat16}
+CANNOT_RUN = (
+    TypeError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    AttributeError,
+)  # what a model raises that is run otherwise
 PACKED = "trl_realloc_packed"  # the name in Transformers of sdpa within each sample of a packed row
 _packing: contextvars.ContextVar[bool] = contextvars.ContextVar("packing", default=False)
 _probed: contextvars.ContextVar[_LocalAttention | None] = contextvars.ContextVar("probed", default=None)
@@ -144,7 +152,7 @@ def _packs(model: PreTrainedModel) -> bool:
     is_known = implementation in ("sdpa", PACKED) or is_flash(implementation)
     if not is_known or getattr(backbone.config, "is_encoder_decoder", False):
         return False
-    answers = (_keeps_apart(make()) for make in _models_to_run(backbone))
+    answers = map(_keeps_apart, _models_to_run(backbone))
     kept_apart = next((answer for answer in answers if answer is not None), False)
     final = PACKED if kept_apart and not is_flash(implementation) else implementation
     if backbone.config._attn_implementation != final:
@@ -152,18 +160,21 @@ def _packs(model: PreTrainedModel) -> bool:
     return kept_apart
 
 
-def _models_to_run(backbone: Any) -> Sequence[Callable[[], Any]]:
-    """Makes the models of which the first that can be run answers for a backbone.
+def _models_to_run(backbone: Any) -> Iterator[Any]:
+    """The models of which the first that can be run answers for a backbone.
 
     One whose weights are not read yet cannot be run itself. In 16 bits a GPU multiplies rows of another number of
-    tokens by other kernels, whose results differ by more than a weak mixing of samples would change them.
+    tokens by other kernels, whose results differ by more than a weak mixing of samples would change them. A quantized
+    model has layers that cannot compute with other weights.
     """
-    dtypes = {p.dtype for p in backbone.parameters() if p.dtype.is_floating_point}
     if any(p.is_meta for p in backbone.parameters()):
-        return [lambda: probe_model(backbone)]
-    if all(dtype.itemsize >= torch.float32.itemsize for dtype in dtypes):
-        return [lambda: backbone]
-    return [lambda: probe_model(backbone), lambda: backbone]
+        yield probe_model(backbone)
+        return
+    dtypes = {p.dtype for p in backbone.parameters()}
+    if dtypes & HALVES and dtypes <= {*HALVES, torch.float32}:
+        with contextlib.suppress(*CANNOT_RUN):
+            yield probe_model(backbone)
+    yield backbone
 
 
 def _keeps_apart(backbone: Any) -> bool | None:
@@ -189,7 +200,7 @@ def _keeps_apart(backbone: Any) -> bool | None:
                 ).last_hidden_state[0]
         same = torch.allclose(torch.cat(separate).float(), packed.float(), rtol=1e-2, atol=1e-3)
         return same and local_attention.is_known_to_layers
-    except (TypeError, ValueError, KeyError, RuntimeError, AttributeError):
+    except CANNOT_RUN:
         return None
     finally:
         _probed.reset(token)
