@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 
-from trl_realloc.runtime.leader_link import Leader, LeaderLink
+from trl_realloc.runtime.leader_link import Leader, LeaderLink, Left
 
 
 TAG, LIMIT_S = 7, 60.0
-
-
-@dataclass(frozen=True)
-class Left:
-    """The last event of a rank."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class EndsAll(Leader[Left, End]):
     """Ends the part of every rank when one has left."""
 
     def __init__(self, messages: Any) -> None:
-        super().__init__(messages, TAG, {0, 1, 2}, Left)
+        super().__init__(messages, TAG, {0, 1, 2})
         self.listen(2, "leader")
 
     def report(self, event: Left) -> None:
@@ -61,13 +56,18 @@ class EndsAll(Leader[Left, End]):
             self.send(rank, End())
 
 
-def test_tasks_reach_every_rank_and_the_leader_waits_for_all() -> None:
+def three_ranks() -> tuple[Wires, EndsAll, list[LeaderLink[Left, End]]]:
     wires = Wires()
     messages: list[Any] = [Messages(wires, rank) for rank in range(3)]
     leader = EndsAll(messages[0])
     links: list[LeaderLink[Left, End]] = [
         LeaderLink(messages[rank], TAG, None if rank else leader, End) for rank in range(3)
     ]
+    return wires, leader, links
+
+
+def test_tasks_reach_every_rank_and_the_leader_waits_for_all() -> None:
+    _, leader, links = three_ranks()
     links[1].report(Left())
     assert [link.next_task(LIMIT_S) for link in links] == [End()] * 3
     links[2].report(Left())
@@ -75,12 +75,7 @@ def test_tasks_reach_every_rank_and_the_leader_waits_for_all() -> None:
 
 
 def test_if_rank_0_cannot_receive_events_every_rank_that_waits_for_tasks_learns_it_at_once() -> None:
-    wires = Wires()
-    messages: list[Any] = [Messages(wires, rank) for rank in range(3)]
-    leader = EndsAll(messages[0])
-    links: list[LeaderLink[Left, End]] = [
-        LeaderLink(messages[rank], TAG, None if rank else leader, End) for rank in range(3)
-    ]
+    wires, leader, links = three_ranks()
     wires.at(0, TAG).put((1, b"what no rank sends"))
     for link in links[1:]:
         with pytest.raises(RuntimeError, match="rank 0 cannot order what is run next: UnpicklingError"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..planner.ahead_order import AheadOrder, AheadTask, EndIteration, EndScoring, RunCall, ScoreSamples, TakeUpdate
 from ..planner.stream import Stream
-from .leader_link import Leader, LeaderLink
+from .leader_link import Leader, LeaderLink, Left
 from .messages import Messages
 from .stream_forwards import ForwardSamples
 from .stream_messages import Finished, Forward, Scored
@@ -44,11 +44,6 @@ class ScoringFailed:
     """A forward of an iteration's samples has failed on a rank."""
 
     iteration: int
-
-
-@dataclass(frozen=True)
-class Left:
-    """A rank has ended its part of the iteration, and reports nothing more."""
 
 
 AheadEvent = Done | OfIteration | ScoringFailed | Left
@@ -108,7 +103,7 @@ class AheadLeader(Leader[AheadEvent, RankTask]):
         iteration: int,
         samples: SamplesAhead | None = None,
     ) -> None:
-        super().__init__(messages, tag, ranks, Left)
+        super().__init__(messages, tag, ranks)
         self.order, self.samples = order, samples
         with self._lock:
             self._give(order.begin(iteration))

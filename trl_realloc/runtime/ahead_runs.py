@@ -15,7 +15,7 @@ from ..plan.staleness import calls_ahead, devices_ahead
 from ..planner.ahead_order import AheadOrder, EndIteration, EndScoring, RunCall, TakeUpdate
 from ..planner.stream import Stream
 from . import calls
-from .ahead_leader import AheadLeader, AheadLink, Done, Left, OfIteration, RankTask, SamplesAhead
+from .ahead_leader import AheadLeader, AheadLink, Done, OfIteration, RankTask, SamplesAhead
 from .ahead_scoring import ScoringAhead
 from .batches_ahead import POLL_S, BatchesAhead
 from .call_runner import CallRunner
@@ -24,6 +24,7 @@ from .drawn_samples import DrawnSamples
 from .exchange import CallsFailed, Exchange
 from .failures.alarm import Alarm
 from .in_flight import BatchInFlight
+from .leader_link import Left
 from .placement import Placement
 from .routes import RESULTS, sources
 from .shares import Share

@@ -11,6 +11,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from .messages import Messages
@@ -21,6 +22,11 @@ Event = TypeVar("Event")
 Task = TypeVar("Task")
 
 
+@dataclass(frozen=True)
+class Left:
+    """A rank has ended its part, and reports nothing more."""
+
+
 class Leader(ABC, Generic[Event, Task]):
     """Answers the ranks in a thread, because rank 0's main thread generates and scores itself.
 
@@ -28,20 +34,19 @@ class Leader(ABC, Generic[Event, Task]):
         messages: of rank 0.
         tag: of the events; the tasks have `tag + 1`.
         ranks: that get tasks.
-        last: the type of the event after which a rank sends no other.
 
     Attributes:
         local: the tasks of rank 0 itself, and what receiving events raised.
     """
 
-    def __init__(self, messages: Messages, tag: int, ranks: Collection[int], last: type[Any]) -> None:
-        self.messages, self.tag, self.ranks, self._last = messages, tag, sorted(ranks), last
+    def __init__(self, messages: Messages, tag: int, ranks: Collection[int]) -> None:
+        self.messages, self.tag, self.ranks = messages, tag, sorted(ranks)
         self.local: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
     def listen(self, remote: int, name: str) -> None:
-        """Begin to receive the events of the other ranks.
+        """Begin to receive the events of the other ranks, of each until it has `Left`.
 
         Args:
             remote: how many other ranks send events.
@@ -72,7 +77,7 @@ class Leader(ABC, Generic[Event, Task]):
             while remote:
                 _, content = self.messages.receive_any(self.tag)
                 event: Event = pickle.loads(content)  # safe: from another rank of this job
-                remote -= isinstance(event, self._last)
+                remote -= isinstance(event, Left)
                 self.report(event)
         except BaseException as error:  # raised again by `wait`, and by the links of the ranks that wait for tasks
             self._error = error

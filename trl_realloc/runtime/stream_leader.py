@@ -14,7 +14,7 @@ from ..engines.base import Unfinished
 from ..planner.dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from ..planner.stream import Stream
 from .exchange import CallFailure, Failures
-from .leader_link import Leader, LeaderLink
+from .leader_link import Leader, LeaderLink, Left
 from .messages import Messages
 from .routes import RESULTS
 from .stream_forwards import ForwardSamples
@@ -25,7 +25,6 @@ from .stream_messages import (
     Finished,
     GoOn,
     Joined,
-    Left,
     Scored,
     Task,
     Withdrawn,
@@ -50,7 +49,7 @@ class StreamLeader(Leader[Event, Task]):
     """
 
     def __init__(self, messages: Messages, tag: int, stream: Stream, dispatcher: Dispatcher) -> None:
-        super().__init__(messages, tag, stream.ranks, Left)
+        super().__init__(messages, tag, stream.ranks)
         self.stream, self.dispatcher = stream, dispatcher
         self.orders: list[Order] = []
         self._engines = stream.generation.engines

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ..engines.base import Unfinished
 from ..planner.dispatcher import Release, Withdraw
 from .exchange import Failures
+from .leader_link import Left
 
 
 Rows = Mapping[int, bytes]  # by sample, its columns from one call
@@ -63,11 +64,6 @@ class Failed:
     """A call failed on a rank."""
 
     failures: Failures
-
-
-@dataclass(frozen=True)
-class Left:
-    """A rank has ended its part, and sends nothing more."""
 
 
 Event = Joined | Finished | Withdrawn | Scored | Failed | Left

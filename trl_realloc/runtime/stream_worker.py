@@ -24,6 +24,7 @@ from .calls import CallSettings, Step
 from .early_generation import EarlyGeneration
 from .exchange import CallFailure, CallOutput, Failures, failure_of
 from .failures.alarm import Alarm, JobFailed
+from .leader_link import Left
 from .messages import Messages
 from .placement import Placement
 from .reallocation import Moved
@@ -31,7 +32,7 @@ from .routes import is_divided_by_each, replica, replica_ranks, sources
 from .shares import rows_of, shares_of_samples
 from .stream_forwards import ForwardRunner
 from .stream_leader import StreamLink
-from .stream_messages import End, Failed, Finished, Forward, GoOn, Joined, Left, Scored, Task, Withdrawn
+from .stream_messages import End, Failed, Finished, Forward, GoOn, Joined, Scored, Task, Withdrawn
 
 
 POLL_S = 0.01  # time between two looks for tasks while the engine generates
