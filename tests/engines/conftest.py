@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
+from engine_forks import EngineForks
 from generating import LENGTH, llama
 from holding import holdable
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from trl_realloc.engines.generation import engine_process
 from trl_realloc.engines.generation.vllm import VLLMEngine
 
 
@@ -18,8 +21,11 @@ Start = Callable[..., VLLMEngine]
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts engines that are closed, and whose processes are looked for, after the tests."""
+    """Starts engines that are closed, and whose processes are looked for, after the tests. They are forked
+    (`engine_forks`); tests that call `VLLMEngine` themselves start them."""
     with contextlib.ExitStack() as stack:
+        forks = EngineForks.started()
+        stack.callback(forks.close)
 
         def begin(tied: bool = False, **settings: object) -> VLLMEngine:
             folder = tmp_path_factory.mktemp("model")
@@ -27,7 +33,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             # the model's own taste, which must not leak into the samples: every log-probability below would be off
             GenerationConfig(do_sample=True, repetition_penalty=1.5, top_k=3).save_pretrained(folder)
             settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, **settings}
-            engine = holdable(lambda: VLLMEngine(folder, max_model_len=LENGTH, **settings), folder)  # type: ignore[arg-type]
+            with mock.patch.object(engine_process, "spawn", forks.spawn):
+                engine = holdable(lambda: VLLMEngine(folder, max_model_len=LENGTH, **settings), folder)  # type: ignore[arg-type]
             stack.callback(engine.close)
             return engine
 

@@ -22,6 +22,8 @@ from limits import patience
 from ports import free_port
 from ranks import HERE, SEARCHED, Ranks, RankServers
 
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
+
 
 def slowness() -> float:
     """How many times slower this machine is now than the one that time limits are written for, when that is idle."""
@@ -118,8 +120,9 @@ class Job:
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[RankServers]:
-    made = RankServers()
+def servers(request: pytest.FixtureRequest) -> Iterator[RankServers]:
+    starts_engines = any(item.get_closest_marker("vllm") for item in request.session.items)
+    made = RankServers(engines=starts_engines and is_vllm_available())
     yield made
     made.close()
 

@@ -1,4 +1,4 @@
-"""A process that has imported what ranks import, and forks ranks: `python rank_server.py`.
+"""A process that has imported what ranks import, and forks ranks: `python rank_server.py [engines]`.
 
 Importing torch, Transformers, TRL and DeepSpeed takes a rank of the tests longer than what it then does. Each line of
 the standard input asks for a rank (`script`, `arguments`, `environment`, `log`); the standard output names each forked
@@ -20,6 +20,11 @@ import types
 from pathlib import Path
 from typing import Any
 
+import engine_forks
+
+
+ENGINES = "engines"  # argument: ranks fork their vLLM engines
+
 
 def imports() -> None:
     """What the scripts of this folder import at the latest when they train."""
@@ -33,6 +38,8 @@ def imports() -> None:
 
     with contextlib.suppress(ImportError):
         import deepspeed  # noqa: F401
+    if ENGINES in sys.argv:
+        engine_forks.imports()
 
 
 class Server:
@@ -112,6 +119,10 @@ def become(rank: dict[str, Any], server: Server) -> None:
     os.environ.clear()
     os.environ.update(rank["environment"])
     numpy.random.seed()
+    if ENGINES in sys.argv:
+        from trl_realloc.engines.generation import engine_process
+
+        engine_process.spawn = engine_forks.EngineForks.forked().spawn  # type: ignore[assignment]
     sys.argv = [rank["script"], *rank["arguments"]]
 
 

@@ -23,11 +23,15 @@ SEARCHED = os.pathsep.join(str(HERE.parent / folder) for folder in ("trainer", "
 class RankServer:
     """A `rank_server` process, started with the first rank that is asked for.
 
+    Args:
+        engines: its ranks fork their vLLM engines (`engine_forks`).
+
     Attributes:
         codes: the exit status of every rank that has ended, by pid.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engines: bool = False) -> None:
+        self.engines = engines
         self.codes: dict[int, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
@@ -38,7 +42,7 @@ class RankServer:
             # as it is in a launched process, but that asking for CUDA must not start it, which forks cannot use
             environment = {**os.environ, "PYTHONPATH": SEARCHED, "DS_ACCELERATOR": "cpu"}
             environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            command = [sys.executable, str(HERE / "rank_server.py")]
+            command = [sys.executable, str(HERE / "rank_server.py"), *(["engines"] if self.engines else [])]
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
@@ -81,8 +85,8 @@ class RankServers:
     """Two servers: ranks of odd and of even number have different seeds of `hash`, as all ranks of a launcher have. A
     program whose messages follow the order of a set fails, as it would there."""
 
-    def __init__(self) -> None:
-        self.servers = (RankServer(), RankServer())
+    def __init__(self, engines: bool = False) -> None:
+        self.servers = (RankServer(engines), RankServer(engines))
 
     def launch(
         self,

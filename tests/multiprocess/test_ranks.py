@@ -1,9 +1,12 @@
-"""Forked ranks are as ranks that a launcher starts (`ranks`)."""
+"""Forked ranks are as ranks that a launcher starts (`ranks`), and forked engines as those that are started
+(`engine_forks`)."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import Job
 from limits import patience
-from ranks import Ranks, RankServers
+from ranks import HERE, SEARCHED, Ranks, RankServers
 
 from trl_realloc.engines.child_process import session_members
 
@@ -109,3 +112,36 @@ def test_a_killed_job_leaves_no_process_of_its_ranks(servers: RankServers, tmp_p
     job.log.close()
     assert job.gone_within(10), "what they have started in other sessions too"
     assert not any(session_members(int(path.stem)) for path in found)
+
+
+def test_a_forked_engine_is_a_child_with_what_it_was_given_and_ends_with_its_owner(tmp_path: Path) -> None:
+    (tmp_path / "an_engine.py").write_text(
+        "import json, os, sys, time\nfrom trl_realloc.engines.child_process import die_with_parent\n"
+        "given = json.loads(sys.argv[1])\ndie_with_parent(given['owner'])\n"
+        "print(__name__, os.getcwd(), os.environ['GIVEN'], 'OTHER' in os.environ, os.getsid(0) == os.getpid())\n"
+        "os.write(given['fd'], f'{os.getpid()}'.encode())\ntime.sleep(given['sleep_s'])\nsys.exit(given['code'])\n"
+    )
+    owner = f"""
+        import json, os, sys, time
+        from engine_forks import EngineForks
+        os.environ["OTHER"] = "of the owner"
+        forks, (reading, writing) = EngineForks.forked(), os.pipe()
+        for code, sleep_s in ((5, 0), (0, 200)):
+            given = dict(owner=os.getpid(), fd=writing, sleep_s=sleep_s, code=code)
+            command = [sys.executable, "-P", "-m", "an_engine", json.dumps(given)]
+            with open({str(tmp_path / "engine.txt")!r}, "ab+") as log:
+                engine = forks.spawn(command, dict(GIVEN="so", PYTHONPATH={str(tmp_path)!r}), log, [writing])
+            assert os.read(reading, 64) == str(engine.pid).encode()
+            print(engine.pid, engine.wait() if code else engine.poll(), flush=True)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), SEARCHED))}
+    command = [sys.executable, "-c", textwrap.dedent(owner)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 0, done.stderr
+    (ended, code), (running, status) = (line.split() for line in done.stdout.splitlines())
+    assert (code, status) == ("5", "None"), done.stderr
+    assert (tmp_path / "engine.txt").read_text() == f"__main__ {tmp_path} so False True\n" * 2
+    end = time.monotonic() + patience(10)
+    while session_members(int(running)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not session_members(int(ended)) and not session_members(int(running))
