@@ -310,6 +310,20 @@ def test_processes_that_wait_for_each_other_do_not_give_up_their_core_between_tw
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
 
+def test_workers_are_started_by_the_thread_that_builds_the_engine() -> None:
+    """On GPUs vLLM 0.33 would start them from threads that end, and the kernel might end workers with those. Earlier
+    releases never ask. In a process of its own, as above."""
+    code = """
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+        from trl_realloc.engines.generation.vllm_compat import start_workers_in_turn
+
+        executor = object.__new__(MultiprocExecutor)
+        start_workers_in_turn()
+        assert not executor._can_start_workers_concurrently(inherited_fds=None)
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
 def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausalLM) -> None:
     shared_before = names()
     pair.load(buckets(model), 11)

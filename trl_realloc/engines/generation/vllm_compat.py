@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -168,6 +169,17 @@ def wait_without_yielding() -> None:
     vllm_utils.USE_SCHED_YIELD = False
 
 
+def start_workers_in_turn() -> None:
+    """Let the thread that builds an engine start vLLM's workers, one after the other.
+
+    On GPUs vLLM 0.33 starts them at the same time, from threads that end once all have started. The kernel kills a
+    process that has tied itself to its parent, as a worker does first (`child_process.die_with_parent`), when the
+    thread that started it ends. That thread waits for a worker whose configuration does not fit into a pipe (64 KiB;
+    that of a small Llama has 14 KiB), and for the start of the others.
+    """
+    MultiprocExecutor._can_start_workers_concurrently = lambda self, inherited_fds: False
+
+
 def draws_by_position(engine: Any) -> bool:
     """Whether vLLM's own sampler draws a token by the request's seed and the token's position in the text. Its newest
     model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py of 0.27.1; read, not run), so that a
@@ -195,5 +207,6 @@ __all__ = [
     "process_dict_updates",
     "register_transfer",
     "replace_draw",
+    "start_workers_in_turn",
     "wait_without_yielding",
 ]

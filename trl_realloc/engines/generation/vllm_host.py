@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 PARENT = "TRL_REALLOC_PARENT_PID"
 PROGRESS_S = 1.0  # minimum time between two messages of progress
 
-# vLLM's workers import this module as __mp_main__, before vLLM, so this ties them to this process
+# vLLM's workers import this module as __mp_main__, before vLLM, so this ties them to this process: to the thread of it
+# that started them (`start_workers_in_turn`)
 if __name__ in ("__main__", "__mp_main__"):
     die_with_parent(int(os.environ[PARENT]))
 
@@ -104,7 +105,7 @@ def build(settings: dict[str, Any]) -> LLM:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
-    from .vllm_compat import WeightTransferConfig, wait_without_yielding
+    from .vllm_compat import WeightTransferConfig, start_workers_in_turn, wait_without_yielding
 
     package, on_cpu = "trl_realloc.engines.generation", current_platform.is_cpu()
     arguments: dict[str, Any] = {
@@ -133,6 +134,7 @@ def build(settings: dict[str, Any]) -> LLM:
         arguments["logits_processors"] = [f"{package}.vllm_sampler:SeededRows"]
     if settings["sleep_level"] and not on_cpu:  # on a CPU vLLM has no sleep mode
         arguments["enable_sleep_mode"] = True
+    start_workers_in_turn()
     llm = LLM(**{**arguments, **settings["engine_kwargs"]})
     if by_seed:
         llm.collective_rpc("draw_by_seed")
