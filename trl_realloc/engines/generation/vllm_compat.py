@@ -169,6 +169,18 @@ def wait_without_yielding() -> None:
     vllm_utils.USE_SCHED_YIELD = False
 
 
+def end_grammars_by_eos(engine: Any) -> None:
+    """Let a grammar end with the tokenizer's eos token and a request's own stop tokens alone.
+
+    vLLM 0.32 and 0.33 let it end with the eos tokens of the model's config too. They do not stop a request with
+    `ignore_eos`, so tokens that no grammar allows would follow. Such a request makes no other use of them.
+
+    Args:
+        engine: vLLM's `LLMEngine`.
+    """
+    engine.input_processor.generation_config_fields.pop("eos_token_id", None)
+
+
 def start_workers_in_turn() -> None:
     """Let the thread that builds an engine start vLLM's workers, one after the other.
 
@@ -201,6 +213,7 @@ __all__ = [
     "drain",
     "drawn_so_far",
     "draws_by_position",
+    "end_grammars_by_eos",
     "finalize_layerwise_reload",
     "incomplete_layers",
     "initialize_layerwise_reload",

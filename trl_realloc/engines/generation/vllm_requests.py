@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from .sample_seeds import seed_arguments
 from .sample_versions import Run, VersionMarks
-from .vllm_compat import abort, count_drawn, drain, drawn_so_far, draws_by_position
+from .vllm_compat import abort, count_drawn, drain, drawn_so_far, draws_by_position, end_grammars_by_eos
 
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def sampling_arguments(llm: LLM, sampling: dict[str, Any]) -> dict[str, Any]:
         if eos is None:
             raise ValueError("the tokenizer has no eos token, and a response with structured outputs ends with it")
         stops.add(eos)
+        end_grammars_by_eos(llm.llm_engine)
     return {
         **{name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
         "stop_token_ids": sorted(stops),
