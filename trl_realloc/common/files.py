@@ -34,6 +34,11 @@ def exists(path: str | Path) -> bool:
     return True
 
 
+def cache_folder() -> Path:
+    """The folder of what later runs of the same user can use again: `$TRL_REALLOC_CACHE`, or `~/.cache/trl_realloc`."""
+    return Path(os.environ.get("TRL_REALLOC_CACHE", Path.home() / ".cache" / "trl_realloc"))
+
+
 def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
     """The text of a regular file.
 

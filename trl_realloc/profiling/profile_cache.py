@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.rollout import Rollouts
 from ..common.errors import PlanError
+from ..common.files import cache_folder
 from ..common.notices import notice, working
 from ..engines.device import is_accelerator, release_cached_memory
 from ..plan.execution_plan import ExecutionPlan
@@ -61,7 +62,7 @@ def network() -> str:
 
 
 def cache_path(job: Job) -> Path:
-    """The file of the profile of these models on this machine, in `$TRL_REALLOC_CACHE` or `~/.cache/trl_realloc`."""
+    """The file of the profile of these models on this machine, in the cache folder (`common.files`)."""
     all_specs = {spec for specs in job.models.specs.values() for spec in specs}
     settings = {
         "hardware": hardware(job.options.device),
@@ -75,8 +76,7 @@ def cache_path(job: Job) -> Path:
         "format": sorted({**Observation.__dataclass_fields__, **Profile.__dataclass_fields__}),
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    root = Path(os.environ.get("TRL_REALLOC_CACHE", Path.home() / ".cache" / "trl_realloc"))
-    return root / f"profile-{digest}.json"
+    return cache_folder() / f"profile-{digest}.json"
 
 
 def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:

@@ -6,7 +6,10 @@ The engine itself is in `engines/generation/vllm`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.files import cache_folder
 from ..engines.device import is_accelerator
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
@@ -61,14 +65,16 @@ def start_vllm(
     if index % tp:
         return None
     folder = temporary_folder(stack, current_watchdog() or (watch() if plan.cluster.size == 1 else None))
-    config.save_pretrained(folder)
+    config.save_pretrained(folder / "model")
     log = folder / "vllm.log"
     if options.log_folder is not None:
         log = options.log_folder / f"vllm-{plan.graph.call(call).label}rank{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
     settings = {"log_path": log, "stop_timeout_s": options.heartbeat_timeout_s, **options.vllm}
+    # on a GPU vLLM compiles the model, and looks by the model's path for what it has compiled before
+    model = kept_model(folder / "model") if is_accelerator(options.device) else folder / "model"
     engine = VLLMEngine(
-        folder,
+        model,
         name=f"{call} engine {index // tp} (rank {rank})",
         tensor_parallel_size=tp,
         dtype=_dtype_name(config, options),
@@ -79,6 +85,29 @@ def start_vllm(
     )
     stack.callback(engine.close)
     return engine
+
+
+def kept_model(folder: Path) -> Path:
+    """A copy of a model's folder in the cache folder (`common.files`), which every run with the same files finds
+    under the same path. The folder itself where no copy can be kept.
+
+    Args:
+        folder: with the model's config, and no weights.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    kept = cache_folder() / "vllm" / digest.hexdigest()[:16]
+    if kept.is_dir():
+        return kept
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as unfinished:
+            made = Path(shutil.copytree(folder, Path(unfinished, kept.name)))
+            made.rename(kept)
+    except OSError:  # no place, or another rank was first
+        return kept if kept.is_dir() else folder
+    return kept
 
 
 def _dtype_name(config: Any, options: EngineOptions | VLLMOptions) -> str:
