@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
@@ -28,11 +29,13 @@ from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.streams import Migration, Streams
+from trl_realloc.planner import stream_simulation
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import gpu_memory
+from trl_realloc.planner.dispatcher import Dispatcher, Score
 from trl_realloc.planner.hardware import parse_cluster
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
@@ -145,6 +148,14 @@ def swept(whole: PricedPlan, sweep: MigrationSweep) -> Iterator[Swept]:
         yield Swept(result.streaming, threshold, engines, result.moved)
 
 
+class AfterMigration(Dispatcher):
+    """RLHFuse's own rule: nothing is scored before samples have moved, or all have ended."""
+
+    def scores(self) -> list[Score]:
+        state = self._generating
+        return super().scores() if state.has_migrated or not state.left else []
+
+
 def published_setting() -> Iterator[dict[str, Any]]:
     """A row for each pair of models and limit: the best of all thresholds, each with RLHFuse's number of engines."""
     for actor, critic in PAIRS:
@@ -203,7 +214,10 @@ def at_shares(limit: int = 1024) -> Iterator[dict[str, Any]]:
             prices = pricing("h100:32x8", limit, corrections=Corrections(factors))
             whole = colocated(prices, models(actor, critic))
             serial, still = serial_seconds(whole), whole.with_streams(Streams())
-            gains = _gains(serial, list(swept(whole, MigrationSweep(whole, still.plan.streamed))))
+            sweep = MigrationSweep(whole, still.plan.streamed)
+            gains = _gains(serial, list(swept(whole, sweep)))
+            with mock.patch.object(stream_simulation, "Dispatcher", AfterMigration):
+                later = _gains(serial, list(swept(whole, sweep)))
             yield {
                 "setting": "RLHFuse, scoring slowed to a share",
                 "simulated": True,
@@ -220,6 +234,10 @@ def at_shares(limit: int = 1024) -> Iterator[dict[str, Any]]:
                 "threshold": float(max(gains, key=lambda at: gains[at])),
                 "gain_at_published_threshold": gains[f"{PUBLISHED_THRESHOLD:.2f}"],
                 "by_threshold": gains,
+                # if nothing is scored before the migration
+                "later_gain": max(later.values()),
+                "later_threshold": float(max(later, key=lambda at: later[at])),
+                "later_by_threshold": later,
             }
 
 
@@ -281,7 +299,8 @@ def published_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def share_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("actor + critic", "scoring", "slowed", "streamed", "best", "at", f"at {PUBLISHED_THRESHOLD:.0%}")
+    names = ("actor + critic", "scoring", "slowed", "streamed", "best", "at", f"at {PUBLISHED_THRESHOLD:.0%}")
+    table = Table(*names, "scored from then on: best", "at", f"at {PUBLISHED_THRESHOLD:.0%}")
     table.title = "the same at limit 1,024, scoring slowed to a share of the serial time (fitted)"
     for row in rows:
         table.add_row(
@@ -292,6 +311,9 @@ def share_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['gain']:.2f}x",
             f"{row['threshold']:.0%}",
             f"{row['gain_at_published_threshold']:.2f}x",
+            f"{row['later_gain']:.2f}x",
+            f"{row['later_threshold']:.0%}",
+            f"{row['later_by_threshold'][f'{PUBLISHED_THRESHOLD:.2f}']:.2f}x",
         )
     return table
 
