@@ -169,6 +169,13 @@ def test_metrics_are_written_once_per_step_also_after_resuming(tmp_path: Path) -
     assert all(json.loads(line)["step"] for line in writer.path.read_text().splitlines())
 
 
+def test_an_evaluation_before_any_training_is_written_into_a_new_folder(tmp_path: Path) -> None:
+    writer, state = MetricsWriter(tmp_path / "run" / "metrics.jsonl"), SimpleNamespace(is_world_process_zero=True)
+    state.global_step = 0
+    writer.on_log(None, state, None, logs={"eval_objective/scores": 1.0})
+    assert json.loads(writer.path.read_text()) == {"step": 0, "eval_objective/scores": 1.0}
+
+
 def test_a_run_is_resumed_whose_last_line_of_metrics_is_cut_off(tmp_path: Path) -> None:
     writer, state = MetricsWriter(tmp_path / "metrics.jsonl"), SimpleNamespace(is_world_process_zero=True)
     writer.path.write_text('{"step": 1, "objective/scores": 2.0}\n{"step": 2, "obj', encoding="utf-8")

@@ -41,6 +41,7 @@ class MetricsWriter(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if state.is_world_process_zero and logs:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # an evaluation may be logged before any training
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
