@@ -75,6 +75,29 @@ def test_the_same_problem_gives_the_same_plan() -> None:
     assert found[0] == found[1]
 
 
+def test_an_estimate_does_not_depend_on_candidates_that_are_gone() -> None:
+    """A new candidate may be where another one was, and then has its `id`."""
+    prices = pricing()
+    space = Space(prices.cluster, ppo_graph(), specs(1, 1), prices)
+    training = Assignment(DeviceMesh(0, 4), ParallelStrategy(4), "zero")
+    in_place = {
+        **dict.fromkeys(space.graph.order, training),
+        "actor.generate": replace(training, engine="transformers"),
+    }
+    moved = {**in_place, "actor.generate": Assignment(DeviceMesh(4, 4), ParallelStrategy(4), "vllm")}
+    of_its_own, problem = Problem(space, {}), Problem(space, {})
+    expected = of_its_own.estimate(of_its_own.state_of(moved)).moves
+    gone = list(problem.state_of(in_place))
+    assert problem.estimate(tuple(gone)).moves == {} != expected
+    state = list(problem.state_of(moved))
+    for at in map(problem.names.index, ("actor.train", "actor.generate")):
+        place = id(gone[at])
+        gone[at] = state[at]
+        made = [replace(state[at]) for _ in range(1000)]
+        state[at] = next((candidate for candidate in made if id(candidate) == place), state[at])
+    assert problem.estimate(tuple(state)).moves == expected
+
+
 def test_the_search_keeps_its_time_limit() -> None:
     outcome = search(random_problem(5, per_call=10), time_limit_s=0.05)
     assert outcome.seconds < 1.0

@@ -45,7 +45,8 @@ class Problem:
     fused: Fused = ()
     exact_fused: bool = False
     evaluations: int = 0
-    _moves: dict[tuple[int, int, bool], float] = field(default_factory=dict)
+    # by ids, with the candidates, so that their ids stay theirs
+    _moves: dict[tuple[int, int, bool], tuple[Candidate, Candidate, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.space.graph
@@ -102,10 +103,11 @@ class Problem:
         if key not in self._moves:
             factor = self.space.pricing.corrections.move(self.names[target])
             is_reversed = self.names[source] in self.fused[1:]
-            self._moves[key] = factor * self._priced_move(
+            seconds = factor * self._priced_move(
                 home, other, self._sent(source, target), exact, is_reversed=is_reversed
             )
-        return self._moves[key]
+            self._moves[key] = home, other, seconds
+        return self._moves[key][2]
 
     def _sent(self, source: int, target: int) -> Iterator[ModelSpec]:
         """The parameters that a reallocation sends: the source's, in the target's dtype if that is narrower."""
