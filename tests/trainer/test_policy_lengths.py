@@ -95,8 +95,9 @@ def test_conversations_are_measured_with_their_template() -> None:
         None,
         Dataset.from_dict({"environment": ["a"]}),
         IterableDataset.from_generator(lambda: iter([{"prompt": "w2"}])),
+        [{"prompt": "w2"}],
     ],
-    ids=["none", "no prompts", "a stream"],
+    ids=["none", "no prompts", "a stream", "rows"],
 )
 def test_what_cannot_be_read_in_advance_has_no_bound(data: object) -> None:
     assert measure_lengths(data, tiny.tokenizer(), {}) == Lengths(ASSUMED, None)

@@ -67,7 +67,8 @@ def measure_lengths(dataset: Any, processing_class: Any, template: Mapping[str, 
         dataset: with a column `prompt` of text or conversations; otherwise, and if it has no length, nothing is known.
         template: further arguments of the chat template.
     """
-    if dataset is None or not hasattr(dataset, "__len__") or "prompt" not in (dataset.column_names or ()):
+    columns = getattr(dataset, "column_names", None) or ()  # a list of rows, which TRL evaluates on, has none
+    if not hasattr(dataset, "__len__") or "prompt" not in columns:
         return Lengths(ASSUMED, None)
     prompts = _Prompts(dataset["prompt"], processing_class, template)
     bounds = prompts.bounds()
