@@ -26,6 +26,7 @@ from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import (
     EngineError,
     GenerationEngine,
+    GenerationRequest,
     InPlaceEngine,
     Sampling,
     ScoringEngine,
@@ -305,6 +306,13 @@ def test_every_request_has_one_completion_with_the_log_probabilities_of_its_mode
         assert not any(completion.stopped for completion in got)
         assert worst_difference(model, asked, got, temperature) < 1e-4
     assert list(engine.generate([], SAMPLING)) == []
+
+
+def test_an_empty_prompt_is_refused(generator: Any) -> None:
+    engine, _ = generator
+    asked = [*requests(2), GenerationRequest(102, (), 7)]
+    with pytest.raises(EngineError, match="the prompt of request 102 is empty"):
+        list(engine.generate(asked, SAMPLING))
 
 
 def test_tokens_of_a_users_own_generate_have_the_log_probabilities_of_the_model(

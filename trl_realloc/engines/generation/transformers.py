@@ -123,6 +123,8 @@ class TransformersEngine:
             raise EngineError(" ".join(problems))
         for request in requests:
             check_limit("generation with Transformers", request, sampling)
+            if not request.prompt_ids:
+                raise EngineError(f"generation with Transformers: the prompt of request {request.index} is empty.")
         by_length = sorted(
             requests, key=lambda request: len(request.prompt_ids)
         )  # similar lengths in a batch need little padding
