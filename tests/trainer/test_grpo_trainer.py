@@ -26,6 +26,7 @@ from trl_realloc.trainer.grpo_config import check_init_kwargs
 from trl_realloc.trainer.plan_request import PlanRequest
 from trl_realloc.trainer.policy_setup import check_turns, of_host_loop
 from trl_realloc.trainer.trainable import why_not_trained
+from trl_realloc.trainer.trl_sampling import sampling_of
 
 
 PROMPTS = Dataset.from_dict({"prompt": [f"w{a} w{a + 7} w{a + 1}" for a in range(2, 34)]})
@@ -190,6 +191,14 @@ def test_a_config_of_trl_is_refused(tmp_path: Path) -> None:
 def test_a_setting_that_the_plan_decides_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         settings(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
+@pytest.mark.parametrize("top_k", [-1, 0, None])
+def test_all_tokens_may_be_drawn_in_every_way_that_trl_and_vllm_have_of_saying_so(
+    tmp_path: Path, kind: type, top_k: int | None
+) -> None:
+    assert sampling_of(settings(tmp_path, kind, top_k=top_k), (1,), 100).top_k == 0
 
 
 def test_evaluation_before_training_runs_the_plan(tmp_path: Path) -> None:

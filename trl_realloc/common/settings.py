@@ -119,7 +119,7 @@ SETTINGS: Mapping[str, Setting] = {
     "stop_token_id": _whole(0, optional=True),
     "temperature": _number(least=0),
     "top_p": _number(above=0, most=1),
-    "top_k": _whole(0),
+    "top_k": _whole(-1, optional=True),  # -1, 0 and None keep all
     "min_p": _number(least=0, most=1, optional=True),
     "repetition_penalty": _number(above=0),
     "missing_eos_penalty": _number(least=0, optional=True),
