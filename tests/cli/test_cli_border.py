@@ -126,6 +126,14 @@ def _observation(**changes: Any) -> Callable[[Path], None]:
     return _edited("profile.json", lambda profile: profile["observations"][0].update(changes))
 
 
+def _link(**values: Any) -> Callable[[Path], None]:
+    """The profile with messages and reductions that have these values."""
+    rows = [
+        {"work": w, "model": "", "seconds": 0.1, "devices": 2, "bytes": 9.0, **values} for w in ("send", "all_reduce")
+    ]
+    return _edited("profile.json", lambda profile: profile["observations"].extend(rows))
+
+
 WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "text for a number": (
         "ppo.yaml",
@@ -191,6 +199,8 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "negative time": ("profile.json", _observation(seconds=-1), "observations[0].seconds is -1"),
     "time that is text": ("profile.json", _observation(seconds="long"), "observations[0].seconds is 'long'"),
     "no tokens": ("profile.json", _observation(tokens=0), "observations[0].tokens is 0"),
+    "messages of nothing": ("profile.json", _link(bytes=0), "].bytes is 0"),
+    "a reduction of one device": ("profile.json", _link(devices=1), "].devices is 1"),
     "sharing that is text": (
         "profile.json",
         _edited("profile.json", lambda p: p.update(sharing="yes")),

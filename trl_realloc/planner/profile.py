@@ -170,6 +170,10 @@ def _check_observations(rows: Sequence[Observation], path: str | Path, name: str
             wrong = f"seconds is {row.seconds:g}, but work takes some time"
         elif row.work in ("forward", "train", "activations") and not row.tokens:
             wrong = "tokens is 0, but it says how much work it was"
+        elif row.work in ("send", "all_reduce") and not row.bytes:
+            wrong = "bytes is 0, but it says how much was sent"
+        elif row.work == "all_reduce" and row.devices == 1:
+            wrong = "devices is 1, but a reduction sends from one to another"
         elif row.pp > 1 and row.micro < 1:
             wrong = f"micro is {row.micro:g}, but a pipeline is given one micro-batch or more"
         elif row.zero_stage and (row.micro < 1 or not row.bytes):
