@@ -104,6 +104,15 @@ def test_the_search_keeps_its_time_limit() -> None:
     assert outcome.states
 
 
+def test_few_combinations_are_not_all_tried_where_there_is_no_time_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(searching.time, "perf_counter", lambda: next(clock))  # a look takes seconds
+    problem = random_problem(1, memory=False)
+    outcome = search(problem, time_limit_s=100)
+    assert not outcome.exhaustive
+    assert outcome.states and outcome.evaluations <= 100 < 4**6
+
+
 def test_a_choice_without_time_prices_one_plan_that_the_search_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer schedule of several nodes takes a third of a second, and a plan has several."""
     priced: list[str] = []

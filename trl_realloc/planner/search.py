@@ -1,8 +1,8 @@
 """The fastest execution plan of a space that fits in memory.
 
-A small space is searched exhaustively. A large one is searched from several starting states by changing one call, by
-placing calls side by side, and by Metropolis moves as in ReaL (section 6). The search is seeded: a problem gives the
-same plan each time, unless the time limit ends it.
+A small space is searched exhaustively, as long as there is time. A large one is searched from several starting states
+by changing one call, by placing calls side by side, and by Metropolis moves as in ReaL (section 6). The search is
+seeded: a problem gives the same plan each time, unless the time limit ends it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..common.errors import PlanError
@@ -21,6 +21,7 @@ from .space import Candidate
 
 
 EXHAUSTIBLE = 20_000  # most combinations that are all evaluated
+EXHAUSTING = 0.8  # of the time limit: the most time for that, after which they are searched as a large space is
 LOOKS = 80_000  # most states that a search looks at, known ones included
 RESTARTS = 6
 PATIENCE = 16_000  # looks without a better plan after which a search ends
@@ -62,10 +63,8 @@ def search(
     lists = [problem.candidates[name] for name in problem.names]
     combinations = math.prod(len(candidates) for candidates in lists)
     climb = _Climb(problem, lists, random.Random(seed), start + time_limit_s)
-    if combinations <= EXHAUSTIBLE:
-        for state in itertools.product(*lists):
-            climb.weigh(state)
-    else:
+    exhaustive = combinations <= EXHAUSTIBLE and climb.try_all(itertools.product(*lists))
+    if not exhaustive:
         climb.run(starts)
     best = sorted(climb.seen.items(), key=lambda item: item[1][0])[:keep]
     memory = problem.space.pricing.memory
@@ -82,7 +81,7 @@ def search(
         tuple(weight for weight, _ in fitting),
         problem.evaluations - before,
         time.perf_counter() - start,
-        combinations <= EXHAUSTIBLE,
+        exhaustive,
     )
 
 
@@ -146,12 +145,26 @@ class _Climb:
                 self.best, self.improved_at = weight, self.looks
         return self.seen[key][0]
 
+    def try_all(self, states: Iterable[State]) -> bool:
+        """Weighs all of these states. Returns whether there was time for them."""
+        now = time.perf_counter()
+        end = now + EXHAUSTING * (self.deadline - now)
+        for state in states:
+            self.weigh(state)
+            if time.perf_counter() >= end:
+                self.looks = self.improved_at = 0  # the search that follows has its own
+                return False
+        return True
+
     def run(self, starts: Sequence[State]) -> None:
         fastest = tuple(candidates[0] for candidates in self.lists)
         smallest = tuple(min(candidates, key=lambda c: c.cost.static + c.cost.transient) for candidates in self.lists)
         beginnings = [*starts, fastest, smallest]
         beginnings += [tuple(map(self.draw.choice, self.lists)) for _ in range(RESTARTS)]
-        ends = [self.descend(state) for state in beginnings if not self.over or not self.seen]
+        ends: list[State] = []
+        for state in beginnings:
+            if not ends or not self.over:
+                ends.append(self.descend(state))
         state = min(ends, key=self.weigh)
         while not self.over:
             state = self.descend(self.wander(state))
