@@ -89,6 +89,15 @@ def test_a_run_never_moves_to_a_plan_that_was_refused_for_it_at_the_start(monkey
     assert slow.better(updates_left=10, move_seconds=31.0) is None  # 50 s would be saved, and 30 s are
 
 
+def test_a_run_keeps_a_plan_that_has_no_estimate_at_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimate(*_: Any) -> Any:
+        raise PlanError("no room for a sample of this length.")
+
+    made = watching(monkeypatch, ())
+    monkeypatch.setattr(replanning, "estimate_at_lengths", estimate)
+    assert made.better(updates_left=10, move_seconds=1.0) is None
+
+
 def test_after_measuring_a_plan_is_searched_for_only_when_the_measured_estimate_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -203,6 +203,18 @@ def test_evaluation_reports_the_objectives_and_repeats_itself(run) -> None:
     assert {"eval_a_objective/scores", "eval_b_objective/scores"} <= set(parts)
 
 
+def test_evaluation_takes_the_name_of_one_of_the_constructors_datasets(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, _ = run
+    expected = made.evaluate()["eval_objective/scores"]
+    with pytest.raises(ValueError, match="'a' is not the name of a dataset of the trainer; it was given no dict"):
+        made.evaluate("a")
+    monkeypatch.setattr(made, "eval_dataset", {"a": made.eval_dataset, "b": made.eval_dataset.select(range(5))})
+    assert made.evaluate("a")["eval_objective/scores"] == expected
+    assert sum(map(len, made.get_eval_dataloader("b"))) == 5
+    with pytest.raises(ValueError, match="'c' is not .*; those are 'a', 'b'"):
+        made.evaluate("c")
+
+
 def test_completions_are_shown_for_the_evaluation_prompts(run) -> None:
     made, _, _ = run
     rows = made.generate_completions()

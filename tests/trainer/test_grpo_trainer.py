@@ -186,6 +186,7 @@ def test_a_config_of_trl_is_refused(tmp_path: Path) -> None:
         ({"vllm_tensor_parallel_size": 2}, "set tp of actor.generate"),
         ({"use_transformers_continuous_batching": True}, "vLLM batches continuously"),
         ({"vllm_step_timeout": 1}, "vllm_step_timeout must be"),
+        ({"vllm_max_model_length": 0}, "vllm_max_model_length must be"),
     ],
 )
 def test_a_setting_that_the_plan_decides_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

@@ -173,7 +173,8 @@ def test_what_cannot_train_the_roles_is_refused_by_name(tmp_path: Path) -> None:
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     assert "another optimizer" in refused(tmp_path, torch.optim.AdamW, LambdaLR(other, lambda step: 1.0))
     assert "without the optimizer" in refused(tmp_path, None, LambdaLR(other, lambda step: 1.0))
-    assert "lomo" in refused(tmp_path, None, optim="lomo")
+    for optim in ("lomo", "galore_adamw", "apollo_adamw"):
+        assert optim in refused(tmp_path, None, optim=optim)
 
 
 def test_what_makes_a_part_of_the_users_optimizer_keeps_its_settings_without_the_parameters() -> None:

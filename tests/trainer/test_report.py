@@ -78,6 +78,11 @@ def test_the_report_has_the_reward_the_times_the_plan_and_completions(tmp_path: 
     assert call_times(made) == {"actor.generate": (1.0, 0.25), "actor.train": (2.0, 0.5)}
 
 
+def test_times_that_first_appear_after_a_change_of_the_plan_are_in_the_table() -> None:
+    made = [{"time/step": 4.0, "time/actor.train": 2.0}, {"time/step": 4.0, "time/critic.train": 1.0}]
+    assert call_times(made) == {"actor.train": (1.0, 0.25), "critic.train": (0.5, 0.125)}
+
+
 def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
     moved = {"realloc/bytes/critic.forward": 2.5e6, "realloc/seconds/critic.forward": 0.25}
     text = write_report(tmp_path, [{**row, **moved} for row in rows([0.1] * 10)], "name: apart\n").read_text()

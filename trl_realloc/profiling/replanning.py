@@ -96,7 +96,10 @@ class Replanner:
 
     def _search(self, profile: Profile, updates_left: int, move_seconds: float, time_limit_s: float) -> JobPlan | None:
         lengths = [length for update in self._lengths for length in update]
-        current = self._current(profile, lengths)
+        try:
+            current = self._current(profile, lengths)
+        except (PlanError, ValueError):  # the run's own plan has no estimate at these lengths
+            return None
         remaining_s = current.seconds * updates_left
         if remaining_s < move_seconds:  # no plan can save that much
             return None

@@ -47,10 +47,21 @@ class EvaluationMixin:
     _failing_together: Callable[[], contextlib.AbstractContextManager[None]]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
-        """Global batches of evaluation prompts, the same on every rank; by default of the constructor's dataset."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        """Global batches of evaluation prompts, the same on every rank; by default of the constructor's dataset. A name
+        is that of one of its datasets."""
+        rows = self._evaluated(eval_dataset)
         size = self.args.per_device_eval_batch_size * self.args.world_size
         return prompt_loader(rows, size, self.setup.collate, None)
+
+    def _evaluated(self, given: Any) -> Any:
+        """The dataset that is meant by the argument `eval_dataset` of a method."""
+        if not isinstance(given, str):
+            return self.eval_dataset if given is None else given
+        own = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        if given not in own:
+            names = f"those are {', '.join(map(repr, own))}" if own else "it was given no dict of datasets"
+            raise ValueError(f"eval_dataset={given!r} is not the name of a dataset of the trainer; {names}.")
+        return own[given]
 
     def evaluate(
         self,
@@ -61,12 +72,13 @@ class EvaluationMixin:
         """Generate responses to the evaluation prompts and score them. Nothing is trained.
 
         Args:
-            eval_dataset: prompts as in the constructor, or a dict of several datasets; by default the constructor's.
+            eval_dataset: prompts as in the constructor, a dict of several datasets, or the name of one in the
+                constructor's dict; by default the constructor's.
 
         Returns:
             `{prefix}_objective/*`: the means over the prompts.
         """
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = self._evaluated(eval_dataset)
         if isinstance(rows, dict):
             metrics: dict[str, float] = {}
             for name, part in rows.items():

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from .ppo_config import PPOConfig
 
 
-# These step inside the backward pass, or need calls before parameters are read. The engines do neither.
-_UNSUPPORTED = ("lomo", "adalomo", "layerwise", "schedule_free")
+# These step inside the backward pass, need calls before parameters are read, or project the gradients of whole matrices
+# that they choose by `optim_target_modules`. The engines do none of it.
+_UNSUPPORTED = ("lomo", "adalomo", "layerwise", "schedule_free", "galore", "apollo")
 
 
 def make_optimizer(args: PPOConfig | PolicyConfig, module: nn.Module) -> torch.optim.Optimizer:

@@ -120,7 +120,8 @@ def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, floa
     """The mean seconds per update of each call, and its share of the update. Shares add up to more than 1 where calls
     overlap."""
     whole = fmean(row["time/step"] for row in rows)
-    names = [key for key in rows[0] if key.startswith("time/") and key != "time/step"]
+    keys = dict.fromkeys(key for row in rows for key in row)  # a change of the plan brings new reallocations
+    names = [key for key in keys if key.startswith("time/") and key != "time/step"]
     means = {name.removeprefix("time/"): fmean(row.get(name, 0.0) for row in rows) for name in names}
     return {name: (seconds, seconds / whole) for name, seconds in means.items()}
 
