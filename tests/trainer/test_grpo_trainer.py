@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.models import ModelError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.streams import Streams
@@ -200,6 +201,13 @@ def test_all_tokens_may_be_drawn_in_every_way_that_trl_and_vllm_have_of_saying_s
     tmp_path: Path, kind: type, top_k: int | None
 ) -> None:
     assert sampling_of(settings(tmp_path, kind, top_k=top_k), (1,), 100).top_k == 0
+
+
+def test_a_reward_model_that_cannot_be_used_is_named_by_the_argument_of_these_trainers(tmp_path: Path) -> None:
+    policy().save_pretrained(tmp_path / "policy")
+    for reward, words in (("./no/such/model", "cannot read a model"), (str(tmp_path / "policy"), "would be random")):
+        with pytest.raises(ModelError, match=f"^reward_funcs: .*{words}"):
+            GRPOTrainer(policy(), reward, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
 
 
 def test_evaluation_before_training_runs_the_plan(tmp_path: Path) -> None:

@@ -211,9 +211,9 @@ def check_config_of(config: Any, model: Any, argument: str) -> None:
             f"{argument}: {model!r} has {config.num_labels} outputs (num_labels), but a value or a reward is one "
             f"number."
         )
-    if has_lm_head and not classifies and argument == "reward_model":
+    if has_lm_head and not classifies and argument in ("reward_model", "reward_funcs"):
         raise ModelError(
-            f"reward_model: {model!r} is a {kinds[0]}, so its score layer would be random; give a sequence classifier "
+            f"{argument}: {model!r} is a {kinds[0]}, so its score layer would be random; give a sequence classifier "
             f"with one output, or a reward function."
         )
     if has_lm_head and not classifies:

@@ -262,9 +262,9 @@ def _check_models(
     if Role.REFERENCE in graph.roles:
         configs[Role.REFERENCE] = [config]
     if rewards:
-        configs[Role.REWARD] = [read_config(reward, "reward_model") for reward in rewards]
+        configs[Role.REWARD] = [read_config(reward, "reward_funcs") for reward in rewards]
         for reward_config, reward in zip(configs[Role.REWARD], rewards, strict=True):
-            model_checks.check_config_of(reward_config, reward, "reward_model")
+            model_checks.check_config_of(reward_config, reward, "reward_funcs")
     return configs
 
 
