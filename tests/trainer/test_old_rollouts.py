@@ -120,3 +120,14 @@ def test_a_plan_of_another_algorithm_is_refused_with_the_runs_calls(tmp_path: Pa
 def test_staleness_without_a_correction_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny.trainer(tmp_path, max_staleness=2, vllm_importance_sampling_correction=False)
     assert caplog.text.count("vllm_importance_sampling_correction is false at max_staleness 2") == 1
+
+
+@pytest.mark.parametrize("plan", ["auto", "separate"])
+def test_a_staleness_on_one_process_is_said_to_need_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: str
+) -> None:
+    """The preset `separate` is `flatten` there, so it is no remedy."""
+    tiny.trainer(tmp_path, plan=plan, max_staleness=1, **ON)
+    told = capsys.readouterr().err
+    assert "max_staleness 1 has no effect on one process" in told
+    assert "the preset separate generates ahead" not in told

@@ -148,7 +148,10 @@ def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> Execu
         )
     if not most or plan.staleness.versions:
         return plan
-    if is_preset and plan.cluster.size > 1:
+    if plan.cluster.size == 1:
+        notice(f"max_staleness {most} has no effect on one process: devices that generate ahead do not train")
+        return plan
+    if is_preset:
         if plan["actor.generate"].engine == "vllm":
             return replace(plan, staleness=Staleness(most))
         notice(f"max_staleness {most} has no effect: only vLLM engines generate while others train")
