@@ -333,4 +333,4 @@ def test_a_model_that_vllm_cannot_serve_is_not_measured(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_model_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(tmp_path / "nowhere")]) == 2
-    assert "no config.json in" in capsys.readouterr().err
+    assert "/nowhere': neither a recipe nor a folder with a model's config.json." in capsys.readouterr().err

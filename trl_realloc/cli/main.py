@@ -251,6 +251,8 @@ def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tok
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
         path = Path(what[0])
         if not path.is_file():
+            if absent := [shown(name) for name in what if not exists(Path(name) / "config.json")]:
+                raise PlanError(f"{' and '.join(absent)}: neither a recipe nor a folder with a model's config.json.")
             models = {"sft_model_path": str(path.resolve()), "reward_model_path": str(Path(what[-1]).resolve())}
             path = Path(folder) / "models.yaml"
             path.write_text(yaml.safe_dump(models), encoding="utf-8")
