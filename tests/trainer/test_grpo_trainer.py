@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc.algorithms.prompts import DataError
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.models import ModelError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
@@ -208,6 +209,26 @@ def test_a_reward_model_that_cannot_be_used_is_named_by_the_argument_of_these_tr
     for reward, words in (("./no/such/model", "cannot read a model"), (str(tmp_path / "policy"), "would be random")):
         with pytest.raises(ModelError, match=f"^reward_funcs: .*{words}"):
             GRPOTrainer(policy(), reward, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("argument", ["train_dataset", "eval_dataset"])
+def test_a_data_set_without_prompts_is_refused_before_a_model_is_read(tmp_path: Path, argument: str) -> None:
+    given = {"train_dataset": PROMPTS, argument: PROMPTS.rename_column("prompt", "text")}
+    with pytest.raises(DataError, match=f"^{argument} has no `prompt` column .* it has 'text'"):
+        GRPOTrainer("./no/such/model", distinct, settings(tmp_path), **given, processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
+def test_too_few_prompts_for_a_generation_are_refused_before_engines_start(
+    tmp_path: Path, kind: type, made_by: type
+) -> None:
+    """TRL would end such a training at once, without an error."""
+    args = settings(tmp_path, kind)
+    made = made_by(policy(), distinct, args, PROMPTS.select(range(1)), processing_class=tiny.tokenizer())
+    with pytest.raises(DataError, match="has 1 rows, fewer than the 2 prompts of one generation"):
+        made.train()
+    assert not made.placement.started
+    made.close()
 
 
 def test_evaluation_before_training_runs_the_plan(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from .config_checks import ConfigError
 from .host_generation import HostGeneration
 from .planned_generation import PlannedGeneration
 from .plug import finish_turns, takes_turns
+from .policy_data import check_columns, check_rows
 from .policy_modules import ModelInEngine, ReferenceInEngine
 from .policy_plan_change import PolicyPlanChangeMixin
 from .policy_rewards import REWARD, planned_rewards
@@ -61,6 +62,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
     model: Any
     model_wrapped: Any
     accelerator: Any
+    train_dataset: Any
     optimizer: Any
     lr_scheduler: Any
     callback_handler: Any
@@ -85,6 +87,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
             arguments: of our constructor, by name.
         """
         args = arguments["args"]
+        check_columns(arguments)
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
@@ -205,8 +208,10 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
 
         Raises:
             CheckpointError: there is no checkpoint, it is not complete, or this run cannot continue its run.
+            DataError: the training data set does not fill one generation.
             JobFailed: a call failed, here or on another rank.
         """
+        check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
         self.is_in_train = True
         with self._failing_together():
             self._resumed = self._find_checkpoint(resume_from_checkpoint)
