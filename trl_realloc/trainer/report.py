@@ -293,7 +293,10 @@ def report_run(folder: str | Path) -> Path:
     folder = Path(folder)
     metrics = folder / "metrics.jsonl"
     if not exists(metrics):
-        raise ValueError(f"{folder} holds no metrics.jsonl; train with callbacks=[MetricsWriter({str(metrics)!r})].")
+        raise ValueError(
+            f"{folder} holds no metrics.jsonl; train with callbacks=[MetricsWriter({str(metrics)!r})] (from "
+            f"trl_realloc.trainer.callbacks import MetricsWriter) and logging_steps=1."
+        )
     plan, completions_file = folder / "plan.yaml", folder / "completions.json"
     completions = _Completions(before=[], after=[])
     if exists(completions_file):
