@@ -4,6 +4,8 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +180,18 @@ def test_a_picture_of_generation_ahead_draws_iterations_side_by_side(tmp_path: P
     assert (tmp_path / "ahead.png").stat().st_size > 3000
     one_after_the_other = [Span("generate", 1, 6.0 * step, 6.0 * step + 5.0, step) for step in range(4)]
     assert not Timeline(one_after_the_other).runs_ahead
+
+
+def test_a_picture_of_many_devices_has_one_row_for_neighbours_with_the_same_work(tmp_path: Path) -> None:
+    """As in an estimate; of 128 devices each with its row nobody reads a picture of 46 inches."""
+
+    def height(spans: Sequence[Span]) -> int:
+        Timeline(spans).draw(tmp_path / "many.png")
+        return int.from_bytes((tmp_path / "many.png").read_bytes()[20:24])  # of the PNG's header
+
+    alike = [Span("actor.train" if rank < 64 else "critic.train", rank, 0.0, 1.0, 0) for rank in range(128)]
+    assert height(alike) == height(alike[63:65])
+    assert height([replace(span, end=1.0 + span.device) for span in alike]) > 10 * height(alike)
 
 
 def test_a_timeline_without_spans_is_not_drawn(tmp_path: Path) -> None:

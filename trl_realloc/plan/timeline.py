@@ -27,7 +27,7 @@ from .fused import Fused, joined
 
 MOST_CALLS = 1000  # different calls of a run; a plan has some ten, including reallocations
 MOST_INCHES = 100.0  # height of a picture
-MOST_NUMBERED = 32  # devices of a picture in which iterations have their numbers
+MOST_NUMBERED = 32  # devices of a picture in which each has a row, and iterations have their numbers
 
 
 @dataclass(frozen=True, order=True)
@@ -191,10 +191,11 @@ class Timeline:
         return timeline
 
     def draw(self, path: str | Path, calls: Sequence[str] = (), seconds: float = 0.0) -> None:
-        """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix. If
-        scoring begins while samples are generated, a second figure below shows how many samples each call has ended. If
-        samples of later iterations are generated meanwhile, what a device does at the same time is drawn side by side,
-        with the iteration's number.
+        """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix. Of
+        more than `MOST_NUMBERED` devices, neighbours with the same calls at the same times share a row. If scoring
+        begins while samples are generated, a second figure below shows how many samples each call has ended. If samples
+        of later iterations are generated meanwhile, what a device does at the same time is drawn side by side, with the
+        iteration's number.
 
         Args:
             calls: the order of all calls, and so their colours, as in another picture. *optional*, defaults to that of
@@ -212,15 +213,16 @@ class Timeline:
         except ImportError:
             raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
         zero, order = min(span.start for span in self.spans), calls or self.calls
-        row = {device: number for number, device in enumerate(self.devices)}
+        rows = self._rows()
+        row = {devices[0]: number for number, devices in enumerate(rows)}
         is_ahead = self.runs_ahead
         lanes = self._lanes() if is_ahead else {}
         streamed = set[str]() if is_ahead else self._streamed_calls()
-        height = min(1.2 + 0.35 * len(self.devices) + 2.0 * bool(streamed), MOST_INCHES)
+        height = min(1.2 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES)
         figure = Figure(figsize=(10, height), layout="constrained")
         axes = figure.add_subplot(211 if streamed else 111)
         for number, call in enumerate(order):
-            spans = [span for span in self.spans if span.call == call]
+            spans = [span for span in self.spans if span.call == call and span.device in row]
             places = [lanes.get(span, (0, 1)) for span in spans]
             axes.barh(
                 [
@@ -237,7 +239,7 @@ class Timeline:
             )
         if is_ahead and len(self.devices) <= MOST_NUMBERED:
             _number(axes, lanes, row, zero)
-        axes.set_yticks(range(len(self.devices)), [f"device {device}" for device in self.devices])
+        axes.set_yticks(range(len(rows)), [_named(devices) for devices in rows])
         axes.invert_yaxis()
         if seconds:
             axes.set_xlim(0.0, 1.02 * max(seconds, *(span.end - zero for span in self.spans)))
@@ -274,6 +276,21 @@ class Timeline:
         ends = [max(span.end for span in self.spans if span.step == step) for step in (self.steps[0], self.steps[-1])]
         return (ends[1] - ends[0]) / (len(self.steps) - 1)
 
+    def _rows(self) -> list[list[int]]:
+        """The devices of each row of a picture."""
+        if len(self.devices) <= MOST_NUMBERED:
+            return [[device] for device in self.devices]
+        work: dict[int, set[tuple[str, float, float, int]]] = defaultdict(set)
+        for span in self.spans:
+            work[span.device].add((span.call, span.start, span.end, span.step))
+        rows: list[list[int]] = []
+        for device in self.devices:
+            if rows and device == rows[-1][-1] + 1 and work[device] == work[rows[-1][0]]:
+                rows[-1].append(device)
+            else:
+                rows.append([device])
+        return rows
+
     def _lanes(self) -> dict[Span, tuple[int, int]]:
         """Of each span its place among those at the same time on its device, and the number of the device's places."""
         ends: dict[int, list[float]] = defaultdict(list)  # by device and place
@@ -299,6 +316,11 @@ class Timeline:
             times += [min((span.start for span in spans), default=0.0)][: len(spans)] + [span.end for span in spans]
             samples += [0][: len(spans)] + list(accumulate(span.samples for span in spans))
         return times, samples
+
+
+def _named(devices: Sequence[int]) -> str:
+    """The devices of a row, in words."""
+    return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
 
 
 def _joined(spans: list[Span], fused: Fused) -> list[Span]:
