@@ -66,6 +66,14 @@ def test_the_snippet_trains_as_it_stands(tmp_path: Path, trainer: str, logged: s
     assert logged in ended.stdout
 
 
+def test_the_snippets_have_a_batch_of_data_for_the_processes_that_are_launched() -> None:
+    most = max(int(n) for line in LAUNCHES for n in re.findall(r"--(?:num_processes|nproc_per_node) (\d+)", line))
+    for trainer, default, per_row in (("PPOTrainer", 8, 1), ("GRPOTrainer", 8, 8)):
+        given = re.search(r"per_device_train_batch_size=(\d+)", snippet(trainer))
+        rows = 2 * int(re.search(r"bread.\"\] \* (\d+)", snippet(trainer))[1])
+        assert most * int(given[1] if given else default) // per_row <= rows
+
+
 def test_getting_started_begins_with_readmes_run_of_grpo() -> None:
     assert snippet("GRPOTrainer") in blocks(ROOT / "docs" / "index.md", "python")
 
