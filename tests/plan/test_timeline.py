@@ -182,6 +182,16 @@ def test_a_picture_of_generation_ahead_draws_iterations_side_by_side(tmp_path: P
     assert not Timeline(one_after_the_other).runs_ahead
 
 
+def test_a_picture_hides_no_call_behind_another_on_the_same_device(tmp_path: Path) -> None:
+    """Such as the generation ahead of an engine whose device scores meanwhile."""
+    generates = [Span("generate", 0, 0.0, 1.0, 0), Span("generate", 0, 1.0, 3.0, 1)]
+    for start, beside in ((2.0, True), (2.999, False)):
+        timeline = Timeline([*generates, Span("forward", 0, start, start + 1.0, 0)])
+        assert not timeline.runs_ahead
+        assert timeline._overlaps == beside
+        timeline.draw(tmp_path / f"{beside}.png")
+
+
 def test_a_picture_of_many_devices_has_one_row_for_neighbours_with_the_same_work(tmp_path: Path) -> None:
     """As in an estimate; of 128 devices each with its row nobody reads a picture of 46 inches."""
 

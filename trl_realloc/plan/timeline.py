@@ -192,10 +192,9 @@ class Timeline:
 
     def draw(self, path: str | Path, calls: Sequence[str] = (), seconds: float = 0.0) -> None:
         """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix. Of
-        more than `MOST_NUMBERED` devices, neighbours with the same calls at the same times share a row. If scoring
-        begins while samples are generated, a second figure below shows how many samples each call has ended. If samples
-        of later iterations are generated meanwhile, what a device does at the same time is drawn side by side, with the
-        iteration's number.
+        more than `MOST_NUMBERED` devices, neighbours with the same calls at the same times share a row. What a device
+        does at the same time is drawn side by side; if it generates for several iterations then, with their numbers. If
+        scoring begins while samples are generated, a second figure below shows how many samples each call has ended.
 
         Args:
             calls: the order of all calls, and so their colours, as in another picture. *optional*, defaults to that of
@@ -216,7 +215,7 @@ class Timeline:
         rows = self._rows()
         row = {devices[0]: number for number, devices in enumerate(rows)}
         is_ahead = self.runs_ahead
-        lanes = self._lanes() if is_ahead else {}
+        lanes = self._lanes() if is_ahead or self._overlaps else {}
         streamed = set[str]() if is_ahead else self._streamed_calls()
         height = min(1.2 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES)
         figure = Figure(figsize=(10, height), layout="constrained")
@@ -266,6 +265,17 @@ class Timeline:
                 return True
             if before is None or span.end > before.end:
                 latest[span.call, span.device] = span
+        return False
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a device does two things at the same time for more than a hundredth of the timeline."""
+        hundredth = 0.01 * (max(span.end for span in self.spans) - min(span.start for span in self.spans))
+        ends: dict[int, float] = {}  # by device
+        for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
+            if min(ends.get(span.device, span.start), span.end) - span.start > hundredth:
+                return True
+            ends[span.device] = max(ends.get(span.device, span.end), span.end)
         return False
 
     @property
