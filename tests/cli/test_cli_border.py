@@ -344,7 +344,7 @@ def test_the_files_as_they_are_here_are_taken(folder: Path, name: str, capsys: p
         ("profile ppo.yaml -o nowhere/profile.json", "there is no folder nowhere"),
         ("profile ppo.yaml --devices -1", "give a number from 1"),
         ("profile ppo.yaml policy reward", "not 3 arguments"),
-        ("profile nowhere", "no config.json in"),
+        ("profile nowhere", "neither a recipe nor a folder with a model's config.json"),
         ("report policy", "holds no metrics.jsonl"),
     ],
 )

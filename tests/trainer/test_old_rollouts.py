@@ -131,3 +131,12 @@ def test_a_staleness_on_one_process_is_said_to_need_more(
     told = capsys.readouterr().err
     assert "max_staleness 1 has no effect on one process" in told
     assert "the preset separate generates ahead" not in told
+
+
+def test_a_preset_that_one_process_cannot_have_is_said_to_be_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.trainer(tmp_path, plan="interleave")
+    assert "plan: interleave needs two processes; this run has one, which runs every call (flatten)" in (
+        capsys.readouterr().err
+    )

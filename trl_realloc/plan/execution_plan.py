@@ -141,7 +141,7 @@ class ExecutionPlan:
             raise PlanError(
                 f"the plan{name} is for {self.cluster.size} devices ({self.cluster}), but this job's number of "
                 f"processes is {world_size}; launch with --num_processes {self.cluster.size}, edit the plan's cluster "
-                f"and meshes, or name a preset, which fits any job."
+                f"and meshes, or set plan to a preset (auto, flatten, interleave or separate), which fits any job."
             )
 
     def to_dict(self) -> dict[str, Any]:

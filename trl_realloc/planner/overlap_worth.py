@@ -183,7 +183,7 @@ class OverlapWorth:
         if plan.seconds >= best.seconds:
             return f"{plan.seconds / best.seconds - 1:.0%} slower than the chosen plan"
         gain = 1 - plan.seconds / best.seconds
-        return f"{gain:.1%} faster than the chosen plan, and estimates are good to {error:.0%}"
+        return f"{gain:.1%} faster than the chosen plan; differences below {error:.0%} do not count"
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -194,8 +194,8 @@ class OverlapWorth:
         begins = "begins early" if early and not self._in_turn else f"cannot begin early, because {cannot}"
         found = "all plans" if search.exhaustive else f"{search.evaluations:,} plans"
         lines = [
-            f"Where calls run: of {found} the fastest that fits in memory, or a preset as fast as estimates can tell, "
-            f"is {whole.name}, {whole.seconds:.3g} s.",
+            f"Where calls run: the plan {whole.name!r}, {whole.seconds:.3g} s; of {found} the fastest that fits in "
+            f"memory, or a preset as fast as estimates can tell.",
             f"Iterations: the next generation {begins}, which {saving(whole, self.apart)}.",
         ]
         for choice, where in ((self.decision.fused, ""), (self.decision.fused_ahead, "beside a staleness ")):
@@ -206,7 +206,8 @@ class OverlapWorth:
         lines.append(f"Staleness: {self._staleness_sentence}.")
         if self.decision.stream_ahead is not None:
             lines.append(f"Streams beside this staleness: {self.decision.stream_ahead.sentence}.")
-        lines.append(f"Chosen: {best.name}, {best.seconds:.3g} s, which {saving(best, self.apart)}.")
+        saved = f", which {saving(best, self.apart)}" if best != self.apart else ""
+        lines.append(f"Chosen: the plan {best.name!r}, {best.seconds:.3g} s{saved}.")
         return tuple(lines)
 
     @property

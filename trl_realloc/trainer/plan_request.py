@@ -125,7 +125,12 @@ def _requested_plan(
     stage = 0 if deepspeed is None else int(deepspeed.zero_stage)
     options: dict[str, Any] = {"generation_engine": engine, "zero_stage": stage, "graph": graph}
     if plugin.plan != AUTO:
-        return resolve_plan(plugin.plan, cluster, **options)
+        resolved = resolve_plan(plugin.plan, cluster, **options)
+        if cluster.size == 1 and plugin.plan in ("interleave", "separate"):
+            notice(
+                f"plan: {plugin.plan} needs two processes; this run has one, which runs every call ({resolved.name})"
+            )
+        return resolved
     if stage or cluster.size == 1:  # launching with ZeRO is a choice of the user's; one device leaves no choice
         return resolve_plan("flatten", cluster, **options)
     return None

@@ -55,6 +55,8 @@ def sampling_problems(sampling: Sampling, vocabulary: int | None) -> list[str]:
     """
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     problems = read_settings({name: getattr(sampling, name) for name in names})[1]
+    if sampling.top_k in (-1, None):  # which the trainers' settings may be
+        problems.append(f"top_k must be a whole number from 0, not {sampling.top_k}.")
     if sampling.max_tokens < 1:
         problems.append(f"max_tokens is {sampling.max_tokens}; it must be at least 1.")
     outside = [token for token in sampling.stop_token_ids if token < 0 or (vocabulary and token >= vocabulary)]
