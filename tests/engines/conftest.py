@@ -22,18 +22,19 @@ Start = Callable[..., VLLMEngine]
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts engines that are closed, and whose processes are looked for, after the tests. They are forked
-    (`engine_forks`); tests that call `VLLMEngine` themselves start them."""
+    (`engine_forks`) unless a test asks otherwise; tests that call `VLLMEngine` themselves start them."""
     with contextlib.ExitStack() as stack:
         forks = EngineForks.started()
         stack.callback(forks.close)
 
-        def begin(tied: bool = False, **settings: object) -> VLLMEngine:
+        def begin(tied: bool = False, forked: bool = True, **settings: object) -> VLLMEngine:
             folder = tmp_path_factory.mktemp("model")
             llama(0, tied).config.save_pretrained(folder)
             # the model's own taste, which must not leak into the samples: every log-probability below would be off
             GenerationConfig(do_sample=True, repetition_penalty=1.5, top_k=3).save_pretrained(folder)
             settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, **settings}
-            with mock.patch.object(engine_process, "spawn", forks.spawn):
+            spawn = forks.spawn if forked else engine_process.spawn
+            with mock.patch.object(engine_process, "spawn", spawn):
                 engine = holdable(lambda: VLLMEngine(folder, max_model_len=LENGTH, **settings), folder)  # type: ignore[arg-type]
             stack.callback(engine.close)
             return engine

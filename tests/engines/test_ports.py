@@ -103,7 +103,7 @@ def test_the_reason_of_a_failed_worker_is_found_in_the_part_of_the_log_that_is_i
 def test_an_engine_whose_worker_fails_says_why(start: Callable[..., VLLMEngine]) -> None:
     """Its port is taken by somebody who does not ask: vLLM's worker cannot listen."""
     cores = sorted(os.sched_getaffinity(0))
-    engine = start(tensor_parallel_size=2, cpu_cores=[cores[0], cores[-1]])
+    engine = start(forked=False, tensor_parallel_size=2, cpu_cores=[cores[0], cores[-1]])
     pid = engine._process.pid
     variables = dict(
         entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry

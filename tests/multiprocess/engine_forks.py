@@ -70,8 +70,6 @@ class EngineForks:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
     @staticmethod
     def forked() -> EngineForks:
@@ -108,9 +106,18 @@ class EngineForks:
             "fds": [*keep_fds],
             "folder": os.getcwd(),
         }
-        socket.send_fds(self._connection, [json.dumps(asked).encode()], [log.fileno(), *keep_fds])
-        pid = int(self._connection.recv(64))
-        return ForkedEngine(pid)
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(self._connection, [json.dumps(asked).encode()], [log.fileno(), *keep_fds])
+            return ForkedEngine(int(self._connection.recv(64)))  # which has been adopted when it says its pid
+        finally:
+            _adopt_orphans(False)  # nobody would wait for others
+
+
+def _adopt_orphans(adopts: bool) -> None:
+    """Whether orphans among the descendants of this process become its children."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 class ForkedEngine:
