@@ -193,11 +193,16 @@ def _become(asked: dict[str, Any], fds: Sequence[int], requests: socket.socket, 
         _begin_as_python(os.environ.get("PYTHONPATH", "").split(os.pathsep))
         runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
     except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        code = exit_status(ending)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def exit_status(ending: SystemExit) -> int:
+    """Of an interpreter that this exception ends."""
+    return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
 
 
 def _begin_as_python(searched: Sequence[str]) -> None:

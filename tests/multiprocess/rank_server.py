@@ -136,7 +136,7 @@ def run(script: Path) -> int:
     try:
         exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), vars(module))
     except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        code = engine_forks.exit_status(ending)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1

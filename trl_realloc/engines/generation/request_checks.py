@@ -46,14 +46,12 @@ class RequestChecks:
             if request.index in indices:
                 raise EngineError(f"{self.name}: request {request.index} is in this generation already.")
             indices.add(request.index)
-            check_limit(self.name, request, sampling)
+            check_request(self.name, request, sampling)
             self._check_prompt(request, sampling)
             self._check_begun(request, sampling)
 
     def _check_prompt(self, request: GenerationRequest, sampling: Sampling) -> None:
         length = len(request.prompt_ids)
-        if length == 0:
-            raise EngineError(f"{self.name}: the prompt of request {request.index} is empty.")
         limit = sampling.limit_of(request)
         if length + limit > self.max_model_len:
             raise EngineError(
@@ -105,14 +103,20 @@ class RequestChecks:
         return not self.vocabulary or 0 <= min(token_ids) <= max(token_ids) < self.vocabulary
 
 
-def check_limit(name: str, request: GenerationRequest, sampling: Sampling) -> None:
-    """Refuse a request's own limit of tokens that is not from 1 to that of `sampling`.
+def check_request(name: str, request: GenerationRequest, sampling: Sampling) -> None:
+    """What no engine serves: a limit of tokens of the request's own that is not from 1 to that of `sampling`, and an
+    empty prompt.
 
     Args:
         name: of the engine in messages.
+
+    Raises:
+        EngineError: which request it is, and why.
     """
     if not 1 <= sampling.limit_of(request) <= sampling.max_tokens:
         raise EngineError(
             f"{name}: request {request.index} has a max_tokens of {request.max_tokens}; it may be from 1 to the "
             f"sampling's {sampling.max_tokens}."
         )
+    if not request.prompt_ids:
+        raise EngineError(f"{name}: the prompt of request {request.index} is empty.")

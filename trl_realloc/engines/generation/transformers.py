@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
 from ..base import Bucket, Completion, EngineError, GenerationEngine, GenerationRequest, Sampling
-from .request_checks import check_limit
+from .request_checks import check_request
 from .sampling_checks import transformers_problems
 from .token_draw import draw, keep_likely, keep_nucleus, keep_top, penalize_repetition
 
@@ -122,9 +122,7 @@ class TransformersEngine:
         if problems := transformers_problems(sampling, None):
             raise EngineError(" ".join(problems))
         for request in requests:
-            check_limit("generation with Transformers", request, sampling)
-            if not request.prompt_ids:
-                raise EngineError(f"generation with Transformers: the prompt of request {request.index} is empty.")
+            check_request("generation with Transformers", request, sampling)
         by_length = sorted(
             requests, key=lambda request: len(request.prompt_ids)
         )  # similar lengths in a batch need little padding
