@@ -11,7 +11,7 @@ from llamas import pricing, specs, work
 from rich.console import Console
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
@@ -50,6 +50,32 @@ def test_a_long_tail_moves_and_the_plan_says_so() -> None:
     assert f"the last {best.streams.migration.threshold:.0%} to" in console.export_text()
     assert ExecutionPlan.from_yaml(best.plan.to_yaml()).streams == best.streams
     assert estimate_plan(best.plan, MODELS, costs(), exact=False).seconds == best.seconds
+
+
+def test_the_critics_first_epoch_is_trained_on_arrival_where_that_is_faster() -> None:
+    """Training beside generation, on devices of its own, that waits for few long samples."""
+    work_on_arrival = replace(LONG_TAIL, first_epoch=("critic.train",))
+    prices = costs(work_on_arrival)
+    plan = separate(prices.cluster)
+    whole = estimate_plan(plan, specs(1, 1), prices, exact=False)
+    choice = choose_streams(whole)
+    assert choice.arrived is not None and choice.still is not None
+    best = choice.fastest
+    assert best is choice.arrived
+    assert best.seconds * 1.02 < choice.still.seconds
+    assert "first epoch of critic.train" in choice.sentence
+    assert best.plan.on_arrival == ("critic.train",)
+    assert estimate_plan(best.plan, specs(1, 1), prices, exact=False).seconds == best.seconds
+
+
+def test_no_first_epoch_is_proposed_where_the_loss_or_the_engine_forbids_it() -> None:
+    prices = costs(replace(LONG_TAIL, first_epoch=("critic.train",)))
+    sharded = estimate_plan(separate(prices.cluster, zero_stage=2), specs(1, 1), prices, exact=False)
+    assert choose_streams(sharded).arrived is None
+    other = costs()
+    assert choose_streams(estimate_plan(separate(other.cluster), specs(1, 1), other, exact=False)).arrived is None
+    fixed = estimate_plan(separate(prices.cluster), specs(1, 1), prices, exact=False)
+    assert choose_streams(fixed, deterministic=True).arrived is None
 
 
 def test_the_sweep_comes_close_to_all_thresholds_and_numbers_of_engines() -> None:

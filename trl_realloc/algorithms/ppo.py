@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS, ppo_graph
+from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS, ppo_graph, ppo_not_on_arrival
 from ..plan.dataflow import DataflowGraph, Role
 from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
 from .base import TrainingLoss
@@ -109,6 +109,19 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
     Args:
         samples: the whole global batch, because whitening is over all of it.
     """
+    scores, kl, values, advantages, returns = _estimates(samples, settings)
+    all_tokens = torch.ones_like(advantages.values, dtype=torch.bool)
+    group_size = settings.local_batch_size if settings.match_trl else 0
+    advantages = whiten(advantages, all_tokens, shift_mean=True, group_size=group_size)
+    samples = samples.plus(penalized_scores=scores, kl=kl, advantages=advantages, old_values=values, returns=returns)
+    if settings.correction is None:
+        return samples
+    return samples.plus(**{WEIGHTS: importance_weights(samples, settings.correction)})
+
+
+def _estimates(samples: Rollouts, settings: PPOSettings) -> tuple[Tensor, Ragged, Ragged, Ragged, Ragged]:
+    """(penalized scores, kl, values, advantages before they are whitened, returns), with the columns and shapes of
+    `prepare`. Without `whiten_rewards` those of a sample depend on this sample alone."""
     logprobs, lengths = samples.ragged(old_logprobs(settings)), value_lengths(samples, settings)
     scores = samples.tensor("scores").clone()
     if settings.missing_eos_penalty is not None:
@@ -116,18 +129,12 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
     kl = logprobs.like(kl_estimate(logprobs.values, samples.ragged("ref_logprobs").values, settings.kl_estimator))
     values = samples.ragged("values").crop(lengths)
     rewards = token_rewards(kl, scores, lengths, settings.kl_coef)
-    group_size = settings.local_batch_size if settings.match_trl else 0
     if settings.whiten_rewards:
         all_tokens = torch.ones_like(rewards.values, dtype=torch.bool)
+        group_size = settings.local_batch_size if settings.match_trl else 0
         rewards = whiten(rewards, all_tokens, shift_mean=False, group_size=group_size)
     advantages, returns = gae(rewards, values, settings.gamma, settings.lam)
-    advantages = advantages.crop(logprobs.lengths)
-    all_tokens = torch.ones_like(advantages.values, dtype=torch.bool)
-    advantages = whiten(advantages, all_tokens, shift_mean=True, group_size=group_size)
-    samples = samples.plus(penalized_scores=scores, kl=kl, advantages=advantages, old_values=values, returns=returns)
-    if settings.correction is None:
-        return samples
-    return samples.plus(**{WEIGHTS: importance_weights(samples, settings.correction)})
+    return scores, kl, values, advantages.crop(logprobs.lengths), returns
 
 
 def old_logprobs(settings: PPOSettings) -> str:
@@ -384,6 +391,27 @@ class PPO:
             of_tokens = PolicyLoss(self.settings.cliprange, old_logprobs(self.settings), weights)
             return TrainingLoss("policy", "policy_loss", of_tokens)
         return TrainingLoss("value", "value_loss", ValueLoss(self.settings.cliprange_value, self.settings.vf_coef))
+
+    def why_not_on_arrival(self, call: str) -> str:
+        """See `base.ArrivalAlgorithm`. Of the actor's advantages none is known before the last score, because they are
+        whitened over the batch."""
+        settings = self.settings
+        role, mini_batches = self.graph.call(call).role, settings.num_mini_batches
+        return ppo_not_on_arrival(role, mini_batches, settings.whiten_rewards, settings.match_trl)
+
+    def on_arrival(self, call: str, samples: Rollouts, n: int) -> Rollouts:
+        """See `base.ArrivalAlgorithm`. A position has the weight that it would have if all responses had the maximum
+        length, because the number of positions of the batch is not known yet."""
+        _, _, values, _, returns = _estimates(samples, self.settings)
+        weight = torch.full((len(samples),), self._first_weight(n))
+        return samples.plus(old_values=values, returns=returns, value_weight=weight)
+
+    def arrival_scale(self, call: str, mini_batch: Rollouts) -> float:
+        """See `base.ArrivalAlgorithm`."""
+        return float(SampleWeights.of(mini_batch).value[0]) / self._first_weight(len(mini_batch))
+
+    def _first_weight(self, n: int) -> float:
+        return 1.0 / (n * self.settings.response_length)
 
     def sample_metrics(self, samples: Rollouts) -> dict[str, float]:
         metrics = objective_metrics(samples, self.settings, self.eos_token_id)

@@ -275,6 +275,12 @@ class Pricing:
             parts["data"] = micro * gather * self.rates.zero(3, trains=False)
         return parts
 
+    def training_of(self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float) -> dict[str, float]:
+        """Seconds by cause of one replica's forward and backward of `tokens` tokens, without those of an optimizer
+        step; `squared` is the sum of the squared lengths."""
+        micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, assignment.strategy), assignment.strategy.pp)
+        return self._pass(spec, assignment, tokens / micro, squared / micro, micro, train=True)[0]
+
     def _stage_layers(self, spec: ModelSpec, assignment: Assignment) -> int:
         return math.ceil(_layers(spec) / assignment.strategy.pp)
 

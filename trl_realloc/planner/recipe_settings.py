@@ -34,6 +34,8 @@ DEFAULTS: Mapping[str, Any] = {
     "num_ppo_epochs": 4,
     "response_length": 53,
     "local_rollout_forward_batch_size": 64,
+    "whiten_rewards": False,
+    "match_trl": False,
     "max_staleness": 0,
     "vllm_importance_sampling_correction": None,
 }
@@ -61,6 +63,8 @@ BOOLEANS = (
     "fp16",
     "full_determinism",
     "use_vllm",
+    "whiten_rewards",
+    "match_trl",
     "vllm_importance_sampling_correction",
 )
 # algorithms that have no trainer here, and what there is in their place

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
+from ..plan.first_epoch import why_not_on_arrival
 from ..plan.fused import joined
 from ..plan.staleness import devices_ahead
 from ..plan.streams import Migration, Streams
@@ -37,19 +38,22 @@ class StreamChoice:
         still: with streams and without migration. `None` where no call can stream, or where streams cannot save more
             than the estimates' error.
         moved: with the best migration that was found. `None` where samples cannot move.
+        arrived: the faster of these, with first epochs that are trained on samples as they arrive. `None` where no
+            call can train so.
         reason: why nothing was simulated, where `still` is `None`.
     """
 
     whole: PricedPlan
     still: PricedPlan | None = None
     moved: PricedPlan | None = None
+    arrived: PricedPlan | None = None
     reason: str = ""
 
     @property
     def fastest(self) -> PricedPlan:
         """The plan with the fewest seconds, without what gains no more than the estimates' error."""
         best = self.whole
-        for plan in (self.still, self.moved):
+        for plan in (self.still, self.moved, self.arrived):
             if plan is not None and plan.seconds * (1 + self.whole.space.pricing.rates.error) < best.seconds:
                 best = plan
         return best
@@ -66,6 +70,12 @@ class StreamChoice:
             parts.append(
                 f"with the last {migration.threshold:.0%} of the samples moved to {to} it "
                 f"{_gain(self.moved, self.whole)}"
+            )
+        if self.arrived is not None and self.arrived.streams is not None:
+            called = " and ".join(self.arrived.streams.first_epoch)
+            parts.append(
+                f"with the first epoch of {called} trained on samples as they arrive it "
+                f"{_gain(self.arrived, self.whole)}"
             )
         return ", ".join(parts)
 
@@ -98,14 +108,37 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
     if deterministic or whole.staleness.versions:
         return StreamChoice(whole, still)
     sweep = MigrationSweep(whole, streamed, deadline)
-    return StreamChoice(whole, still, sweep.best() if sweep.engines > 1 else None)
+    moved = sweep.best() if sweep.engines > 1 else None
+    fastest = min((plan for plan in (still, moved) if plan is not None), key=lambda plan: plan.seconds)
+    return StreamChoice(whole, still, moved, _on_arrival(whole, fastest, deadline))
+
+
+def _on_arrival(whole: PricedPlan, fastest: PricedPlan, deadline: float) -> PricedPlan | None:
+    """The fastest plan with the first epochs that can be trained on samples as they arrive; `None` if none can.
+
+    Args:
+        whole: the same without streams.
+    """
+    plan = fastest.plan
+    names = tuple(
+        name
+        for name in whole.space.pricing.workload.first_epoch
+        if name in plan.order
+        if not why_not_on_arrival(plan.graph, plan.assignments, name, plan.streamed, plan.fused)
+    )
+    if not names or fastest.streams is None or time.perf_counter() >= deadline:
+        return None
+    return whole.with_streams(replace(fastest.streams, first_epoch=names))
 
 
 def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
-    """Whether an iteration without the streamed scoring calls would be faster by more than the estimates' error."""
+    """Whether an iteration without the streamed scoring calls, and without the first epochs that can be trained on
+    samples as they arrive, would be faster by more than the estimates' error."""
     graph, error = plan.space.graph, plan.space.pricing.rates.error
     scored = [name for name in streamed if graph.call(name).kind is CallKind.FORWARD]
     seconds = sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored)
+    work = plan.space.pricing.workload
+    seconds += sum(plan.costs[name].seconds / work.epochs for name in work.first_epoch if name in graph.order)
     if plan.staleness.versions:  # the devices that train work on while others score
         seconds = min(seconds, plan.seconds - _training(plan))
     return seconds > error * plan.seconds

@@ -75,7 +75,7 @@ class StreamedEstimates:
         expected = MeasuredUpdate.of(simulate_streams(prices, seconds, moves).spans, update.lengths)
         better = dict(factors)
         for name in (*self.plan.order, *self._names):
-            of = "device_seconds" if name in self.plan.streamed else "spans"
+            of = "device_seconds" if name in (*self.plan.streamed, *self.plan.on_arrival) else "spans"
             measured, estimated = getattr(update, of).get(name, 0.0), getattr(expected, of).get(name, 0.0)
             if measured > 0 and estimated > 0 and name not in functions:
                 better[name] = bounded(factors.get(name, 1.0) * measured / estimated)

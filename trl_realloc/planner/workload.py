@@ -40,6 +40,7 @@ class Workload:
         recompute: whether training computes every forward again in its backward (activation checkpointing).
         forward_tokens: largest number of tokens of one scoring forward if a plan sets no `micro_batch_tokens`.
         train_tokens: the same for one training forward.
+        first_epoch: calls that may train their first epoch on samples as they arrive (`plan.first_epoch`).
 
     Raises:
         PlanError: a number is below 1, `mini_batches` is not above 0, or `response_tokens` is empty.
@@ -54,6 +55,7 @@ class Workload:
     recompute: bool = False
     forward_tokens: int = 65_536
     train_tokens: int = 8_192
+    first_epoch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = ("episodes", "prompt_tokens", "epochs", "policy_forwards", "forward_tokens", "train_tokens")

@@ -7,12 +7,12 @@ because every rank has them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from ..algorithms.base import Algorithm
+from ..algorithms.base import Algorithm, ArrivalAlgorithm
 from ..algorithms.rollout import Ragged, Rollouts
 from ..plan.batching import balance
 from ..plan.dataflow import Call, CallKind
@@ -29,11 +29,14 @@ class Share:
         steps: of a call that trains: for each optimizer step the columns `index` and those that the algorithm adds to
             a mini-batch, of the replica's samples of it. Empty for other calls.
         is_skipped: the call is not run, because its batch is not finite and the run skips such batches.
+        scale: of a call whose first mini-batch was added sample by sample, what its gradients are multiplied by
+            (`ArrivingSamples`). `steps` are then the others. `None` for every other call.
     """
 
     samples: Rollouts
     steps: tuple[Rollouts, ...] = ()
     is_skipped: bool = False
+    scale: float | None = None
 
     def mini_batches(self) -> Iterator[Rollouts]:
         """The replica's samples of each optimizer step, with every column."""
@@ -42,24 +45,24 @@ class Share:
 
     def without(self, columns: Collection[str]) -> Share:
         """The share without these columns."""
-        return Share(self.samples.only(n for n in self.samples if n not in columns), self.steps, self.is_skipped)
+        return replace(self, samples=self.samples.only(n for n in self.samples if n not in columns))
 
     def with_columns_of(self, batch: Rollouts) -> Share:
         """The share with the columns of `batch`, the data set's columns of the global batch."""
         if self.is_skipped:
             return self
         own = rows_of(batch, self.samples.tensor("index"))
-        return Share(own.plus(**self.samples), self.steps, self.is_skipped)
+        return replace(self, samples=own.plus(**self.samples))
 
-    def packed(self) -> tuple[bytes, list[bytes], bool]:
+    def packed(self) -> tuple[bytes, list[bytes], bool, float | None]:
         """The share as bytes."""
-        return self.samples.to_bytes(), [step.to_bytes() for step in self.steps], self.is_skipped
+        return self.samples.to_bytes(), [step.to_bytes() for step in self.steps], self.is_skipped, self.scale
 
     @staticmethod
-    def of(packed: tuple[bytes, list[bytes], bool]) -> Share:
+    def of(packed: tuple[bytes, list[bytes], bool, float | None]) -> Share:
         """The inverse of `packed`."""
-        samples, steps, is_skipped = packed
-        return Share(Rollouts.from_bytes(samples), tuple(map(Rollouts.from_bytes, steps)), is_skipped)
+        samples, steps, is_skipped, scale = packed
+        return Share(Rollouts.from_bytes(samples), tuple(map(Rollouts.from_bytes, steps)), is_skipped, scale)
 
 
 def shares_of_samples(
@@ -104,6 +107,8 @@ def shares_of_training(
     prepared: Rollouts,
     step: int,
     replicas: Iterable[int] | None = None,
+    *,
+    arrived: ArrivalAlgorithm | None = None,
 ) -> list[Share]:
     """The share of each replica of a call that trains. The tokens of every mini-batch are balanced over the replicas.
 
@@ -111,10 +116,15 @@ def shares_of_training(
         prepared: the global batch after `Algorithm.prepare`.
         step: the number of the iteration.
         replicas: as of `shares_of_samples`.
+        arrived: the algorithm, if the gradients of the first mini-batch have been added.
     """
+    scale = None
     dp, made = plan[call.name].strategy.dp, {column for other in plan.graph.calls for column in other.outputs}
     steps: dict[int, list[Rollouts]] = {replica: [] for replica in (range(dp) if replicas is None else replicas)}
-    for batch in algorithm.mini_batches(prepared, step):
+    for number, batch in enumerate(algorithm.mini_batches(prepared, step)):
+        if arrived is not None and not number:
+            scale = arrived.arrival_scale(call.name, batch)
+            continue
         added = ("index", *(name for name in batch if name not in prepared))
         positions = balance(batch.lengths.tolist(), dp)
         for replica, of_replica in steps.items():
@@ -124,7 +134,7 @@ def shares_of_training(
     shares = []
     for own_steps in steps.values():
         index = torch.cat([own.tensor("index") for own in own_steps]).unique() if own_steps else torch.zeros(0).long()
-        shares.append(Share(rows_of(read, index), tuple(own_steps)))
+        shares.append(Share(rows_of(read, index), tuple(own_steps), scale=scale))
     return shares
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..plan.algorithm_graphs import ppo_first_epoch
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..planner.workload import Workload
@@ -92,6 +93,7 @@ def ppo_job(
         recompute=recomputes(args),
         forward_tokens=args.local_rollout_forward_batch_size * context_length,
         train_tokens=args.per_device_train_batch_size * context_length,
+        first_epoch=ppo_first_epoch(args.num_mini_batches, args.whiten_rewards, args.match_trl),
     )
     options = engine_options(
         args,

@@ -23,6 +23,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels, specs_of
+from ..runtime.arriving_samples import arrival_algorithm
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
 from ..runtime.launch.hosts import Process, check_gpus
@@ -109,6 +110,9 @@ def prepare(
         check(request.plan)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
     args.set_batch_sizes(request.cluster.size, len(prompts.train))
+    algorithm = PPO(args.ppo_settings(), args.seed, tokens.eos)
+    if request.plan is not None:
+        arrival_algorithm(algorithm, request.plan)
     for function in rewards.functions:
         function.check_parameters(prompts.columns)
     context_length = prompts.longest + args.response_length
@@ -126,7 +130,7 @@ def prepare(
         policy=policy,
         roles=roles,
         call_settings=_call_settings(args, inputs, tokens, rewards),
-        algorithm=PPO(args.ppo_settings(), args.seed, tokens.eos),
+        algorithm=algorithm,
         train_dataset=prompts.train,
         eval_dataset=prompts.evaluation,
         collate=prompts.collate,

@@ -249,8 +249,11 @@ class SplitMasters:
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
 
     @torch.no_grad()
-    def step(self, max_norm: float) -> float:
+    def step(self, max_norm: float, scale: float = 1.0) -> float:
         """Sum the gradients over the mesh, clip them by their global norm, step, and copy the result to every replica.
+
+        Args:
+            scale: what the gradients are multiplied by first.
 
         Returns:
             The norm before clipping, the same on all ranks. If it is not finite, the step was not taken, and the
@@ -258,6 +261,8 @@ class SplitMasters:
         """
         gradients = {master.name: master.take_gradient() for master in self.all}
         self._sum(gradients)
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(list(gradients.values()), scale)
         norm = self._norm(gradients)
         if not norm.isfinite():
             return float(norm)
@@ -274,6 +279,11 @@ class SplitMasters:
                 master.weight.grad = None
         self.publish()
         return float(norm)
+
+    def drop(self) -> None:
+        """Forget the gradients of the micro-batches so far."""
+        for master in self.all:
+            master.gradient = master.parameter.grad = None
 
     def _sum(self, gradients: dict[str, Tensor]) -> None:
         groups = self.groups

@@ -50,11 +50,11 @@ from .weight_source import fill, to_device
 
 
 if TYPE_CHECKING:
-    from ..base import TrainingEngine
+    from ..adding_engine import AddingEngine
 
 
 class MegatronEngine:
-    """Keeps `base.TrainingEngine`, whose docstring describes the methods. All ranks of a replica (its tensor groups and
+    """Keeps `AddingEngine`, whose docstring describes the methods. All ranks of a replica (its tensor groups and
     stages) get the same samples and return the same results.
 
     Args:
@@ -157,10 +157,16 @@ class MegatronEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
+        statistics = self.add(samples, loss, micro_batch_tokens)
+        self.step(samples, statistics, learning_rate)
+        return statistics
+
+    def add(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
+        """See `AddingEngine`."""
         assert self.masters is not None, "a frozen role cannot be trained"
         self.head.train()
         if self.pipeline is None:
-            statistics = run_training(
+            return run_training(
                 self._call,
                 samples,
                 loss,
@@ -169,13 +175,10 @@ class MegatronEngine:
                 self.device,
                 lambda value, is_last: value.backward(),  # type: ignore[no-untyped-call]
             )
-        else:
-            batch = self.mini_batch(samples, loss, micro_batch_tokens)
-            if batch.micros:
-                self.pipeline.run(batch.micros, batch.finish, trains=True, call=self.in_context)
-            statistics = self.statistics_of(batch)
-        self.step(samples, statistics, learning_rate)
-        return statistics
+        batch = self.mini_batch(samples, loss, micro_batch_tokens)
+        if batch.micros:
+            self.pipeline.run(batch.micros, batch.finish, trains=True, call=self.in_context)
+        return self.statistics_of(batch)
 
     def mini_batch(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> MiniBatch:
         """A mini-batch for the stages of a pipeline. The arguments are those of `train`."""
@@ -187,22 +190,21 @@ class MegatronEngine:
         parts = [batch.statistics[at] for at in range(len(batch.statistics))]
         return self._from_last_stage(statistics_in_order(parts, batch.batches))
 
-    def step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
-        """Take an optimizer step with the gradients that have been accumulated. Collective over the mesh.
-
-        Args:
-            samples: this rank's share of the mini-batch.
-            statistics: of its samples.
-
-        Raises:
-            NonFiniteError: as `train`.
-        """
+    def step(
+        self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate, scale: float = 1.0
+    ) -> None:
+        """See `AddingEngine`."""
         assert self.masters is not None, "a frozen role cannot be trained"
         set_learning_rate(self.masters.optimizer, learning_rate)
-        self.grad_norm = self.masters.step(self.max_grad_norm)
+        self.grad_norm = self.masters.step(self.max_grad_norm, scale)
         if not math.isfinite(self.grad_norm):
             raise refusal(self.groups.mesh, samples, statistics)
         self.version += 1
+
+    def drop(self) -> None:
+        """See `AddingEngine`."""
+        assert self.masters is not None, "a frozen role has no gradients"
+        self.masters.drop()
 
     def _through_stages(self, samples: Rollouts, budget: int) -> dict[str, Ragged]:
         assert self.pipeline is not None
@@ -322,7 +324,7 @@ def check_model(model: Any, tp: int, pp: int) -> None:
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
-    _TRAINS: type[TrainingEngine] = MegatronEngine
+    _ADDS: type[AddingEngine] = MegatronEngine
 
 
 __all__ = ["MegatronEngine", "check_model"]

@@ -42,11 +42,12 @@ from .weight_source import fill
 
 
 if TYPE_CHECKING:
-    from ..base import InPlaceEngine, TrainingEngine
+    from ..adding_engine import AddingEngine
+    from ..base import InPlaceEngine
 
 
 class ReplicatedEngine:
-    """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods.
+    """Keeps `AddingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods.
 
     Args:
         head: the role's model, in its head. Parameters on the meta device are read onto `device`.
@@ -95,10 +96,15 @@ class ReplicatedEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
+        statistics = self.add(samples, loss, micro_batch_tokens)
+        self.step(samples, statistics, learning_rate)
+        return statistics
+
+    def add(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
+        """See `AddingEngine`."""
         assert self.optimizer is not None, "a frozen role cannot be trained"
         self.head.train()
-        self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also where there are no samples
-        statistics = run_training(
+        return run_training(
             self._call,
             samples,
             loss,
@@ -107,8 +113,17 @@ class ReplicatedEngine:
             self.device,
             lambda value, is_last: self.scaler.scale(value).backward(),
         )
+
+    def step(
+        self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate, scale: float = 1.0
+    ) -> None:
+        """See `AddingEngine`."""
+        assert self.optimizer is not None, "a frozen role cannot be trained"
+        self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also where there were no samples
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in self._optimized() if p.grad is not None], scale)
         self.grad_norm = float(self._clip())
         if not math.isfinite(self.grad_norm):
             self._refuse(samples, statistics)
@@ -118,7 +133,11 @@ class ReplicatedEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self._masters.publish()
         self.version += 1
-        return statistics
+
+    def drop(self) -> None:
+        """See `AddingEngine`."""
+        assert self.optimizer is not None, "a frozen role has no gradients"
+        self.optimizer.zero_grad(set_to_none=True)
 
     @property
     def _masters(self) -> MasterWeights:
@@ -256,5 +275,5 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: Rate) -> 
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols
-    _TRAINS: type[TrainingEngine] = ReplicatedEngine
+    _ADDS: type[AddingEngine] = ReplicatedEngine
     _LENDS: type[InPlaceEngine] = ReplicatedEngine
