@@ -25,7 +25,7 @@ from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.trainer.callbacks import MetricsWriter
-from trl_realloc.trainer.report import call_times, load_metrics, report_run, reward_summary, write_report
+from trl_realloc.trainer.report import call_times, load_metrics, report_run, reward_summary, two_updates, write_report
 from trl_realloc.trainer.run_record import save_record
 
 
@@ -150,6 +150,26 @@ def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_t
     (tmp_path / "ages.json").write_text('{"mean_age": "much"}')
     with pytest.raises(ValueError, match=r"ages\.json"):
         report_run(tmp_path)
+
+
+def test_the_picture_of_a_run_that_generates_ahead_shows_what_is_generated_for_later_updates() -> None:
+    spans = [
+        span
+        for step in range(6)
+        for span in (
+            Span("actor.generate", 1, 4.0 * step, 4.0 * step + 4, step),
+            Span("actor.train", 0, 4.0 * step + 4, 4.0 * step + 8, step),
+        )
+    ]
+    drawn = two_updates(Timeline(spans), versions=1)
+    assert {(span.call, span.step) for span in drawn.spans if span.start < 20} == {
+        ("actor.train", 3),
+        ("actor.generate", 4),
+    }
+    for device in (0, 1):
+        assert sum(span.seconds for span in drawn.spans if span.device == device) == 8.0, "no device is idle"
+    assert two_updates(Timeline(spans), versions=0).steps == (4, 5)
+    assert two_updates(Timeline(spans[:2]), versions=3).spans == tuple(spans[:2]), "a run as short as the staleness"
 
 
 def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Path) -> None:

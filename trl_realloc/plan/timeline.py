@@ -123,6 +123,20 @@ class Timeline:
     def of_step(self, step: int) -> Timeline:
         return Timeline(span for span in self.spans if span.step == step)
 
+    def between(self, start: float, end: float) -> Timeline:
+        """What ran from `start` to `end`, seconds of the timeline's clock. A span that reaches beyond is cut there;
+        without its end it has ended no samples."""
+        return Timeline(
+            replace(
+                span,
+                start=max(span.start, start),
+                end=min(span.end, end),
+                samples=span.samples if span.end <= end else 0,
+            )
+            for span in self.spans
+            if span.start < end and span.end > start
+        )
+
     def by_call(self) -> dict[str, float]:
         """Mean seconds per step of each call, over the steps that have the call. A step counts the device that spent
         most time in the call; several spans of a device in a step are added."""

@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 from ..common.errors import PlanError, shown
 from ..common.files import MOST_RECORD_BYTES, exists, parse_json, read_json, read_text
 from ..common.schema import checked
+from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import Fused
 from ..plan.timeline import Timeline
@@ -314,8 +315,7 @@ def report_run(folder: str | Path) -> Path:
         if (found := stages_of(folder)) is not None:
             expected += stage_lines(folder, *found)
             traced += found[1].measured
-        steps = timeline.steps[-2:]
-        Timeline(span for span in timeline.spans if span.step in steps).draw(folder / "timeline.png")
+        two_updates(timeline, _versions_in(text)).draw(folder / "timeline.png")
         (folder / "trace.json").write_text(json.dumps(traced.to_chrome_trace()), encoding="utf-8")
         picture = "timeline.png"
     return write_report(
@@ -328,6 +328,24 @@ def report_run(folder: str | Path) -> Path:
         simulated=simulated,
         expected=expected,
     )
+
+
+def two_updates(timeline: Timeline, versions: int) -> Timeline:
+    """Two updates near the end of a run, as they are drawn.
+
+    Args:
+        versions: staleness of the plan. With one, a device generates for later updates meanwhile, and no longer does so
+            when the last samples have been drawn. So these are all spans in the time of the last two updates that end
+            before those whose samples are the last that were drawn ahead.
+    """
+    steps = timeline.steps
+    generations = sorted({span.step for span in timeline.spans if span.call.endswith(f".{CallKind.GENERATE.value}")})
+    until = steps.index(generations[-versions]) if 0 < versions <= len(generations) else 0
+    if not until:  # no staleness, or a run as short as it
+        return Timeline(span for span in timeline.spans if span.step in steps[-2:])
+    last = [max(span.end for span in timeline.of_step(step).spans) for step in steps[max(until - 3, 0) : until]]
+    start = last[0] if until > 2 else min(span.start for span in timeline.spans)
+    return timeline.between(start, last[-1])
 
 
 def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
@@ -347,6 +365,14 @@ def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
         return iteration_seconds(parsed, busy, moves)
     except (PlanError, KeyError):
         return None
+
+
+def _versions_in(plan: str) -> int:
+    """The staleness of a plan; 0 if the text is not a plan."""
+    try:
+        return ExecutionPlan.from_yaml(plan).staleness.versions
+    except PlanError:
+        return 0
 
 
 def _fused_in(plan: str) -> Fused:
