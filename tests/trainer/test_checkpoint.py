@@ -461,6 +461,24 @@ def test_a_failure_says_that_nothing_has_been_saved_where_that_is_so(tmp_path: P
     assert failed.value.__notes__ == ["Nothing of this run has been saved, because save_strategy is 'no'."]
 
 
+class BestFirst(TrainerCallback):
+    """As if the first update, which is not saved, had been evaluated as the best."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.best_global_step = 1
+
+
+def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_the_best_of_this_one(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "checkpoint-1", tmp_path / "checkpoint-1")
+    made = tiny.trainer(tmp_path, callbacks=[BestFirst()], **{**SAVING, "save_steps": 2})
+    made.train()
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert made.state.best_model_checkpoint is None
+    own = tiny.trainer(tmp_path / "own", callbacks=[BestFirst()], **SAVING)
+    own.train()
+    assert own.state.best_model_checkpoint == str(tmp_path / "own" / "checkpoint-1")
+
+
 def test_the_best_model_cannot_be_loaded_at_the_end_where_only_models_are_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="load_best_model_at_end.*save_only_model"):
         PPOConfig(

@@ -78,6 +78,15 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise ValueError(f"{MANIFEST} is no manifest (it lacks {error})") from None
 
 
+def is_of_run(folder: Path, run: str) -> bool:
+    """Whether a folder has the manifest of a checkpoint of this run, whole or not."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError:
+        return False
+    return manifest is not None and manifest.run == run
+
+
 def list_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file of a folder with its size in bytes and its checksum."""
     return {name: size_and_checksum(folder / name) for name in file_names(folder)}

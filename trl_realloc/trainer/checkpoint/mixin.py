@@ -29,6 +29,7 @@ from ...runtime.placement import Placement
 from ...runtime.process_groups import from_every_rank
 from ..optimizers import LearningRates
 from .identity import Identity, Shapes, trained_shapes
+from .manifest import is_of_run
 from .models import save_models
 from .resuming import (
     SAMPLES,
@@ -130,13 +131,13 @@ class CheckpointMixin:
         final = Path(args.output_dir) / name
         self.store_flos()
         self._finish_save()  # before another best one, which is not complete yet, takes the place of the best one
-        if self.state.best_global_step:
-            best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-            has_best = best.exists() or best == final
-            if any(from_every_rank(has_best, self.placement.control)) if args.load_best_model_at_end else has_best:
-                self.state.best_model_checkpoint = str(best)
         control = self.placement.control
         self._run = self._run or new_run(control)
+        if self.state.best_global_step:
+            best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            has_best = best == final or is_of_run(best, self._run)
+            if any(from_every_rank(has_best, self.placement.control)) if args.load_best_model_at_end else has_best:
+                self.state.best_model_checkpoint = str(best)
         self.alarm.at(f"saving {final}")
         self._unfinished = UnfinishedCheckpoint(
             final,
