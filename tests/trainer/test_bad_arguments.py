@@ -20,7 +20,7 @@ from datasets import Dataset, DatasetDict
 from transformers import T5Config
 from transformers import TrainingArguments as PlainArguments
 
-from trl_realloc import PPOTrainer
+from trl_realloc import GRPOConfig, PPOTrainer
 from trl_realloc.algorithms.rewards import FunctionReward, RewardError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.common.errors import PlanError
@@ -144,6 +144,12 @@ def test_a_first_epoch_on_arrival_that_the_loss_forbids_is_refused(tmp_path: Pat
     plan = {**flatten(Cluster(1, 1)).to_dict(), "streams": {"first_epoch": ["critic.train"]}}
     with pytest.raises(PlanError, match="whiten_rewards divides by the deviation of the whole batch. Leave it out"):
         tiny.trainer(tmp_path, plan=plan, whiten_rewards=True)
+
+
+def test_a_word_in_the_place_of_a_boolean_is_refused_by_its_setting(tmp_path: Path) -> None:
+    for name in ("score_groups_early", "vllm_repeatable_sampling"):
+        with pytest.raises(ConfigError, match=f"{name} must be true or false, not 'x'"):
+            GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **{name: "x"})  # type: ignore[arg-type]
 
 
 def test_an_optimizer_on_an_nvme_drive_is_refused_because_it_could_not_be_saved(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def _problems(args: Any) -> Iterator[str]:
     weights = args.reward_weights
     if weights is not None and not (isinstance(weights, list | tuple) and all(map(_is_finite, weights))):
         yield f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}."
-    for name in ("vllm_enable_sleep_mode", "vllm_repeatable_sampling"):
-        value, optional = getattr(args, name), name == "vllm_enable_sleep_mode"
+    for name in ("vllm_enable_sleep_mode", "vllm_repeatable_sampling", "score_groups_early"):
+        value, optional = getattr(args, name, False), name == "vllm_enable_sleep_mode"
         if not isinstance(value, bool) and not (optional and value is None):
             yield f"{name} must be true{', false or None' if optional else ' or false'}, not {shown(value)}."
     if args.vllm_engine_kwargs is not None:
