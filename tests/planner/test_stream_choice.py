@@ -65,6 +65,9 @@ def test_the_critics_first_epoch_is_trained_on_arrival_where_that_is_faster() ->
     assert best.seconds * 1.02 < choice.still.seconds
     assert "first epoch of critic.train" in choice.sentence
     assert best.plan.on_arrival == ("critic.train",)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan_cost_table(best))
+    assert "first epoch on arrival" in console.export_text()
     assert estimate_plan(best.plan, specs(1, 1), prices, exact=False).seconds == best.seconds
 
 
