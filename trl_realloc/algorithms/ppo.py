@@ -9,6 +9,7 @@ weights of rollouts that another policy has drawn are in `corrections`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -400,8 +401,8 @@ class PPO:
         return ppo_not_on_arrival(role, mini_batches, settings.whiten_rewards, settings.match_trl)
 
     def on_arrival(self, call: str, samples: Rollouts, n: int) -> Rollouts:
-        """See `base.ArrivalAlgorithm`. A position has the weight that it would have if all responses had the maximum
-        length, because the number of positions of the batch is not known yet."""
+        """See `base.ArrivalAlgorithm`. A position has about the weight that it would have if all responses had the
+        maximum length, because the number of positions of the batch is not known yet."""
         _, _, values, _, returns = _estimates(samples, self.settings)
         weight = torch.full((len(samples),), self._first_weight(n))
         return samples.plus(old_values=values, returns=returns, value_weight=weight)
@@ -411,7 +412,7 @@ class PPO:
         return float(SampleWeights.of(mini_batch).value[0]) / self._first_weight(len(mini_batch))
 
     def _first_weight(self, n: int) -> float:
-        return 1.0 / (n * self.settings.response_length)
+        return 2.0 ** -math.ceil(math.log2(n * self.settings.response_length))  # to multiply by it rounds nothing
 
     def sample_metrics(self, samples: Rollouts) -> dict[str, float]:
         metrics = objective_metrics(samples, self.settings, self.eos_token_id)
