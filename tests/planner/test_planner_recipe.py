@@ -30,6 +30,7 @@ def task(folder: Path, **settings: object) -> Recipe:
     ("settings", "trains", "generates", "scores"),
     [
         ({}, (4, 2), (2, 2), (2, 2)),
+        ({"bf16": None}, (4, 2), (2, 2), (2, 2)),
         ({"bf16": False}, (4, 4), (4, 4), (2, 2)),
         ({"generation_engine": "transformers"}, (4, 2), (4, 2), (2, 2)),
     ],

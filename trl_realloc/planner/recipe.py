@@ -98,7 +98,8 @@ class Recipe:
         Raises:
             PlanError: a config that cannot be read, or a model that no table describes.
         """
-        mixed = 2 if self.settings["bf16"] or self.settings["fp16"] else 0
+        bf16, fp16 = self.settings["bf16"], self.settings["fp16"]
+        mixed = 2 if bf16 is None or bf16 or fp16 else 0  # `bf16: null` is TRL's default, true unless fp16 is
         specs: dict[str, Sequence[ModelSpec]] = {}
         for call in (graph or self.graph).calls:
             path = self.folders[call.role] / "config.json"
