@@ -175,14 +175,12 @@ def test_a_callback_evaluates_and_stops_while_the_next_generation_runs(runs: dic
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("on arrival", 2), ("on arrival, apart", 1)])
-def test_the_critics_first_epoch_is_trained_in_parts_as_samples_are_scored(
-    runs: dict[str, Run], name: str, ranks: int
-) -> None:
+def test_the_critics_first_epoch_is_trained_as_samples_are_scored(runs: dict[str, Run], name: str, ranks: int) -> None:
     spans = runs[name].notes["spans"]
     last = max(step for *_, step in spans)
     of_critic = [device for call, device, _, _, step in spans if call == "critic.train" and step == last]
     assert len(set(of_critic)) == ranks
-    assert len(of_critic) > 2 * ranks, "gradients of some samples at a time, then the steps"
+    assert len(of_critic) > ranks, "gradients while samples arrive, and the steps on every rank"
 
 
 @pytest.mark.parametrize("name", ["resumed", "on arrival, apart"])
