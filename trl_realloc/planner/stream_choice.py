@@ -99,7 +99,9 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
         streamed = still.plan.streamed
     except PlanError:  # no call can stream
         return StreamChoice(whole, reason="no scoring call can begin while others generate")
-    if not streamed or not _can_gain(whole, streamed):
+    # a plan that repeats bit by bit, or has a staleness, has no first epoch on arrival
+    arriving = () if deterministic or whole.staleness.versions else _on_arrival(whole, streamed)
+    if not streamed or not _can_gain(whole, streamed, arriving):
         reason = "scoring while others generate could save no more than estimates are good for"
         return StreamChoice(whole, reason=reason)
     if time.perf_counter() >= deadline:
@@ -110,35 +112,30 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
     sweep = MigrationSweep(whole, streamed, deadline)
     moved = sweep.best() if sweep.engines > 1 else None
     fastest = min((plan for plan in (still, moved) if plan is not None), key=lambda plan: plan.seconds)
-    return StreamChoice(whole, still, moved, _on_arrival(whole, fastest, deadline))
+    arrived = None
+    if arriving and fastest.streams is not None and time.perf_counter() < deadline:
+        arrived = whole.with_streams(replace(fastest.streams, first_epoch=arriving))
+    return StreamChoice(whole, still, moved, arrived)
 
 
-def _on_arrival(whole: PricedPlan, fastest: PricedPlan, deadline: float) -> PricedPlan | None:
-    """The fastest plan with the first epochs that can be trained on samples as they arrive; `None` if none can.
-
-    Args:
-        whole: the same without streams.
-    """
-    plan = fastest.plan
-    names = tuple(
+def _on_arrival(priced: PricedPlan, streamed: tuple[str, ...]) -> tuple[str, ...]:
+    """The calls that can train their first epoch on samples as they arrive, by their loss and by the plan."""
+    plan = priced.plan
+    return tuple(
         name
-        for name in whole.space.pricing.workload.first_epoch
+        for name in priced.space.pricing.workload.first_epoch
         if name in plan.order
-        if not why_not_on_arrival(plan.graph, plan.assignments, name, plan.streamed, plan.fused)
+        if not why_not_on_arrival(plan.graph, plan.assignments, name, streamed, plan.fused)
     )
-    if not names or fastest.streams is None or time.perf_counter() >= deadline:
-        return None
-    return whole.with_streams(replace(fastest.streams, first_epoch=names))
 
 
-def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
-    """Whether an iteration without the streamed scoring calls, and without the first epochs that can be trained on
-    samples as they arrive, would be faster by more than the estimates' error."""
+def _can_gain(plan: PricedPlan, streamed: tuple[str, ...], arriving: tuple[str, ...]) -> bool:
+    """Whether an iteration without the streamed scoring calls, and without the first epochs of the `arriving` calls,
+    would be faster by more than the estimates' error."""
     graph, error = plan.space.graph, plan.space.pricing.rates.error
     scored = [name for name in streamed if graph.call(name).kind is CallKind.FORWARD]
     seconds = sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored)
-    work = plan.space.pricing.workload
-    seconds += sum(plan.costs[name].seconds / work.epochs for name in work.first_epoch if name in graph.order)
+    seconds += sum(plan.costs[name].seconds / plan.space.pricing.workload.epochs for name in arriving)
     if plan.staleness.versions:  # the devices that train work on while others score
         seconds = min(seconds, plan.seconds - _training(plan))
     return seconds > error * plan.seconds
