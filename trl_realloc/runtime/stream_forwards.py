@@ -168,11 +168,11 @@ class ForwardRunner:
 
     def rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:
         """The columns of a call's outputs that streamed calls read, by sample."""
-        if not self._columns.get(name) or not len(outputs):
+        if not self._columns[name] or not len(outputs):
             return {}
-        read = outputs.only(("index", *self._columns[name]))
-        if self.arriving is not None and name == self.plan.streamed[0]:
-            read = outputs  # whether a response has ended is no column of the graph
+        # a loss also reads whether a response has ended, which is no column of the graph
+        trains_on_it = self.arriving is not None and name == self.plan.streamed[0]
+        read = outputs if trains_on_it else outputs.only(("index", *self._columns[name]))
         index = outputs.tensor("index").tolist()
         return {sample: read.select([at]).to_bytes() for at, sample in enumerate(index)}
 
@@ -200,5 +200,5 @@ def _columns_read(plan: ExecutionPlan) -> dict[str, list[str]]:
     """Of each streamed call, the columns that other streamed calls read."""
     readers = (*plan.streamed[1:], *plan.on_arrival)
     read = [column for name in readers for column in plan.graph.call(name).inputs]
-    outputs = {name: plan.graph.call(name).outputs for name in plan.streamed}
-    return {name: [column for column in dict.fromkeys(read) if column in outputs[name]] for name in plan.streamed}
+    outputs = {name: plan.graph.call(name).outputs for name in (*plan.streamed, *plan.on_arrival)}
+    return {name: [column for column in dict.fromkeys(read) if column in made] for name, made in outputs.items()}

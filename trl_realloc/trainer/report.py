@@ -222,7 +222,7 @@ def write_report(
     reward_curve(rows, folder / "reward.png")
     lines = [
         *_reward_lines(rows),
-        *_time_lines(rows, timeline, simulated, _fused_in(plan)),
+        *_time_lines(rows, timeline, simulated, _overlap_in(plan)[0]),
         *expected,
         *([*markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
         "## Plan",
@@ -308,14 +308,15 @@ def report_run(folder: str | Path) -> Path:
     spans = folder / "timeline.json"
     picture, simulated, expected = "", None, list[str]()
     if exists(spans):
-        timeline = Timeline.load(spans).joined(_fused_in(text))
+        fused, versions = _overlap_in(text)
+        timeline = Timeline.load(spans).joined(fused)
         simulated = simulated_seconds(text, timeline)
         expected = [*estimate_lines(folder, timeline), *age_lines(folder, load_metrics(metrics))]
         traced = timeline
         if (found := stages_of(folder)) is not None:
             expected += stage_lines(folder, *found)
             traced += found[1].measured
-        two_updates(timeline, _versions_in(text)).draw(folder / "timeline.png")
+        two_updates(timeline, versions).draw(folder / "timeline.png")
         (folder / "trace.json").write_text(json.dumps(traced.to_chrome_trace()), encoding="utf-8")
         picture = "timeline.png"
     return write_report(
@@ -367,20 +368,13 @@ def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
         return None
 
 
-def _versions_in(plan: str) -> int:
-    """The staleness of a plan; 0 if the text is not a plan."""
+def _overlap_in(plan: str) -> tuple[Fused, int]:
+    """The calls that a plan fuses, and its staleness; none and 0 if the text is not a plan."""
     try:
-        return ExecutionPlan.from_yaml(plan).staleness.versions
+        parsed = ExecutionPlan.from_yaml(plan)
     except PlanError:
-        return 0
-
-
-def _fused_in(plan: str) -> Fused:
-    """The calls that a plan fuses; empty if the text is not a plan."""
-    try:
-        return ExecutionPlan.from_yaml(plan).fused
-    except PlanError:
-        return ()
+        return (), 0
+    return parsed.fused, parsed.staleness.versions
 
 
 def _simulated_lines(simulated: float, rows: Sequence[Mapping[str, Any]]) -> list[str]:

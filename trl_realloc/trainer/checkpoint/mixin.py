@@ -136,7 +136,7 @@ class CheckpointMixin:
         if self.state.best_global_step:
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             has_best = best == final or is_of_run(best, self._run)
-            if any(from_every_rank(has_best, self.placement.control)) if args.load_best_model_at_end else has_best:
+            if any(from_every_rank(has_best, control)) if args.load_best_model_at_end else has_best:
                 self.state.best_model_checkpoint = str(best)
         self.alarm.at(f"saving {final}")
         self._unfinished = UnfinishedCheckpoint(
