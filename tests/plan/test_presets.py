@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,15 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, PlanError, check_mesh, halves
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.fitting import plan_of_run
-from trl_realloc.plan.presets import PRESETS, flatten, interleave, presets_of, resolve_plan, separate
+from trl_realloc.plan.presets import (
+    PRESETS,
+    flatten,
+    interleave,
+    presets_of,
+    resolve_plan,
+    separate,
+    with_first_epoch,
+)
 
 
 PROXIMAL = ppo_graph(proximal=True)
@@ -47,6 +56,20 @@ def test_every_preset_is_legal_with_every_engine_and_stage(
         if call.name != "actor.generate":
             expected = stage if call.trains or stage == 3 else 0
             assert plan[call.name].strategy.zero_stage == expected, call.name
+
+
+@given(presets, clusters, engines, stages)
+def test_the_first_epoch_is_trained_on_arrival_where_the_algorithm_and_the_engine_allow_it(
+    preset: str, cluster: Cluster, engine: str, stage: int
+) -> None:
+    plan = PRESETS[preset](cluster, generation_engine=engine, zero_stage=stage)
+    arriving = with_first_epoch(plan, ["critic.train"])
+    assert arriving.on_arrival == (() if stage else ("critic.train",))
+    assert (arriving.streams is None) == bool(stage), "streams are for the first epoch here"
+    assert replace(arriving, streams=None) == plan
+    assert with_first_epoch(plan, ()) == plan
+    grouped = PRESETS[preset](cluster, graph=grpo_graph())
+    assert with_first_epoch(grouped, ["actor.train"]) == grouped, "TRL's loop trains whole batches"
 
 
 @given(presets, clusters, engines, stages)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS, ppo_graph, ppo_not_on_arrival
+from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS, ppo_first_epoch, ppo_graph, ppo_not_on_arrival
 from ..plan.dataflow import DataflowGraph, Role
 from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
 from .base import TrainingLoss
@@ -75,6 +75,11 @@ class PPOSettings:
     def graph(self) -> DataflowGraph:
         """PPO's calls, with `actor.forward` if there is a correction."""
         return ppo_graph(proximal=self.correction is not None)
+
+    @property
+    def first_epoch(self) -> tuple[str, ...]:
+        """The calls whose first epoch can be trained on samples as they arrive."""
+        return ppo_first_epoch(self.num_mini_batches, self.whiten_rewards, self.match_trl)
 
 
 # --- advantages ------------------------------------------------------------------------------------------------------

@@ -59,6 +59,25 @@ def why_not_on_arrival(
     return ""
 
 
+def calls_on_arrival(
+    graph: DataflowGraph,
+    assignments: Mapping[str, Assignment],
+    names: Collection[str],
+    streamed: Collection[str],
+    fused: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Those of the calls `names` that can train their first epoch on samples as they arrive, in the graph's order.
+
+    Args:
+        streamed, fused: as of `why_not_on_arrival`.
+    """
+    return tuple(
+        name
+        for name in graph.order
+        if name in names and not why_not_on_arrival(graph, assignments, name, streamed, fused)
+    )
+
+
 def first_epoch_problems(
     graph: DataflowGraph,
     assignments: Mapping[str, Assignment],

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
-from ..plan.first_epoch import why_not_on_arrival
+from ..plan.first_epoch import calls_on_arrival
 from ..plan.fused import joined
 from ..plan.staleness import devices_ahead
 from ..plan.streams import Migration, Streams
@@ -120,13 +120,8 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
 
 def _on_arrival(priced: PricedPlan, streamed: tuple[str, ...]) -> tuple[str, ...]:
     """The calls that can train their first epoch on samples as they arrive, by their loss and by the plan."""
-    plan = priced.plan
-    return tuple(
-        name
-        for name in priced.space.pricing.workload.first_epoch
-        if name in plan.order
-        if not why_not_on_arrival(plan.graph, plan.assignments, name, streamed, plan.fused)
-    )
+    plan, names = priced.plan, priced.space.pricing.workload.first_epoch
+    return calls_on_arrival(plan.graph, plan.assignments, names, streamed, plan.fused)
 
 
 def _can_gain(plan: PricedPlan, streamed: tuple[str, ...], arriving: tuple[str, ...]) -> bool:

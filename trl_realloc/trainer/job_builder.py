@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..plan.algorithm_graphs import ppo_first_epoch
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..planner.workload import Workload
@@ -84,6 +83,7 @@ def ppo_job(
         prompt_tokens: mean length of the prompts in the data set, tokens.
         context_length: the longest prompt plus `response_length`, tokens.
     """
+    settings = args.ppo_settings()
     workload = Workload(
         episodes=args.per_device_train_batch_size * args.gradient_accumulation_steps * cluster.size,
         prompt_tokens=max(1.0, prompt_tokens),
@@ -93,7 +93,7 @@ def ppo_job(
         recompute=recomputes(args),
         forward_tokens=args.local_rollout_forward_batch_size * context_length,
         train_tokens=args.per_device_train_batch_size * context_length,
-        first_epoch=ppo_first_epoch(args.num_mini_batches, args.whiten_rewards, args.match_trl),
+        first_epoch=settings.first_epoch,
     )
     options = engine_options(
         args,
@@ -104,8 +104,7 @@ def ppo_job(
         forward_batch_size=args.local_rollout_forward_batch_size,
         pad_token_id=pad_token_id,
     )
-    graph = args.ppo_settings().graph
-    return make_job(args, plugin, cluster, rank, generation_engine, models, graph, workload, options)
+    return make_job(args, plugin, cluster, rank, generation_engine, models, settings.graph, workload, options)
 
 
 def engine_options(

@@ -5,7 +5,7 @@ Choosing a plan for `plan: auto` is in `profiling.auto_plan`; whether the models
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..engines.models import read_config
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import AUTO, resolve_plan, with_sleeping_engines
+from ..plan.presets import AUTO, resolve_plan, with_first_epoch, with_sleeping_engines
 from ..plan.staleness import Staleness
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
@@ -50,7 +50,12 @@ class PlanRequest:
 
 
 def read_plan_request(
-    args: Any, plugin: ReallocationPlugin, world: Any, model: Any, graph: DataflowGraph
+    args: Any,
+    plugin: ReallocationPlugin,
+    world: Any,
+    model: Any,
+    graph: DataflowGraph,
+    first_epoch: Collection[str] = (),
 ) -> PlanRequest:
     """The execution plan of this job, unless the planner is to choose it (`auto`). All ranks together.
 
@@ -59,6 +64,7 @@ def read_plan_request(
         world: Accelerate's `PartialState`.
         model: the policy as the user gave it.
         graph: the run's calls.
+        first_epoch: the calls whose first epoch the algorithm can train on samples as they arrive.
 
     Raises:
         PlanError: there is no such plan, or it is for another number of processes or another algorithm.
@@ -81,7 +87,11 @@ def read_plan_request(
     max_staleness = getattr(args, "max_staleness", 0)
     plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph)
     if plan is not None:
-        plan = _with_staleness(plan, max_staleness, is_preset=plugin.plan == "separate")
+        is_preset = plugin.plan == "separate"
+        plan = _with_staleness(plan, max_staleness, is_preset=is_preset)
+        # in the order of arrival the sums of gradients differ in their last bits
+        if is_preset and cluster.size > 1 and not plan.staleness.versions and not args.full_determinism:
+            plan = with_first_epoch(plan, first_epoch)
     if plan is not None and args.vllm_enable_sleep_mode:
         if plan.staleness.versions:
             raise ConfigError(

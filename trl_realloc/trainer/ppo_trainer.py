@@ -126,7 +126,8 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
         self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
-        request = read_plan_request(args, self.plugin, world, model, args.ppo_settings().graph)
+        settings = args.ppo_settings()
+        request = read_plan_request(args, self.plugin, world, model, settings.graph, settings.first_epoch)
         inputs = TrainerInputs(
             processing_class=processing_class,
             model=model,
