@@ -40,7 +40,8 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("traine
 
 from mailboxes import Mailboxes  # noqa: E402
 
-from trl_realloc.algorithms.ppo import PPO, PPOSettings  # noqa: E402
+from trl_realloc.algorithms.ppo import PPO  # noqa: E402
+from trl_realloc.algorithms.ppo_settings import PPOSettings  # noqa: E402
 from trl_realloc.algorithms.prompt_batches import PromptBatch  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
 from trl_realloc.engines.base import Sampling  # noqa: E402

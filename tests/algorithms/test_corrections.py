@@ -17,7 +17,8 @@ from torch import Tensor
 from trl_realloc.algorithms import ppo
 from trl_realloc.algorithms.corrections import MODES, WEIGHTS, Correction, correction_metrics, importance_weights
 from trl_realloc.algorithms.nonfinite import problem_of
-from trl_realloc.algorithms.ppo import PPO, PolicyLoss, PPOSettings
+from trl_realloc.algorithms.ppo import PPO, PolicyLoss
+from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.batching import micro_batches

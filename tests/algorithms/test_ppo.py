@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trl_realloc.algorithms import ppo
-from trl_realloc.algorithms.ppo import PPO, PPOSettings
+from trl_realloc.algorithms.advantages import gae, kl_estimate, token_rewards, whiten
+from trl_realloc.algorithms.ppo import PPO
+from trl_realloc.algorithms.ppo_metrics import objective_metrics, update_metrics
+from trl_realloc.algorithms.ppo_settings import PPOSettings
+from trl_realloc.algorithms.ppo_weights import SampleWeights, mini_batches, response_widths, sample_weights
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.batching import micro_batches
 
@@ -58,8 +62,8 @@ def assert_ragged_close(ours: Ragged, expected: Ragged) -> None:
 @given(st.floats(-20, 0), st.floats(-20, 0))
 def test_kl_estimates(p: float, q: float) -> None:
     logprob, ref = torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
-    assert float(ppo.kl_estimate(logprob, ref, "k1")) == pytest.approx(p - q)
-    k3 = float(ppo.kl_estimate(logprob, ref, "k3"))
+    assert float(kl_estimate(logprob, ref, "k1")) == pytest.approx(p - q)
+    k3 = float(kl_estimate(logprob, ref, "k3"))
     assert k3 == pytest.approx(math.exp(q - p) - 1 - (q - p), abs=1e-9) and k3 >= 0
 
 
@@ -67,7 +71,7 @@ def test_both_estimators_have_the_same_mean() -> None:
     p, q = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1).double()
     exact = float((p.exp() * (p - q)).sum())
     for estimator in ("k1", "k3"):
-        estimate = ppo.kl_estimate(p, q, estimator)  # type: ignore[arg-type]
+        estimate = kl_estimate(p, q, estimator)  # type: ignore[arg-type]
         assert float((p.exp() * estimate).sum()) == pytest.approx(exact, rel=1e-5)
 
 
@@ -76,7 +80,7 @@ def test_both_estimators_have_the_same_mean() -> None:
 def test_gae_is_the_sum_of_discounted_errors(lengths: list[int], seed: int, gamma: float, lam: float) -> None:
     g = torch.Generator().manual_seed(seed)
     rewards, values = drawn(lengths, g), drawn(lengths, g)
-    advantages, returns = ppo.gae(rewards, values, gamma, lam)
+    advantages, returns = gae(rewards, values, gamma, lam)
     for row, length in enumerate(lengths):
         r, v = rewards[row].tolist(), values[row].tolist() + [0.0]
         deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(length)]
@@ -87,7 +91,7 @@ def test_gae_is_the_sum_of_discounted_errors(lengths: list[int], seed: int, gamm
 
 def test_undiscounted_gae_returns_are_the_rewards_to_go() -> None:
     rewards = Ragged.of([[1.0, 2.0, 4.0], [8.0]], torch.float32)
-    _, returns = ppo.gae(rewards, rewards.like(torch.tensor([3.0, -1.0, 2.0, 5.0])), 1.0, 1.0)
+    _, returns = gae(rewards, rewards.like(torch.tensor([3.0, -1.0, 2.0, 5.0])), 1.0, 1.0)
     assert returns.values.tolist() == pytest.approx([7.0, 6.0, 4.0, 8.0])
 
 
@@ -99,7 +103,7 @@ def test_whitening_is_numpys_standardisation_group_by_group(
     g = torch.Generator().manual_seed(seed)
     values = drawn(lengths, g)
     mask = torch.rand(len(values.values), generator=g) >= masked
-    whitened = ppo.whiten(values, mask, shift_mean=shift_mean, group_size=group_size)
+    whitened = whiten(values, mask, shift_mean=shift_mean, group_size=group_size)
     size = group_size or len(lengths)
     for start in range(0, len(lengths), size):
         rows = range(start, min(start + size, len(lengths)))
@@ -117,7 +121,7 @@ def test_ten_million_tokens_are_whitened_as_exactly_as_ten() -> None:
     """Sums in float32, one token after the other, are 1 % wrong there."""
     drawn_values = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)) + 3.0
     values = Ragged(drawn_values, torch.tensor([len(drawn_values)]))
-    white = ppo.whiten(values, torch.ones(len(drawn_values), dtype=torch.bool), shift_mean=True).values.double()
+    white = whiten(values, torch.ones(len(drawn_values), dtype=torch.bool), shift_mean=True).values.double()
     assert abs(float(white.mean())) < 1e-5 and abs(float(white.var()) - 1) < 1e-5
 
 
@@ -132,12 +136,12 @@ def test_with_match_trl_the_limit_is_the_longest_response_of_the_rank() -> None:
     trl = replace(PLAIN, match_trl=True, local_batch_size=2)
     samples = scored([1, 3, 2, 2, 5, 4])
     assert ppo.value_lengths(samples, trl).tolist() == [2, 3, 2, 2, 5, 5]
-    assert ppo.response_widths(samples, trl).tolist() == [3, 3, 2, 2, 5, 5]
+    assert response_widths(samples, trl).tolist() == [3, 3, 2, 2, 5, 5]
 
 
 def test_the_score_falls_on_the_last_state_or_at_the_limit_on_the_last_token() -> None:
     kl = Ragged.of([[1.0, 2.0], [3.0, 4.0]], torch.float32)
-    early_and_not = ppo.token_rewards(kl, torch.tensor([10.0, 20.0]), torch.tensor([3, 2]), kl_coef=0.5)
+    early_and_not = token_rewards(kl, torch.tensor([10.0, 20.0]), torch.tensor([3, 2]), kl_coef=0.5)
     assert early_and_not[0].tolist() == [-0.5, -1.0, 10.0]
     assert early_and_not[1].tolist() == [-1.5, 18.0]
 
@@ -147,7 +151,7 @@ def test_the_score_falls_on_the_last_state_or_at_the_limit_on_the_last_token() -
 def test_rewards_sum_to_score_less_kl(lengths: list[int], seed: int, kl_coef: float) -> None:
     samples = scored(lengths, seed)
     kl, scores = samples.ragged("logprobs"), samples.tensor("scores")
-    rewards = ppo.token_rewards(kl, scores, ppo.value_lengths(samples, PLAIN), kl_coef)
+    rewards = token_rewards(kl, scores, ppo.value_lengths(samples, PLAIN), kl_coef)
     torch.testing.assert_close(rewards.sum(), scores - kl_coef * kl.sum(), rtol=1e-4, atol=1e-5)
 
 
@@ -199,18 +203,18 @@ def test_advantages_are_white_over_the_global_batch() -> None:
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), SEEDS, st.integers(0, 99))
 def test_every_epochs_mini_batches_are_a_partition(n: int, mini: int, epochs: int, seed: int, step: int) -> None:
     rules = replace(PLAIN, num_mini_batches=mini, num_ppo_epochs=epochs)
-    batches = ppo.mini_batches(n, rules, seed, step)
+    batches = mini_batches(n, rules, seed, step)
     assert len(batches) == mini * epochs
     for epoch in range(epochs):
         parts = batches[epoch * mini : (epoch + 1) * mini]
         assert sorted(i for part in parts for i in part) == list(range(n))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert batches == ppo.mini_batches(n, rules, seed, step)
+    assert batches == mini_batches(n, rules, seed, step)
 
 
 def test_seed_step_and_epoch_each_change_the_draw() -> None:
     rules = replace(PLAIN, num_ppo_epochs=2)
-    draws = [ppo.mini_batches(50, rules, *at) for at in ((0, 0), (0, 1), (1, 0))]
+    draws = [mini_batches(50, rules, *at) for at in ((0, 0), (0, 1), (1, 0))]
     orders = [tuple(batch) for draw in draws for batch in draw]
     assert len(set(orders)) == len(orders)
 
@@ -220,16 +224,16 @@ def test_seed_step_and_epoch_each_change_the_draw() -> None:
 def test_with_match_trl_mini_batches_hold_as_many_of_each_rank(ranks: int, mini: int, size: int, seed: int) -> None:
     local = mini * size
     rules = replace(PLAIN, match_trl=True, local_batch_size=local, num_mini_batches=mini, num_ppo_epochs=2)
-    batches = ppo.mini_batches(ranks * local, rules, seed, 0)
+    batches = mini_batches(ranks * local, rules, seed, 0)
     assert len(batches) == 2 * mini
     for batch in batches:
         assert [i // local for i in batch] == [rank for rank in range(ranks) for _ in range(size)]
 
 
-def weighed(samples: Rollouts, rules: PPOSettings) -> tuple[Rollouts, ppo.SampleWeights]:
+def weighed(samples: Rollouts, rules: PPOSettings) -> tuple[Rollouts, SampleWeights]:
     samples = ppo.prepare(samples, rules)
-    samples = samples.plus(width=ppo.response_widths(samples, rules))
-    weights = ppo.sample_weights(samples, rules)
+    samples = samples.plus(width=response_widths(samples, rules))
+    weights = sample_weights(samples, rules)
     return samples.plus(policy_weight=weights.policy, value_weight=weights.value), weights
 
 
@@ -376,7 +380,7 @@ def test_statistics_of_an_unchanged_policy() -> None:
     samples, weights = weighed(scored([2, LIMIT, 4]), PLAIN)
     outputs = outputs_of(samples, samples.ragged("logprobs"), samples.ragged("values"), [0, 1, 2])
     sums = ppo.PolicyLoss(0.2)(outputs, samples)[1] | ppo.ValueLoss(0.2, 0.1)(outputs, samples)[1]
-    metrics = ppo.update_metrics([(weights, sums), (weights, sums)])
+    metrics = update_metrics([(weights, sums), (weights, sums)])
     advantages = samples.ragged("advantages").values
     assert metrics["val/ratio"] == 1 and metrics["val/ratio_var"] == 0
     assert metrics["policy/approxkl_avg"] == metrics["policy/clipfrac_avg"] == metrics["val/clipfrac_avg"] == 0
@@ -387,20 +391,20 @@ def test_statistics_of_an_unchanged_policy() -> None:
 def test_one_optimizer_step_has_no_variance_of_ratios() -> None:
     samples, weights = weighed(scored([2, 3]), PLAIN)
     outputs = outputs_of(samples, samples.ragged("logprobs"), samples.ragged("values"), [0, 1])
-    assert ppo.update_metrics([(weights, ppo.PolicyLoss(0.2)(outputs, samples)[1])])["val/ratio_var"] == 0.0
+    assert update_metrics([(weights, ppo.PolicyLoss(0.2)(outputs, samples)[1])])["val/ratio_var"] == 0.0
 
 
 def test_a_step_of_one_role_reports_that_roles_statistics() -> None:
     samples, weights = weighed(scored([2, 3]), PLAIN)
     outputs = outputs_of(samples, samples.ragged("logprobs"), samples.ragged("values"), [0, 1])
-    metrics = ppo.update_metrics([(weights, ppo.ValueLoss(0.2, 0.1)(outputs, samples)[1])])
+    metrics = update_metrics([(weights, ppo.ValueLoss(0.2, 0.1)(outputs, samples)[1])])
     assert metrics.keys() == {"loss/value_avg", "val/clipfrac_avg"}
 
 
 def test_objective_metrics_sum_over_a_response_and_average_over_samples() -> None:
     samples = scored([2, 3]).plus(responses=Ragged.of([[4, 9], [9, 4, 4]], torch.long))
     samples = ppo.prepare(samples, replace(PLAIN, kl_coef=0.25))
-    metrics = ppo.objective_metrics(samples, replace(PLAIN, kl_coef=0.25), eos_token_id=4)
+    metrics = objective_metrics(samples, replace(PLAIN, kl_coef=0.25), eos_token_id=4)
     kl = samples.ragged("logprobs").values - samples.ragged("ref_logprobs").values
     assert metrics["objective/kl"] == pytest.approx(float(kl.sum()) / 2, rel=1e-5)
     assert metrics["objective/non_score_reward"] == pytest.approx(-0.25 * float(kl.sum()) / 2, rel=1e-5)
@@ -410,4 +414,4 @@ def test_objective_metrics_sum_over_a_response_and_average_over_samples() -> Non
     )
     assert metrics["objective/entropy"] == pytest.approx(-float(samples.ragged("logprobs").values.sum()) / 2, rel=1e-5)
     assert metrics["val/num_eos_tokens"] == 3
-    assert ppo.objective_metrics(samples, PLAIN, eos_token_id=None)["val/num_eos_tokens"] == 0
+    assert objective_metrics(samples, PLAIN, eos_token_id=None)["val/num_eos_tokens"] == 0

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms import ppo
+from trl_realloc.algorithms.ppo_settings import PPOSettings
+from trl_realloc.algorithms.ppo_weights import sample_weights
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import GROUP
 from trl_realloc.engines.mesh_group import MeshGroup
@@ -25,7 +27,7 @@ from trl_realloc.engines.training.replicated import ReplicatedEngine, set_learni
 from trl_realloc.plan.batching import balance
 
 
-RULES = ppo.PPOSettings(response_length=9)
+RULES = PPOSettings(response_length=9)
 POLICY_LOSS, VALUE_LOSS = ppo.PolicyLoss(0.2), ppo.ValueLoss(0.2, 0.1)
 ALONE, CPU = MeshGroup((0,), 0), torch.device("cpu")
 State = dict[str, Tensor]
@@ -92,7 +94,7 @@ def mini_batch() -> Rollouts:
         values=engine(value_head(), optimizer=None).forward(samples, 100)["values"],
     )
     samples = ppo.prepare(samples, RULES)
-    weights = ppo.sample_weights(samples, RULES)
+    weights = sample_weights(samples, RULES)
     return samples.plus(policy_weight=weights.policy, value_weight=weights.value)
 
 

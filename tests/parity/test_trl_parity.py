@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from trl_realloc.algorithms import ppo
+from trl_realloc.algorithms.ppo_metrics import objective_metrics, update_metrics
+from trl_realloc.algorithms.ppo_settings import PPOSettings
+from trl_realloc.algorithms.ppo_weights import response_widths, sample_weights
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, ValueHead
@@ -109,8 +112,8 @@ def recorded(name: str) -> Recording:
 def replayed(name: str, match_trl: bool = True) -> list[Replay]:
     recording = recorded(name)
     args, before = recording.args, copy.deepcopy(recording.before)
-    names = [f.name for f in fields(ppo.PPOSettings) if hasattr(args, f.name)]
-    settings = ppo.PPOSettings(**{n: getattr(args, n) for n in names}, match_trl=match_trl)
+    names = [f.name for f in fields(PPOSettings) if hasattr(args, f.name)]
+    settings = PPOSettings(**{n: getattr(args, n) for n in names}, match_trl=match_trl)
     engines = _Engines(before, args)
     return [_replay(update, recording, settings, engines) for update in recording.updates]
 
@@ -152,7 +155,7 @@ def _rollouts(update: Update, recording: Recording) -> Rollouts:
     )
 
 
-def _replay(update: Update, recording: Recording, settings: ppo.PPOSettings, engines: _Engines) -> Replay:
+def _replay(update: Update, recording: Recording, settings: PPOSettings, engines: _Engines) -> Replay:
     args = recording.args
     samples = _rollouts(update, recording)
     samples = samples.plus(
@@ -162,14 +165,14 @@ def _replay(update: Update, recording: Recording, settings: ppo.PPOSettings, eng
         scores=engines.reward.forward(samples, BUDGET)["scores"].values,
     )
     samples = ppo.prepare(samples, settings)
-    samples = samples.plus(width=ppo.response_widths(samples, settings))
+    samples = samples.plus(width=response_widths(samples, settings))
     policy_loss = ppo.PolicyLoss(settings.cliprange)
     value_loss = ppo.ValueLoss(settings.cliprange_value, settings.vf_coef)
     steps = []
     for order in update.orders:
         for part in order.reshape(settings.num_mini_batches, -1):
             mini = samples.select(part.tolist())
-            weights = ppo.sample_weights(mini, settings)
+            weights = sample_weights(mini, settings)
             mini = mini.plus(policy_weight=weights.policy, value_weight=weights.value)
             steps.append(
                 (
@@ -180,7 +183,7 @@ def _replay(update: Update, recording: Recording, settings: ppo.PPOSettings, eng
                     },
                 )
             )
-    metrics = ppo.objective_metrics(samples, settings, EOS) | ppo.update_metrics(steps)
+    metrics = objective_metrics(samples, settings, EOS) | update_metrics(steps)
     policy, critic = engines.policy, engines.critic
     return Replay(
         samples,

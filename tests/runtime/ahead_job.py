@@ -18,7 +18,8 @@ from mailboxes import Mailboxes
 from test_streams import TimedRunner, Tokens
 from virtual_clock import VirtualClock
 
-from trl_realloc.algorithms.ppo import PPO, PPOSettings
+from trl_realloc.algorithms.ppo import PPO
+from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.prompt_batches import PromptBatch
 from trl_realloc.algorithms.rewards import FunctionReward
 from trl_realloc.algorithms.rollout import Rollouts

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_realloc.algorithms.ppo import PPO, PPOSettings
+from trl_realloc.algorithms.ppo import PPO
+from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.batching import balance

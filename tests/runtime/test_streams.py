@@ -17,7 +17,8 @@ from fake_engines import FakeEngine, FakePlacement
 from mailboxes import Mailboxes
 from virtual_clock import REAL, Clock, VirtualClock
 
-from trl_realloc.algorithms.ppo import PPO, PPOSettings
+from trl_realloc.algorithms.ppo import PPO
+from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.prompt_batches import PromptBatch
 from trl_realloc.algorithms.rewards import FunctionReward
 from trl_realloc.algorithms.rollout import Ragged, Rollouts

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from replay import rollouts
 
-from trl_realloc.algorithms.ppo import PPOSettings, prepare, sample_weights
+from trl_realloc.algorithms.ppo import prepare
+from trl_realloc.algorithms.ppo_settings import PPOSettings
+from trl_realloc.algorithms.ppo_weights import sample_weights
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 
 

@@ -1,8 +1,7 @@
-"""PPO: advantages, mini-batches, losses and statistics as functions on ragged samples, and the class `PPO` that offers
-them to the executor. GAE and whitening are in `advantages`, the trainer in `trainer.ppo_trainer`.
+"""PPO: advantages and losses as functions on ragged samples, and the class `PPO` that offers them to the executor with
+`ppo_weights` and `ppo_metrics`. GAE and whitening are in `advantages`, the trainer in `trainer.ppo_trainer`.
 
-A loss is a weighted sum over the tokens of one global mini-batch. The weights are computed before the mini-batch is
-divided into micro-batches, so the loss does not depend on the plan. Formulas: PPO (Schulman et al. 2017, arXiv
+Formulas: PPO (Schulman et al. 2017, arXiv
 1707.06347), with the details of TRL 1.12 ("The N Implementation Details of RLHF with PPO", Huang et al. 2023). The
 weights of rollouts that another policy has drawn are in `corrections`.
 """
@@ -12,74 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS, ppo_first_epoch, ppo_graph, ppo_not_on_arrival
+from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS, ppo_not_on_arrival
 from ..plan.dataflow import DataflowGraph, Role
 from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
 from .base import TrainingLoss
-from .corrections import WEIGHTS, Correction, Mode, correction_metrics, importance_weights
+from .corrections import WEIGHTS, correction_metrics, importance_weights
+from .ppo_metrics import objective_metrics, update_metrics
+from .ppo_settings import PPOSettings
+from .ppo_weights import SampleWeights, mini_batches, response_widths, sample_weights
 from .rollout import Ragged, Rollouts
-
-
-@dataclass(frozen=True)
-class PPOSettings:
-    """The fields of `PPOConfig` that the arithmetic needs, under the same names.
-
-    Args:
-        response_length: maximum tokens of a response.
-        local_batch_size, per_device_train_batch_size: read only with `match_trl`.
-        match_trl: reproduce the parts of TRL 1.12's arithmetic that depend on the layout of the batch: whitening per
-            rank, a loss that is the mean over micro-batches of their token means, statistics over padded positions, and
-            the longest response of the rank's batch in place of `response_length`.
-        vllm_importance_sampling_correction: correct for rollouts that the policy before the updates has not drawn.
-            `None` is False.
-    """
-
-    response_length: int
-    num_ppo_epochs: int = 4
-    num_mini_batches: int = 1
-    kl_coef: float = 0.05
-    kl_estimator: Literal["k1", "k3"] = "k1"
-    whiten_rewards: bool = False
-    missing_eos_penalty: float | None = None
-    gamma: float = 1.0
-    lam: float = 0.95
-    cliprange: float = 0.2
-    cliprange_value: float = 0.2
-    vf_coef: float = 0.1
-    local_batch_size: int = 0
-    per_device_train_batch_size: int = 0
-    match_trl: bool = False
-    vllm_importance_sampling_correction: bool | None = None
-    vllm_importance_sampling_mode: Mode = "sequence_mask"
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    vllm_importance_sampling_clip_min: float | None = None
-
-    @property
-    def correction(self) -> Correction | None:
-        """The correction of rollouts; `None` if they are trained on as they are."""
-        if not self.vllm_importance_sampling_correction:
-            return None
-        return Correction(
-            self.vllm_importance_sampling_mode,
-            self.vllm_importance_sampling_clip_max,
-            self.vllm_importance_sampling_clip_min,
-        )
-
-    @property
-    def graph(self) -> DataflowGraph:
-        """PPO's calls, with `actor.forward` if there is a correction."""
-        return ppo_graph(proximal=self.correction is not None)
-
-    @property
-    def first_epoch(self) -> tuple[str, ...]:
-        """The calls whose first epoch can be trained on samples as they arrive."""
-        return ppo_first_epoch(self.num_mini_batches, self.whiten_rewards, self.match_trl)
 
 
 # --- advantages ------------------------------------------------------------------------------------------------------
@@ -147,92 +91,6 @@ def old_logprobs(settings: PPOSettings) -> str:
     """The column of the policy that PPO's ratio is taken to: the proximal policy if rollouts are corrected, and
     otherwise the behaviour policy."""
     return "logprobs" if settings.correction is None else PROXIMAL_LOGPROBS
-
-
-# --- mini-batches and weights ----------------------------------------------------------------------------------------
-
-
-def mini_batches(n: int, settings: PPOSettings, seed: int, step: int) -> list[list[int]]:
-    """The sample positions of every mini-batch of one iteration, epoch after epoch.
-
-    Each epoch is a permutation drawn from (seed, step, epoch). Sizes of mini-batches differ by one at most. With
-    `match_trl` the samples of each rank are permuted separately, so that every mini-batch has equally many of each
-    rank.
-    """
-    local = settings.local_batch_size if settings.match_trl else n
-    mini_batch_positions: list[list[int]] = []
-    for epoch in range(settings.num_ppo_epochs):
-        rank_parts = [
-            np.array_split(
-                start + np.random.default_rng((seed, step, epoch, start)).permutation(min(local, n - start)),
-                settings.num_mini_batches,
-            )
-            for start in range(0, n, local)
-        ]
-        mini_batch_positions += [np.concatenate(parts).tolist() for parts in zip(*rank_parts, strict=True)]
-    return mini_batch_positions
-
-
-@dataclass(frozen=True)
-class SampleWeights:
-    """The weight of each sample's sums over tokens in one mini-batch, (n,) float32 in the order of the mini-batch.
-
-    Args:
-        policy: of sums over response tokens. The policy loss is their weighted sum.
-        value: of sums over value positions.
-        statistic: of the statistics that TRL averages over padded positions too; otherwise equal to `policy`.
-        group: (n,) int64, the TRL micro-batch in whose mean the sample counts; 0 without `match_trl`.
-    """
-
-    policy: Tensor
-    value: Tensor
-    statistic: Tensor
-    group: Tensor
-
-    def columns(self) -> dict[str, Tensor]:
-        """The weights as columns of the mini-batch, so that they stay with their samples in micro-batches."""
-        return {f"{name}_weight": weight for name, weight in vars(self).items()}
-
-    @staticmethod
-    def of(samples: Rollouts) -> SampleWeights:
-        """The inverse of `columns`."""
-        return SampleWeights(*(samples.tensor(f"{name}_weight") for name in ("policy", "value", "statistic", "group")))
-
-
-def sample_weights(samples: Rollouts, settings: PPOSettings) -> SampleWeights:
-    """The weights of one mini-batch: 1 / its number of tokens. With `match_trl`: 1 / (the number of TRL's micro-batches
-    times the tokens of the sample's micro-batch)."""
-    tokens = samples.ragged("responses").lengths.float()
-    positions = samples.ragged("returns").lengths.float()
-    if not settings.match_trl:
-        ones = torch.ones_like(tokens)
-        policy = ones / tokens.sum()
-        return SampleWeights(policy, ones / positions.sum(), policy, torch.zeros_like(tokens, dtype=torch.long))
-    group = _trl_micro_batches(samples, settings)
-    groups = int(group.max()) + 1
-    count = torch.bincount(group, minlength=groups).float()
-
-    def mean_of(x: Tensor) -> Tensor:
-        return 1 / (groups * torch.zeros(groups).index_add(0, group, x)[group])
-
-    width = samples.tensor("width").float()  # TRL pads every response to the longest of its rank's batch
-    return SampleWeights(mean_of(tokens), mean_of(positions), 1 / (groups * count[group] * width), group)
-
-
-def _trl_micro_batches(samples: Rollouts, settings: PPOSettings) -> Tensor:
-    """(n,) int64: the micro-batch of TRL that each sample of this mini-batch would be in."""
-    local = settings.local_batch_size // settings.num_mini_batches
-    size = min(settings.per_device_train_batch_size or local, local)
-    per_rank = -(-local // size)
-    position = torch.arange(len(samples))
-    return (position // local) * per_rank + (position % local) // size
-
-
-def response_widths(samples: Rollouts, settings: PPOSettings) -> Tensor:
-    """(n,) int64: the length to which TRL would pad each sample's response."""
-    lengths = samples.ragged("responses").lengths
-    row_group, groups = row_groups(len(samples), settings.local_batch_size, lengths.device)
-    return torch.zeros(groups, dtype=torch.long).scatter_reduce(0, row_group, lengths, "amax")[row_group]
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -306,59 +164,6 @@ class ValueLoss:
                 "value_clipped": new.like((clipped_error > error).float()).sum(),
             }
         return self.vf_coef * (per_sample * samples.tensor("value_weight")).sum(), statistics
-
-
-# --- statistics, under TRL's names -----------------------------------------------------------------------------------
-
-
-def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: int | None) -> dict[str, float]:
-    """`objective/*` and `val/num_eos_tokens` of one global batch after `prepare`: as in TRL, sums over each response,
-    then the mean over samples."""
-    kl, logprobs, scores = samples.ragged("kl"), samples.ragged("logprobs"), samples.tensor("penalized_scores")
-    mean_kl = float(kl.sum().mean())
-    non_score = -settings.kl_coef * mean_kl
-    eos = 0 if eos_token_id is None else int((samples.ragged("responses").values == eos_token_id).sum())
-    return {
-        "objective/kl": mean_kl,
-        "objective/entropy": float((-logprobs.values).sum() / max(len(samples), 1)),
-        "objective/non_score_reward": non_score,
-        "objective/rlhf_reward": non_score + float(scores.mean()),
-        "objective/scores": float(scores.mean()),
-        "val/num_eos_tokens": eos,
-    }
-
-
-def update_metrics(steps: Sequence[tuple[SampleWeights, Mapping[str, Tensor]]]) -> dict[str, float]:
-    """`policy/*`, `loss/*` and `val/*` over the optimizer steps of one iteration.
-
-    Args:
-        steps: of each mini-batch the weights, and the sums per sample, (n,) each, of both losses or of one of them.
-    """
-    metrics: dict[str, list[float]] = {}
-    ratios: list[float] = []
-
-    def add(name: str, weight: Tensor, sums: Tensor) -> None:
-        metrics.setdefault(name, []).append(float((weight * sums).sum()))
-
-    for weights, sums in steps:
-        if "policy_loss" in sums:
-            add("loss/policy_avg", weights.policy, sums["policy_loss"])
-            add("policy/clipfrac_avg", weights.policy, sums["clipped"])
-            add("policy/approxkl_avg", weights.statistic, sums["approxkl"])
-            # TRL's mean entropy includes the distributions after padding tokens. They have no meaning, so they are left
-            # out
-            add("policy/entropy_avg", weights.policy, sums["entropy"])
-            groups = int(weights.group.max()) + 1
-            excess = torch.zeros(groups).index_add(0, weights.group, weights.statistic * sums["excess_ratio"])
-            ratios += (1 + groups * excess).tolist()
-        if "value_loss" in sums:
-            add("loss/value_avg", weights.value, sums["value_loss"])
-            add("val/clipfrac_avg", weights.value, sums["value_clipped"])
-    means = {name: float(np.mean(values)) for name, values in metrics.items()}
-    if ratios:
-        means["val/ratio"] = float(np.mean(ratios))
-        means["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0
-    return means
 
 
 # --- the Algorithm ------------------------------------------------------------------------------------------------

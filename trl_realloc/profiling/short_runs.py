@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ..algorithms.base import Algorithm
 from ..algorithms.nonfinite import NonFiniteError
-from ..algorithms.ppo import PPO, PPOSettings
+from ..algorithms.ppo import PPO
+from ..algorithms.ppo_settings import PPOSettings
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..algorithms.ppo import PPOSettings
+from ..algorithms.ppo_settings import PPOSettings
 from .config_checks import ConfigError
 from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
 from .trl_compat import ConfigBase

@@ -1,0 +1,63 @@
+"""PPO's statistics, under TRL's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .ppo_settings import PPOSettings
+from .ppo_weights import SampleWeights
+from .rollout import Rollouts
+
+
+def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: int | None) -> dict[str, float]:
+    """`objective/*` and `val/num_eos_tokens` of one global batch after `prepare`: as in TRL, sums over each response,
+    then the mean over samples."""
+    kl, logprobs, scores = samples.ragged("kl"), samples.ragged("logprobs"), samples.tensor("penalized_scores")
+    mean_kl = float(kl.sum().mean())
+    non_score = -settings.kl_coef * mean_kl
+    eos = 0 if eos_token_id is None else int((samples.ragged("responses").values == eos_token_id).sum())
+    return {
+        "objective/kl": mean_kl,
+        "objective/entropy": float((-logprobs.values).sum() / max(len(samples), 1)),
+        "objective/non_score_reward": non_score,
+        "objective/rlhf_reward": non_score + float(scores.mean()),
+        "objective/scores": float(scores.mean()),
+        "val/num_eos_tokens": eos,
+    }
+
+
+def update_metrics(steps: Sequence[tuple[SampleWeights, Mapping[str, Tensor]]]) -> dict[str, float]:
+    """`policy/*`, `loss/*` and `val/*` over the optimizer steps of one iteration.
+
+    Args:
+        steps: of each mini-batch the weights, and the sums per sample, (n,) each, of both losses or of one of them.
+    """
+    metrics: dict[str, list[float]] = {}
+    ratios: list[float] = []
+
+    def add(name: str, weight: Tensor, sums: Tensor) -> None:
+        metrics.setdefault(name, []).append(float((weight * sums).sum()))
+
+    for weights, sums in steps:
+        if "policy_loss" in sums:
+            add("loss/policy_avg", weights.policy, sums["policy_loss"])
+            add("policy/clipfrac_avg", weights.policy, sums["clipped"])
+            add("policy/approxkl_avg", weights.statistic, sums["approxkl"])
+            # TRL's mean entropy includes the distributions after padding tokens. They have no meaning, so they are left
+            # out
+            add("policy/entropy_avg", weights.policy, sums["entropy"])
+            groups = int(weights.group.max()) + 1
+            excess = torch.zeros(groups).index_add(0, weights.group, weights.statistic * sums["excess_ratio"])
+            ratios += (1 + groups * excess).tolist()
+        if "value_loss" in sums:
+            add("loss/value_avg", weights.value, sums["value_loss"])
+            add("val/clipfrac_avg", weights.value, sums["value_clipped"])
+    means = {name: float(np.mean(values)) for name, values in metrics.items()}
+    if ratios:
+        means["val/ratio"] = float(np.mean(ratios))
+        means["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0
+    return means
