@@ -25,7 +25,8 @@ from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.trainer.callbacks import MetricsWriter
-from trl_realloc.trainer.report import call_times, load_metrics, report_run, reward_summary, two_updates, write_report
+from trl_realloc.trainer.logged_updates import load_metrics
+from trl_realloc.trainer.report import call_times, report_run, reward_summary, two_updates, write_report
 from trl_realloc.trainer.run_record import save_record
 
 
@@ -174,10 +175,34 @@ def test_the_picture_of_a_run_that_generates_ahead_shows_what_is_generated_for_l
 
 def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"holds no metrics.jsonl; train with callbacks=.*from trl_realloc.trainer.callbacks import"
+        ValueError,
+        match=r"holds no metrics.jsonl, and no trainer_state.json .* train with callbacks=.*"
+        r"from trl_realloc.trainer.callbacks import",
     ):
         report_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
+
+
+def test_a_run_without_a_metrics_file_is_reported_by_the_state_of_its_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation = {"step": 10, "eval_objective/scores": 9.0}
+    for step in (9, 12):  # by name the first is the newest
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        state = {"global_step": step, "log_history": [*rows([0.1] * step), evaluation]}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "| actor.train | 2.000 | 50% |" in (tmp_path / "report.md").read_text()
+    assert "12 updates, 96 episodes" in (tmp_path / "report.md").read_text()
+    rewards = [{"step": at, "reward": at / 10, "step_time": 2.0, "kl": math.nan} for at in range(1, 12)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [*rewards, {"train_runtime": 1.0}]}))
+    assert main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "11 updates." in text and "## Time by call" not in text and "## Plan" not in text
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": 7}))
+    assert main(["report", str(tmp_path)]) == 2
+    assert "log_history is a list of logs, not 7" in capsys.readouterr().err
 
 
 def test_metrics_are_written_once_per_step_also_after_resuming(tmp_path: Path) -> None:
@@ -201,6 +226,23 @@ def test_an_evaluation_before_any_training_is_written_into_a_new_folder(tmp_path
     state.global_step = 0
     writer.on_log(None, state, None, logs={"eval_objective/scores": 1.0})
     assert json.loads(writer.path.read_text()) == {"step": 0, "eval_objective/scores": 1.0}
+
+
+def test_a_training_keeps_the_lines_of_an_evaluation_before_it_and_none_of_an_earlier_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "objective/scores": 9.0}\n', encoding="utf-8")
+    writer, state = MetricsWriter(path), SimpleNamespace(is_world_process_zero=True, global_step=0)
+    writer.on_log(None, state, None, logs={"eval_objective/scores": 1.0})
+    for score in (2.0, 3.0):
+        state.global_step = 0
+        writer.on_train_begin(None, state, None)
+        state.global_step = 1
+        writer.on_log(None, state, None, logs={"objective/scores": score})
+        writer.on_train_end(None, state, None)
+        written = [json.loads(line) for line in path.read_text().splitlines()]
+        before = [{"step": 0, "eval_objective/scores": 1.0}] if score == 2.0 else []
+        assert written == [*before, {"step": 1, "objective/scores": score}]
+        writer.on_log(None, state, None, logs={"eval_objective/scores": 4.0})  # of this policy, not of the next one
 
 
 def test_a_run_is_resumed_whose_last_line_of_metrics_is_cut_off(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from ..planner.fused_lists import example
 from ..planner.overlap_worth import OverlapWorth
 from ..planner.recipe import is_plan, read_recipe
 from ..planner.show import alternatives_table, draw_estimate, explained, overlap_table, plan_tables, schedule_table
-from ..trainer.report import REPORTED, load_metrics, print_summary, report_run
+from ..trainer.logged_updates import logged_updates
+from ..trainer.report import print_summary, report_run
 from .measuring_job import check_processes, measured_profile, processes_of
 from .recipe_planning import check_request, choose_for_recipe, job_cluster, overlap_worth
 
@@ -272,7 +273,7 @@ def report(run_dir: Path) -> None:
     """Write the report of the run in RUN_DIR again: reward, time by call, a picture of two updates, a trace."""
     try:
         written = report_run(run_dir)
-        print_summary(load_metrics(run_dir / "metrics.jsonl", REPORTED), run_dir)
+        print_summary(logged_updates(run_dir), run_dir)
     except PlanError:
         raise
     except ValueError as error:

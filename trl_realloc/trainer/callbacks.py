@@ -11,7 +11,8 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 
 class MetricsWriter(TrainerCallback):
     """Appends every log to a file as one JSON line with its `step`. When a run is resumed, lines after the resumed step
-    are removed first, so that no step appears twice.
+    are removed first, so that no step appears twice. A training from the start removes all lines but those of
+    evaluations that this trainer has logged before it.
 
     Args:
         path: the file. Its folder is created.
@@ -19,6 +20,7 @@ class MetricsWriter(TrainerCallback):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._is_training, self._before_training = False, list[str]()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -26,7 +28,9 @@ class MetricsWriter(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        old = self.path.read_text(encoding="utf-8").splitlines() if state.global_step and self.path.exists() else []
+        old, self._before_training, self._is_training = self._before_training, [], True
+        if state.global_step and self.path.exists():
+            old = self.path.read_text(encoding="utf-8").splitlines()
         kept_lines = [line for line in old if (step := _step_of(line)) is not None and step <= state.global_step]
         new = self.path.with_name(f"{self.path.name}.new")  # a kill while the file is written loses no metrics
         new.write_text("".join(f"{line}\n" for line in kept_lines), encoding="utf-8")
@@ -42,8 +46,16 @@ class MetricsWriter(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero and logs:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # an evaluation may be logged before any training
+            line = json.dumps({"step": state.global_step, **logs})
+            if not self._is_training:
+                self._before_training.append(line)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+                file.write(f"{line}\n")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._is_training = False
 
 
 def _step_of(line: str) -> int | None:

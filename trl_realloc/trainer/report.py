@@ -1,6 +1,6 @@
 """The report of a run: the rise of the reward, the time by call, and completions before and after training.
 
-Reads the metrics that `callbacks.MetricsWriter` writes. Imports no torch.
+Which metrics a run has written is in `logged_updates`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,57 +18,20 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import TypedDict
 
-from ..common.errors import PlanError, shown
-from ..common.files import MOST_RECORD_BYTES, exists, parse_json, read_json, read_text
+from ..common.errors import PlanError
+from ..common.files import MOST_RECORD_BYTES, exists, read_json, read_text
 from ..common.schema import checked
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import Fused
 from ..plan.timeline import Timeline
 from ..planner.simulate import iteration_seconds
+from .logged_updates import SCORES, logged_updates
 from .report_estimate import age_lines, estimate_lines, markdown
 from .report_stages import makespans, stage_lines, stages_of
 
 
-SCORES = "objective/scores"
-REWARD = "reward"  # what TRL's GRPO and RLOO log for it
-REPORTED = ("time/step", "tokens/s")  # the numbers of every update that a report needs, besides the score
 CLEARLY = 3.0  # standard errors of the difference
-
-
-def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rows of a metrics file that belong to updates, sorted by step. GRPO's and RLOO's `reward` is their score.
-
-    Args:
-        needed: metrics that every update must have, besides the step and the score.
-
-    Raises:
-        PlanError: a line is not a JSON object, or an update lacks one of the metrics.
-    """
-    rows = []
-    for number, line in enumerate(read_text(path, "the metrics", MOST_RECORD_BYTES).splitlines(), start=1):
-        where = f"{path}, line {number}"
-        row = parse_json(line, where)
-        if not isinstance(row, dict):
-            raise PlanError(f"{where}: a line of metrics is a JSON object, not {shown(row)}.")
-        if REWARD in row:
-            row.setdefault(SCORES, row[REWARD])
-        if SCORES in row:
-            _check_update(row, ("step", SCORES, *needed), where)
-            rows.append(row)
-    return sorted(rows, key=lambda row: row["step"])
-
-
-def _check_update(row: Mapping[str, Any], needed: Sequence[str], where: str) -> None:
-    """Raises `PlanError` for the first metric that is missing, or that is not a finite number."""
-    for name in needed:
-        if name not in row:
-            raise PlanError(f"{where}: there is no {name!r}; were these metrics written by MetricsWriter?")
-    for name, value in row.items():
-        if name in ("step", "episode", SCORES, "tokens/s") or name.startswith(("time/", "realloc/", "staleness/")):
-            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
-            if not number or (name == "time/step" and value <= 0):
-                raise PlanError(f"{where}: {name!r} is {shown(value)}, and must be a finite number.")
 
 
 _Completion = TypedDict("_Completion", {"query": str, "model response": str, "score": FiniteFloat})
@@ -108,7 +71,10 @@ def reward_summary(rows: Sequence[Mapping[str, Any]], key: str = SCORES, window:
     """
     scores = [float(row[key]) for row in rows]
     if len(scores) < 2 * window:
-        raise ValueError(f"a first and a last {window} updates need {2 * window}, there are {len(scores)}.")
+        raise ValueError(
+            f"a first and a last {window} updates need {2 * window}, there are {len(scores)} in the log; train longer, "
+            f"or with logging_steps=1."
+        )
     (first, first_error), (last, last_error) = _mean(scores[:window]), _mean(scores[-window:])
     return RewardSummary(len(scores), window, first, first_error, last, last_error)
 
@@ -154,6 +120,11 @@ def reward_table(summary: RewardSummary) -> Table:
     return table
 
 
+def has_times(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the updates have the times of their calls. Those of a trainer without a plan have none."""
+    return all("time/step" in row for row in rows)
+
+
 def time_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("call", "seconds per update", "share", title="time by call", title_justify="left")
     for name, (seconds, share) in call_times(rows).items():
@@ -186,7 +157,8 @@ def print_summary(rows: Sequence[Mapping[str, Any]], folder: Path | None = None)
     summary = reward_summary(rows)
     console = Console()
     console.print(reward_table(summary))
-    console.print(time_table(rows))
+    if has_times(rows):
+        console.print(time_table(rows))
     if (moved := realloc_table(rows)) is not None:
         console.print(moved)
     if folder is not None and (found := stages_of(folder)) is not None:
@@ -208,8 +180,8 @@ def write_report(
     """Write `report.md` and the reward curve `reward.png` to a folder.
 
     Args:
-        rows: from `load_metrics`, with the metrics `REPORTED`.
-        plan: the plan's YAML.
+        rows: from `logged_updates`.
+        plan: the plan's YAML; empty of a run without one.
         before, after: completions of the same prompts (`query`, `model response`, `score`).
         timeline: file name of a picture of the calls in the same folder, or empty.
         simulated: seconds per update that the plan's timeline takes; printed next to the measured seconds.
@@ -222,15 +194,10 @@ def write_report(
     reward_curve(rows, folder / "reward.png")
     lines = [
         *_reward_lines(rows),
-        *_time_lines(rows, timeline, simulated, _overlap_in(plan)[0]),
+        *(_time_lines(rows, timeline, simulated, _overlap_in(plan)[0]) if has_times(rows) else []),
         *expected,
         *([*markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
-        "## Plan",
-        "",
-        "```yaml",
-        plan.strip(),
-        "```",
-        "",
+        *(["## Plan", "", "```yaml", plan.strip(), "```", ""] if plan else []),
         *(_completion_lines(before, after) if before and after else []),
     ]
     path = folder / "report.md"
@@ -280,10 +247,10 @@ def _completion_lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
 def report_run(folder: str | Path) -> Path:
     """Write the report of a finished run from the files in its folder.
 
-    Reads `metrics.jsonl`, and if they exist `plan.yaml`, `timeline.json`, `estimate.json`, `ages.json`, `stages.json`
-    and `completions.json`. With a timeline it also writes a picture of two updates (`timeline.png`) and the whole
-    timeline for Perfetto (`trace.json`), with the stages' tasks in it. With an estimate the report compares it with the
-    measured times.
+    Reads the metrics (`logged_updates`), and if they exist `plan.yaml`, `timeline.json`, `estimate.json`, `ages.json`,
+    `stages.json` and `completions.json`. With a timeline it also writes a picture of two updates (`timeline.png`) and
+    the whole timeline for Perfetto (`trace.json`), with the stages' tasks in it. With an estimate the report compares
+    it with the measured times.
 
     Returns:
         The path of the report.
@@ -292,12 +259,7 @@ def report_run(folder: str | Path) -> Path:
         ValueError: there are no metrics or too few updates, or a file of the run cannot be read.
     """
     folder = Path(folder)
-    metrics = folder / "metrics.jsonl"
-    if not exists(metrics):
-        raise ValueError(
-            f"{folder} holds no metrics.jsonl; train with callbacks=[MetricsWriter({str(metrics)!r})] (from "
-            f"trl_realloc.trainer.callbacks import MetricsWriter) and logging_steps=1."
-        )
+    rows = logged_updates(folder)
     plan, completions_file = folder / "plan.yaml", folder / "completions.json"
     completions = _Completions(before=[], after=[])
     if exists(completions_file):
@@ -311,7 +273,7 @@ def report_run(folder: str | Path) -> Path:
         fused, versions = _overlap_in(text)
         timeline = Timeline.load(spans).joined(fused)
         simulated = simulated_seconds(text, timeline)
-        expected = [*estimate_lines(folder, timeline), *age_lines(folder, load_metrics(metrics))]
+        expected = [*estimate_lines(folder, timeline), *age_lines(folder, rows)]
         traced = timeline
         if (found := stages_of(folder)) is not None:
             expected += stage_lines(folder, *found)
@@ -321,7 +283,7 @@ def report_run(folder: str | Path) -> Path:
         picture = "timeline.png"
     return write_report(
         folder,
-        load_metrics(metrics, REPORTED),
+        rows,
         text,
         completions["before"][:8],
         completions["after"][:8],
