@@ -112,9 +112,11 @@ test-next: setup-next
 check-gpu:
 	$(PYTHON) benchmarks/check_gpu.py
 
+# One line with quotes, so that it can be copied into a shell as make prints it.
+DEMO_OPTIONS = $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(PLAN),--plan '$(PLAN)') \
+	$(if $(STALENESS),--staleness $(STALENESS))
 demo: $(RUN_STAMP)
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/demo/run.py $(if $(ALGORITHM),--algorithm $(ALGORITHM)) \
-		$(if $(PLAN),--plan $(PLAN)) $(if $(STALENESS),--staleness $(STALENESS))
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo/run.py $(strip $(DEMO_OPTIONS))
 
 docs: setup
 	$(BIN)/mkdocs build --strict

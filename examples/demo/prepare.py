@@ -34,6 +34,7 @@ VOCABULARY = 1000
 PRETRAIN_STEPS, PRETRAIN_BATCH = 500, 32  # batches are of stories
 REWARD_STEPS, REWARD_BATCH = 200, 16  # of pairs of stories
 TRAIN_PROMPTS, TEST_PROMPTS = 1000, 64
+LINES_EVERY_S = 15.0
 console = Console()
 
 
@@ -85,15 +86,17 @@ def fit(
     batches: Iterator[object],
     loss_of: Callable[[object], tuple[torch.Tensor, int]],
 ) -> None:
-    """AdamW for so many steps, the rate falling to zero; a bar with loss and tokens/s.
+    """AdamW for so many steps, the rate falling to zero; a bar with loss and tokens/s, or lines where the output is no
+    terminal.
 
     Steps, not seconds: a slow machine makes the same models as a fast one.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     model.train()
     start, tokens, smooth = time.monotonic(), 0, None
+    next_line = 0.0  # seconds from the start
     columns = (TextColumn("{task.description:22}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=steps, now="")
         for step in range(steps):
             for group in optimizer.param_groups:
@@ -105,8 +108,12 @@ def fit(
             optimizer.step()
             tokens += count
             smooth = loss.item() if smooth is None else 0.95 * smooth + 0.05 * loss.item()
-            now = f"loss {smooth:.3f}  {tokens / (time.monotonic() - start):,.0f} tokens/s"
+            seconds = time.monotonic() - start
+            now = f"loss {smooth:.3f}  {tokens / seconds:,.0f} tokens/s"
             progress.update(task, advance=1, now=now)
+            if not console.is_terminal and (seconds >= next_line or step + 1 == steps):
+                console.print(f"{what}: step {step + 1} of {steps} after {seconds:.0f} s, {now}", highlight=False)
+                next_line = seconds + LINES_EVERY_S
     model.eval()
 
 

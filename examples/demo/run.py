@@ -8,19 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from stories import right_end
 
-from trl_realloc.trainer.report import load_metrics, print_summary, report_run
+from trl_realloc.trainer.logged_updates import load_metrics
+from trl_realloc.trainer.report import print_summary, report_run
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +35,11 @@ MORE_RIGHT = 0.2  # share of the held-out stories: less than this more is no cle
 
 
 def step(title: str, *command: str) -> None:
-    """Run a command where the recipe's paths hold; end with its exit code if it fails."""
+    """Run a command where the recipe's paths hold; end with its exit code if it fails.
+
+    The command has a process group of its own, so that Ctrl-C reaches this process alone. Python and the launcher would
+    print a traceback each. The command is then killed; the ranks of a training end with their launcher.
+    """
     Console().rule(title)
     environment = {
         **os.environ,
@@ -43,7 +50,13 @@ def step(title: str, *command: str) -> None:
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
     }
-    code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     if code:
         sys.exit(code)
 
@@ -125,5 +138,15 @@ def main() -> int:
     return 0
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # neither reaches the command's process group by itself
+        signal.signal(ending, _interrupt)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted", file=sys.stderr)
+        sys.exit(130)
