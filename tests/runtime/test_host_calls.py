@@ -44,6 +44,22 @@ def test_draws_depend_on_the_update_and_the_generation_in_it_and_on_nothing_else
     assert drawn(again) == second
 
 
+def test_an_evaluation_of_an_update_is_repeated_with_or_without_training_calls_between(calls: HostCalls) -> None:
+    calls.at(7)
+    of_training = [drawn(calls)]
+    evaluations = []
+    for trains_between in (False, True, False):
+        calls.at(7, evaluates=True)
+        calls.begin_evaluation()
+        evaluations.append([drawn(calls), drawn(calls)])
+        if trains_between:
+            calls.at(7)
+            of_training.append(drawn(calls))
+    assert evaluations[0] == evaluations[1] == evaluations[2]
+    every = [*evaluations[0], *of_training]
+    assert len({str(found) for found in every}) == len(every) == 4
+
+
 def test_a_call_of_nothing_gives_nothing(calls: HostCalls) -> None:
     calls.at(5)
     assert not len(calls.generate([])) and not len(calls.forward("actor.forward", Rollouts()))

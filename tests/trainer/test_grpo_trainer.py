@@ -231,12 +231,13 @@ def test_too_few_prompts_for_a_generation_are_refused_before_engines_start(
     made.close()
 
 
-def test_evaluation_before_training_runs_the_plan(tmp_path: Path) -> None:
+def test_evaluation_before_training_runs_the_plan_and_is_repeatable(tmp_path: Path) -> None:
     args = settings(tmp_path, per_device_eval_batch_size=4, eval_strategy="no")
     made = GRPOTrainer(policy(), distinct, args, PROMPTS, PROMPTS.select(range(4)), processing_class=tiny.tokenizer())
-    metrics = made.evaluate()
+    metrics, again = made.evaluate(), made.evaluate()
     made.close()
     assert metrics["eval_reward"] >= 0 and "eval_loss" in metrics
+    assert again["eval_reward"] == metrics["eval_reward"]
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])

@@ -55,7 +55,8 @@ class HostCalls:
         generation: int = 0,
     ) -> None:
         self.executor, self.around, self.generation = executor, around, generation
-        self._update, self._round, self._evaluates = 0, 0, False
+        self._update, self._evaluates = 0, False
+        self._rounds = {False: 0, True: 0}  # generations of this update before the next: of training, of an evaluation
         plan = executor.plan
         self.ahead = (
             HostAhead(executor.placement, executor.alarm, executor.runner, executor.exchange)
@@ -72,13 +73,20 @@ class HostCalls:
 
     def at(self, update: int, *, evaluates: bool = False) -> None:
         """Set the update that the next calls belong to. Together with the number of generations in it before, it seeds
-        the draws of tokens, so that a resumed run draws as one without an interruption.
+        the draws of tokens, so that a resumed run draws as one without an interruption. Generations of the training and
+        of evaluations are counted apart.
 
         Args:
             evaluates: the calls are of an evaluation.
         """
-        if (update, evaluates) != (self._update, self._evaluates):
-            self._update, self._evaluates, self._round = update, evaluates, 0
+        if update != self._update:
+            self._update, self._rounds = update, {False: 0, True: 0}
+        self._evaluates = evaluates
+
+    def begin_evaluation(self) -> None:
+        """Draw the tokens of the next evaluation as those of any other one in the same update: its generations are
+        counted from the first."""
+        self._rounds[True] = 0
 
     def announce(self, prompts: Sequence[Sequence[Sequence[int]]]) -> None:
         """Say which prompts the next generation is followed by, so that they can be generated ahead.
@@ -136,7 +144,7 @@ class HostCalls:
         self, own: Rollouts, ended: Callable[[int, Rollouts], None] | None = None, *, finished: bool = False
     ) -> Rollouts:
         (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
-        self._round += 1  # on every rank, whether it has prompts or not: any may draw for the others
+        self._rounds[self._evaluates] += 1  # on every rank, whether it has prompts or not: any may draw for the others
         if self.ahead is not None and not self._evaluates:
             return self._generate_ahead(self.ahead, own)
         if self.ahead is not None:
@@ -284,7 +292,7 @@ class HostCalls:
         sizes = [max(size, 0) for size in sizes]
         if not any(sizes):
             return Rollouts()
-        executor.begin(Step(number, learning_rates=rates or {}, draw=self._round, model=model))
+        executor.begin(Step(number, learning_rates=rates or {}, draw=self._rounds[self._evaluates], model=model))
         with self.around():
             run: Run = executor.perform_own
             if call.kind is CallKind.GENERATE:

@@ -75,6 +75,7 @@ class PolicyCompletionsMixin:
         with self._failing_together(), self._mode_kept():
             self._start()
             self.calls.at(self.state.global_step, evaluates=True)
+            self.calls.begin_evaluation()
             table = self._completions_of(own)
             gathered = from_every_rank(table, self.placement.control)
             self.calls.take_spans()

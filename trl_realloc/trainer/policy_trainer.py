@@ -274,6 +274,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
         """Evaluate as Trainer does."""
         with self._failing_together():
             self._start()
+            self.calls.begin_evaluation()
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)  # type: ignore[misc]
             return metrics
 
@@ -281,6 +282,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
         """Predict as Trainer does."""
         with self._failing_together():
             self._start()
+            self.calls.begin_evaluation()
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     # --- TRL's seams --------------------------------------------------------------------------------------------------
