@@ -51,6 +51,11 @@ LONGROPE = {
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a tokenizer without pad token": ({"processing_class": tiny.tokenizer(pad=None)}, {}, "no pad token; set one"),
     "a prompt beyond the context": ({"train_dataset": _long()}, {}, "row 10 has a prompt longer than the 116 tokens"),
+    "a response longer than the context": (
+        {},
+        {"response_length": 200},
+        r"response_length 200 leaves no room for a prompt in the model's context of 128; lower response_length \(the",
+    ),
     "an empty dataset": ({"train_dataset": tiny.prompts(64).select([])}, {}, "train_dataset is empty"),
     "no dataset": ({"train_dataset": None}, {}, "`train_dataset` is required"),
     "no prompt column": (

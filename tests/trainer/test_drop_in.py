@@ -6,7 +6,9 @@ import dataclasses
 import inspect
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -22,6 +24,8 @@ from transformers import (
 from trl import TrlParser
 
 from trl_realloc import PPOConfig, PPOTrainer
+from trl_realloc.algorithms.prompts import DataError
+from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.trainer.completions import show_completions
 from trl_realloc.trainer.trl_compat import HAS_TRL_PPO
 
@@ -201,6 +205,36 @@ def test_evaluation_reports_the_objectives_and_repeats_itself(run) -> None:
     assert first["eval_objective/scores"] == second["eval_objective/scores"]
     parts = made.evaluate({"a": tiny.prompts(3), "b": tiny.prompts(5)})
     assert {"eval_a_objective/scores", "eval_b_objective/scores"} <= set(parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ({"prompt": ["w3", " ".join(["w3"] * 120)]}, "row 1 has a prompt longer than the 116 tokens"),
+        ({"input_ids": [[3, 500]]}, "row 0 has token ids outside the model's vocabulary of 100"),
+        ({"input_ids": [[3], []]}, "row 1 has no"),
+    ],
+)
+def test_prompts_of_evaluate_are_checked_as_those_of_the_constructor(run, rows: Any, sentence: str) -> None:
+    made, _, _ = run
+    for given in (Dataset.from_dict(rows), {"a": Dataset.from_dict(rows)}):
+        with pytest.raises(DataError, match=f"eval_dataset: {sentence}"):
+            made.evaluate(given)
+    assert made.evaluate(), "and the trainer still works"
+
+
+def test_prompts_of_evaluate_that_are_longer_than_the_vllm_engines_have_room_for_are_refused(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, _ = run
+    longest = made.setup.context_length - made.args.response_length
+    calls = made.plan.to_dict()["calls"]
+    calls["actor.generate"] |= {"engine": "vllm"}
+    plan = ExecutionPlan.from_dict({**made.plan.to_dict(), "calls": calls})
+    monkeypatch.setattr(made, "setup", replace(made.setup, plan=plan))
+    rows = Dataset.from_dict({"input_ids": [[3] * (longest + 1)]})
+    with pytest.raises(DataError, match=rf"has {longest + 1} tokens, and the vLLM engines have room for {longest},"):
+        made.evaluate(rows)
 
 
 def test_evaluation_takes_the_name_of_one_of_the_constructors_datasets(run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,17 @@ def groups_of(model: Any, value: Any) -> list[dict[str, Any]]:
     return [{"params": rest, "lr": 0.4}, {"params": head, "lr": 0.2}, {"params": list(value.parameters()), "lr": 0.1}]
 
 
+@pytest.mark.parametrize("schedule", ["linear", "constant_with_warmup"])
+def test_a_second_training_has_the_rates_of_the_first(tmp_path: Path, schedule: str) -> None:
+    made = tiny.trainer(tmp_path, lr_scheduler_type=schedule, warmup_steps=1, max_steps=3)
+    rates = []
+    for _ in range(2):
+        made.train()
+        rates.append([log["lr"] for log in made.state.log_history if "lr" in log])
+    made.close()
+    assert rates[0] == rates[1] and len(set(rates[0])) > 1
+
+
 @pytest.mark.parametrize("kind", ["warmup", "lambdas", "plain"])
 def test_every_group_follows_its_own_rate(tmp_path: Path, kind: str) -> None:
     """Warmup begins with every group at 0; of one lambda for each group every one is followed."""

@@ -176,7 +176,7 @@ def check_prompts(
         The tokens of each prompt, without padding.
 
     Raises:
-        DataError: names the first rows with the problem.
+        DataError: names the first rows with the problem, or the response that leaves no room for any prompt.
     """
     lengths: list[int] = []
     empty: list[int] = []
@@ -197,10 +197,15 @@ def check_prompts(
             f"model's own tokenizer."
         )
     room = (context_length or 1 << 60) - response_length
+    if room < 1:
+        raise DataError(
+            f"response_length {response_length} leaves no room for a prompt in the model's context of "
+            f"{context_length}; lower response_length (the longest prompt of {what} has {max(lengths)} tokens)."
+        )
     too_long = [row for row, length in enumerate(lengths) if length > room]
     if too_long:
         raise DataError(
-            f"{what}: {_rows(too_long)} a prompt longer than the {max(room, 0)} tokens that the model's context of "
+            f"{what}: {_rows(too_long)} a prompt longer than the {room} tokens that the model's context of "
             f"{context_length} leaves beside response_length {response_length} (the longest has {max(lengths)}); "
             f"filter {_them(too_long)} out or lower response_length."
         )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
 
 from ..algorithms.prompt_batches import PromptBatch, prompt_loader
-from ..algorithms.prompts import tokenize_prompts
+from ..algorithms.prompts import DataError, tokenize_prompts
 from ..plan.dataflow import CallKind, Role
 from ..runtime.calls import EVALUATION_STEP
 from ..runtime.executor import Executor
@@ -63,6 +63,22 @@ class EvaluationMixin:
             raise ValueError(f"eval_dataset={given!r} is not the name of a dataset of the trainer; {names}.")
         return own[given]
 
+    def _checked(self, rows: Any) -> Any:
+        """Prompts to evaluate on, tokenized. Those of the constructor have been checked there."""
+        own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        tokenized = tokenize_prompts(rows, self.processing_class, "eval_dataset", self.args.dataset_num_proc)
+        if any(rows is of_constructor for of_constructor in own):
+            return tokenized
+        longest = max(self.setup.check_prompts(tokenized, "eval_dataset"))
+        most = self.setup.context_length - self.args.response_length
+        if self.plan["actor.generate"].engine == "vllm" and longest > most:
+            raise DataError(
+                f"eval_dataset: the longest prompt has {longest} tokens, and the vLLM engines have room for {most}, as "
+                f"many as the longest prompt of the trainer's datasets has; give these prompts as eval_dataset to the "
+                f"constructor too, which takes a dict of several datasets."
+            )
+        return tokenized
+
     def evaluate(
         self,
         eval_dataset: Any = None,
@@ -77,6 +93,9 @@ class EvaluationMixin:
 
         Returns:
             `{prefix}_objective/*`: the means over the prompts.
+
+        Raises:
+            DataError: a dataset without prompts, or prompts that the policy cannot respond to.
         """
         rows = self._evaluated(eval_dataset)
         if isinstance(rows, dict):
@@ -86,7 +105,7 @@ class EvaluationMixin:
             return metrics
         if rows is None:
             raise ValueError("evaluate needs an eval_dataset; none was given to the trainer nor to this call.")
-        rows = tokenize_prompts(rows, self.processing_class, "eval_dataset", self.args.dataset_num_proc)
+        rows = self._checked(rows)
         start, sums, count = time.time(), defaultdict[str, float](float), 0
         with self._failing_together():
             self._start()

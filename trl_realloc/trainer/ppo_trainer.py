@@ -104,6 +104,7 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
     state: OnlineTrainerState
     control: Any
     model: Any
+    _created_lr_scheduler: bool
 
     def __init__(
         self,
@@ -157,7 +158,8 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
             optimizers=(self.setup.rates.scheduled, optimizers[1]),
         )
         self.state = self._new_state()
-        self.create_scheduler(args.num_total_batches, self.optimizer)
+        self._first_rates = [group["lr"] for group in self.setup.rates.scheduled.param_groups]
+        self.callback_handler.lr_scheduler = self.create_scheduler(args.num_total_batches, self.optimizer)
         self.metrics = RunMetrics(SPANS if self.is_world_process_zero() else 0)  # rank 0 writes the timeline
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
@@ -344,8 +346,19 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
             return working("the first update", "kernels are compiled and caches filled, later ones are faster")
         return working(f"update {self.state.global_step + 1}", after_s=60.0, every_s=60.0)
 
+    def _renew_scheduler(self) -> None:
+        """Begin the schedule of the arguments anew for a second training, as Trainer does. A scheduler of the user's
+        goes on."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+            self.setup.rates.restore(self._first_rates)
+            self.create_scheduler(self.args.num_total_batches, self.optimizer)
+            self.callback_handler.lr_scheduler = self.lr_scheduler
+
     def _start_state(self, checkpoint: Checkpoint | None) -> None:
         args = self.args
+        if self.state.global_step:
+            self._renew_scheduler()
         self.state = self._new_state()
         self._data_begins = 0
         if checkpoint is not None:

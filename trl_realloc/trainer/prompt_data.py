@@ -22,6 +22,8 @@ class PromptData:
     Args:
         evaluation: one dataset, several by name, or `None`, as the user gave them.
         collate: makes a `PromptBatch` of rows.
+        check: refuses a tokenized dataset, given with its name for messages, to which the policy cannot respond, as
+            `algorithms.prompts.check_prompts` does, and gives the tokens of each prompt.
         mean_tokens: mean length of a training prompt, tokens.
         longest: tokens of the longest prompt of all datasets.
     """
@@ -29,6 +31,7 @@ class PromptData:
     train: Any
     evaluation: Any
     collate: Callable[[list[Any]], PromptBatch]
+    check: Callable[[Any, str], list[int]]
     mean_tokens: float
     longest: int
 
@@ -68,6 +71,7 @@ def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_
         train,
         evaluation if isinstance(inputs.eval_dataset, dict) else evaluation.get("eval_dataset"),
         collate,
+        token_counts,
         mean_tokens=sum(train_tokens) / len(train),
         longest=longest,
     )

@@ -51,6 +51,7 @@ class Setup:
     Args:
         policy: the loaded model, or a model whose weights its engine reads, or the structure alone on a rank that has
             no part of it; `None` after the start.
+        check_prompts: refuses a tokenized dataset to which the policy cannot respond (`PromptData.check`).
         rates: the learning rate of each role, which the scheduler changes. The optimizers themselves are made by the
             engines.
         context_length: the longest prompt with the longest response, tokens.
@@ -72,6 +73,7 @@ class Setup:
     train_dataset: Any
     eval_dataset: Any
     collate: Callable[[list[Any]], Any]
+    check_prompts: Callable[[Any, str], list[int]]
     rates: LearningRates
     context_length: int
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -134,6 +136,7 @@ def prepare(
         train_dataset=prompts.train,
         eval_dataset=prompts.evaluation,
         collate=prompts.collate,
+        check_prompts=prompts.check,
         rates=LearningRates.of(args, inputs.optimizer, inputs.scheduler),
         context_length=context_length,
         make_optimizer=optimizer_maker(args, inputs.optimizer),
