@@ -6,6 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,16 @@ def test_plans_are_made_and_shown_in_a_process_without_torch() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "mesh: 0-4095" in ended.stdout
+
+
+def test_what_tests_share_has_a_name_of_its_own_and_no_file_imports_a_conftest() -> None:
+    """Tests of all folders are imported into one process, each shared file by its bare name."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = settings["tool"]["pytest"]["ini_options"]["pythonpath"]
+    names = [path.name for folder in folders for path in (ROOT / folder).glob("*.py")]
+    assert [name for name, count in Counter(names).items() if count > 1] == ["conftest.py"]
+    statement = re.compile(r"^\s*(from|import) conftest\b", re.MULTILINE)
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if statement.search(path.read_text(encoding="utf-8"))]
 
 
 def test_trl_experimental_ppo_is_imported_at_one_seam() -> None:

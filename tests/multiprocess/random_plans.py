@@ -65,7 +65,7 @@ def check(seeds: Sequence[int], limit_s: float, launch: Any, flow: Counter[str])
 
     Args:
         limit_s: for one case, the start of its job included.
-        launch: (script, processes, options, name) -> a started job, as `conftest.Job`.
+        launch: (script, processes, options, name) -> a started job, as `launched_job.Job`.
         flow: what streamed is added to it: `forwards`, samples `moved`, generations begun `early` (one on each rank).
     """
     found: dict[int, dict[str, float]] = {}
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first; the next ones follow")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a plan, the start of its job included")
     arguments = parser.parse_args()
-    from conftest import Job
+    from launched_job import Job
 
     folder = Path(tempfile.mkdtemp(prefix="random_plans_"))
 

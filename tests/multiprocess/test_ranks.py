@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Job
+from launched_job import Job
 from limits import patience
 from ranks import HERE, SEARCHED, Ranks, RankServers
 

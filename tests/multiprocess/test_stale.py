@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from launched_job import Job, slowness
 from ranks import RankServers
 
 
@@ -33,8 +34,6 @@ RUNS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> Path:
-    from conftest import Job, slowness
-
     folder = tmp_path_factory.mktemp("stale")
     job = Job(folder, "stale.py", 2, {"config": CONFIG, "plan": "separate", "runs": RUNS}, None, servers=servers)
     try:

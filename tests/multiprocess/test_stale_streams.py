@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched_job import Job, slowness
 from ranks import RankServers
 
 from trl_realloc.plan.cluster import Cluster
@@ -39,8 +40,6 @@ OF_THE_CLOCK = ("staleness/", "time/", "realloc/", "tokens/s", "eps")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> dict[bool, dict[str, Any]]:
     """By whether the plan streams, what rank 0 has noted."""
-    from conftest import Job, slowness
-
     plan = separate(Cluster(1, 2)).to_dict()
     plan["staleness"] = Staleness(VERSIONS).to_dict()
     noted: dict[bool, dict[str, Any]] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from launched_job import Job, slowness
 from ranks import RankServers
 from safetensors.torch import load_file
 from test_plans import plan, whole
@@ -83,8 +84,6 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> dict[str, Run]:
-    from conftest import Job, slowness
-
     folder = tmp_path_factory.mktemp("streams")
     options = {"config": CONFIG, "plans": {"two": {"plan": TWO_ENGINES, "runs": SHARED}}}
     options["plans"]["apart"] = {"plan": APART, "runs": OVERLAPPED}

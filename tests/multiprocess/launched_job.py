@@ -1,0 +1,115 @@
+"""`Job`: one launch of a script on several ranks, with a time limit, that leaves no process behind.
+
+The fixtures that start and end jobs are in `conftest`, which no file imports: other folders have a `conftest` too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from limits import patience
+from ports import free_port
+from ranks import HERE, SEARCHED, Ranks, RankServers
+
+
+def slowness() -> float:
+    """How many times slower this machine is now than the one that time limits are written for, when that is idle."""
+    start = time.perf_counter()
+    sum(i * i for i in range(1_000_000))
+    return max(1.0, (time.perf_counter() - start) / 0.034)
+
+
+class Job:
+    """One launch of a script in `accelerate launch`, or alone, with one process; or in `torchrun`, which starts it
+    again so many times (`restarts`); or by `servers`, with `grace_s` of `Ranks`. All of it is marked by an environment
+    variable, by which whatever it left running is found, but for ranks of servers: these are found by their pids."""
+
+    def __init__(
+        self,
+        folder: Path,
+        script: str,
+        processes: int,
+        options: dict[str, Any],
+        config: Path | None,
+        restarts: int = 0,
+        servers: RankServers | None = None,
+        grace_s: float = 0.0,
+    ) -> None:
+        self.folder, self.mark = folder, f"{folder}"
+        # what is not about the planner runs under a preset: measuring takes a while, and chooses what it likes
+        environment = {
+            "TRL_REALLOC_PLAN": "flatten",
+            **os.environ,
+            "PYTHONPATH": SEARCHED,
+            "TRL_REALLOC_TEST_JOB": self.mark,
+            "DS_ACCELERATOR": "cpu",
+        }
+        self.log = (folder / "log.txt").open("w+")
+        arguments = [str(folder), json.dumps(options)]
+        self.process: subprocess.Popen[bytes] | Ranks
+        if servers is not None:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if processes > 1 else {}
+            log = Path(self.log.name)
+            self.process = servers.launch(HERE / script, processes, arguments, log, grace_s, **environment)
+            return
+        command = [sys.executable]
+        if restarts:
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+            command += ["--max_restarts", str(restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+        elif processes > 1 or config is not None:
+            command += ["-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
+            alone = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
+            command += ["--config_file", str(config)] if config else alone
+            command += ["--num_processes", str(processes), "--dynamo_backend", "no"]
+        command += [str(HERE / script), *arguments]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+
+    def wait(self, timeout_s: float) -> int:
+        timeout_s = patience(timeout_s)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"the job did not end within {timeout_s} s:\n{self.text()[-3000:]}")
+
+    def text(self) -> str:
+        return Path(self.log.name).read_text(errors="replace")
+
+    def members(self) -> dict[int, str]:
+        """The living processes of this job by pid, with their command lines."""
+        found = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != os.getpid():
+                with contextlib.suppress(OSError):
+                    environment = Path("/proc", entry, "environ").read_bytes()
+                    if f"TRL_REALLOC_TEST_JOB={self.mark}\0".encode() in environment:
+                        found[int(entry)] = Path("/proc", entry, "cmdline").read_text().replace("\0", " ")
+        return found
+
+    def gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + patience(seconds)
+        while self.members() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return not self.members()
+
+    def kill(self) -> None:
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if isinstance(self.process, Ranks):
+            self.process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
