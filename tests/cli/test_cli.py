@@ -174,13 +174,27 @@ def test_a_recipe_is_planned_for_a_cluster_one_does_not_have(
     for call in ppo_graph().order:
         assert call in said
     assert "flatten" in said, "what it beat"
-    assert re.search(r"[\d,]+ episodes an iteration, prompts of 64 tokens \(--prompt-tokens\), responses of 24,", said)
+    assert re.search(
+        r"[\d,]+ episodes an iteration, prompts of 64 tokens \(assumed; --prompt-tokens says .*\), responses", said
+    )
     assert re.search(r"actor\.train, .* s: \d+%", said)
     plan = ExecutionPlan.load(path)
     assert plan.cluster.size == 16
     assert (tmp_path / "plan.png").stat().st_size > 1000
     trace = json.loads((tmp_path / "plan.trace.json").read_text())
     assert {row["name"] for row in trace["traceEvents"]} >= set(ppo_graph().order)
+
+
+def test_a_search_that_the_time_limit_ended_says_so_and_the_prompts_that_were_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], printed: None
+) -> None:
+    asked = ["plan", str(RECIPE), "-o", str(tmp_path / "plan.yaml"), "--prompt-tokens", "20", "--cluster"]
+    assert main([*asked, "h100:4", "--time-limit", "0.01"]) == 0
+    said = capsys.readouterr().out
+    assert "The time limit of 0.01 s ended the search; a longer --time-limit may find a better plan." in said
+    assert "prompts of 20 tokens (--prompt-tokens)," in said
+    assert main([*asked, "h100:1", "--time-limit", "100"]) == 0
+    assert "time limit" not in capsys.readouterr().out
 
 
 def test_a_recipe_that_corrects_its_rollouts_is_planned_with_the_proximal_policy(

@@ -178,7 +178,11 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "no vocabulary": ("policy/config.json", _edited("policy/config.json", lambda c: c.pop("vocab_size")), "is missing"),
     "text for a size": ("policy/config.json", _config(hidden_size="wide"), "it is 'wide'"),
     "uneven key heads": ("policy/config.json", _config(num_key_value_heads=3), "cannot share 3 key/value heads"),
-    "a family that is a list": ("policy/config.json", _config(model_type=["llama"]), "cannot be split"),
+    "a family that is a list": (
+        "policy/config.json",
+        _config(model_type=["llama"]),
+        "has none; those with one are gemma",
+    ),
     "a profile without devices": (
         "profile.json",
         _edited("profile.json", lambda p: p.pop("devices")),
@@ -336,6 +340,7 @@ def test_the_files_as_they_are_here_are_taken(folder: Path, name: str, capsys: p
         ("plan ppo.yaml --profile profile.json --devices 5", "was measured on 2 devices, but --devices is 5"),
         ("plan flatten --devices 99999999999999", "1,048,576 devices at most"),
         ("show plan.yaml --devices -1", "both are 1 or more"),
+        ("show plan.yaml --devices 3", "trl-realloc: plan.yaml: the plan 'flatten' is for 2 devices"),
         (f"show {'x' * 5000}", "is neither a file nor one of the presets"),
         (f"plan {'x' * 5000}", "is neither a recipe nor a preset"),
         ("show /dev/zero", "no regular file"),

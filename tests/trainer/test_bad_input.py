@@ -172,7 +172,7 @@ def test_a_plan_that_the_models_cannot_follow_is_refused_from_their_configs_alon
 
 def test_a_plan_for_two_processes_is_refused_by_one(tmp_path: Path) -> None:
     plan = Path(__file__).parents[2] / "recipes" / "plans" / "flatten-2.yaml"
-    with pytest.raises(ValueError, match="for 2 devices .* number of processes is 1; launch with --num_processes 2"):
+    with pytest.raises(ValueError, match=r"plans/flatten-2\.yaml: the plan 'flatten' is for 2 devices .* is 1; launch"):
         tiny.trainer(tmp_path, plan=str(plan))
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..common.errors import PlanError, shown, suggest
+from ..common.errors import PlanError, in_file, shown, suggest
 from ..common.files import exists, shortened
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
@@ -98,7 +98,9 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
         chosen = load_plan(plan)
         _refuse_given(OF_PRESETS, f"a preset, and {shown(plan)} is a plan's file, which says them")
         if devices is not None or nodes is not None:
-            chosen.check_world(job_cluster(plan, devices, nodes).size)
+            cluster = job_cluster(plan, devices, nodes)
+            with in_file(plan):
+                chosen.check_world(cluster.size)
     Console().print(plan_table(chosen))
     if chosen.fused:
         Console().print(schedule_table(chosen, example(chosen), is_example=True))
@@ -163,7 +165,11 @@ def plan(
         if corrected := chosen.best.space.pricing.corrections.described():
             click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
         worth = overlap_worth(recipe, chosen, time_limit) if len(named) < len(calls) else None
-        _show_choice(chosen, named, worth, output)
+        _show_choice(chosen, named, worth, output, assumes_prompts=prompt_tokens is None)
+        if chosen.search.is_cut_short:
+            click.echo(
+                f"The time limit of {time_limit:g} s ended the search; a longer --time-limit may find a better plan."
+            )
         return
     _refuse_given(OF_RECIPES, f"a recipe, and {what} is a preset, for which nothing is chosen")
     written = PRESETS[what](job_cluster(what, devices, nodes), generation_engine=engine, zero_stage=zero_stage)
@@ -197,11 +203,14 @@ def _check_output(output: Path, what: str) -> None:
         raise PlanError(f"{what} cannot be written to {output} (no permission to write there).")
 
 
-def _show_choice(chosen: Decision, calls: Sequence[str], worth: OverlapWorth | None, output: Path) -> None:
+def _show_choice(
+    chosen: Decision, calls: Sequence[str], worth: OverlapWorth | None, output: Path, *, assumes_prompts: bool
+) -> None:
     console = Console()
+    source = "assumed; --prompt-tokens says their length" if assumes_prompts else "--prompt-tokens"
     work = chosen.best.space.pricing.workload
     console.print(
-        f"{work.episodes:,} episodes an iteration, prompts of {work.prompt_tokens:g} tokens (--prompt-tokens), "
+        f"{work.episodes:,} episodes an iteration, prompts of {work.prompt_tokens:g} tokens ({source}), "
         f"responses of {work.response_tokens[-1]}, as long as they may be."
     )
     console.print(f"{chosen.summary[0].upper()}{chosen.summary[1:]}.")

@@ -50,6 +50,16 @@ class Problems(list[str]):
             raise PlanError(*self)
 
 
+@contextmanager
+def in_file(path: object) -> Iterator[None]:
+    """Put a file's path before each problem of a `PlanError` raised in the block that does not say it."""
+    try:
+        yield
+    except PlanError as error:
+        problems = (problem if str(path) in problem else f"{path}: {problem}" for problem in error.problems)
+        raise PlanError(*problems) from None
+
+
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 120
 _shortened.maxlist = _shortened.maxtuple = _shortened.maxset = 6

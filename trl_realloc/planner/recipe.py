@@ -15,7 +15,7 @@ from ..common.settings import SETTINGS, number_of_text, read_settings
 from ..plan.algorithm_graphs import grpo_graph, ppo_first_epoch, ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
-from ..plan.model_spec import Head, ModelSpec
+from ..plan.model_spec import FAMILIES, Head, ModelSpec
 from ..plan.staleness import uncorrected
 from .recipe_settings import DEFAULTS_OF, algorithm_of, group_workload, read_booleans, recomputes
 from .workload import Workload
@@ -104,6 +104,12 @@ class Recipe:
         for call in (graph or self.graph).calls:
             path = self.folders[call.role] / "config.json"
             config = read_json_mapping(path, "the model's config")
+            if (family := str(config.get("model_type", ""))) not in FAMILIES:
+                raise PlanError(
+                    f"{path}: a recipe is planned by the table of its models' family, and {shown(family)} has none; "
+                    f"those with one are {', '.join(sorted(FAMILIES))}. A run of the recipe needs none: with "
+                    f"plan: auto it plans by itself."
+                )
             head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
             size = 4 if call.role in (Role.ACTOR, Role.CRITIC) else config_bytes(config)
             if call.kind is CallKind.GENERATE and self.engine == "vllm":

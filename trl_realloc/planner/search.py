@@ -37,6 +37,8 @@ class SearchResult:
         evaluations: number of states that were evaluated.
         seconds: duration of the search.
         exhaustive: all combinations were evaluated.
+        is_cut_short: the time limit ended the search, and not that all was looked at or that nothing better was found
+            for long.
     """
 
     states: tuple[State, ...]
@@ -44,6 +46,7 @@ class SearchResult:
     evaluations: int
     seconds: float
     exhaustive: bool
+    is_cut_short: bool = False
 
 
 def search(
@@ -82,6 +85,7 @@ def search(
         problem.evaluations - before,
         time.perf_counter() - start,
         exhaustive,
+        is_cut_short=not exhaustive and not climb.is_done,
     )
 
 
@@ -132,8 +136,13 @@ class _Climb:
         }
 
     @property
+    def is_done(self) -> bool:
+        """Whether enough has been looked at."""
+        return self.looks >= LOOKS or self.looks - self.improved_at > PATIENCE
+
+    @property
     def over(self) -> bool:
-        return self.looks - self.improved_at > PATIENCE or self._late
+        return self.is_done or self._late
 
     def weigh(self, state: State) -> float:
         key = tuple(map(id, state))

@@ -6,12 +6,13 @@ Plans of runs in which this package trains are read in `plan_request`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import PlanError, shown
+from ..common.errors import PlanError, in_file, shown
 from ..plan.assignment import Assignment, ParallelStrategy
 from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind, DataflowGraph, Role
@@ -71,7 +72,9 @@ def _requested(plan: Any, cluster: Cluster) -> Assignment:
         )
     if isinstance(plan, os.PathLike):
         plan = Path(plan)
-    resolved = resolve_plan(plan, cluster)
+    is_file = isinstance(plan, str | Path) and plan not in PRESETS
+    with in_file(plan) if is_file else contextlib.nullcontext():
+        resolved = resolve_plan(plan, cluster)
     if GENERATE not in resolved.assignments:
         raise PlanError(f"the plan has no call {GENERATE}; it has {', '.join(resolved.order)}.")
     if resolved.streams is not None or resolved.staleness.versions:

@@ -5,12 +5,15 @@ Choosing a plan for `plan: auto` is in `profiling.auto_plan`; whether the models
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
 
+from ..common.errors import in_file
 from ..common.notices import notice
 from ..engines.device import is_accelerator
 from ..engines.generation.vllm_support import is_vllm_available, why_not_served, why_not_this_class
@@ -18,7 +21,7 @@ from ..engines.models import read_config
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import AUTO, resolve_plan, with_first_epoch, with_sleeping_engines
+from ..plan.presets import AUTO, PRESETS, resolve_plan, with_first_epoch, with_sleeping_engines
 from ..plan.staleness import Staleness
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
@@ -135,7 +138,9 @@ def _requested_plan(
     stage = 0 if deepspeed is None else int(deepspeed.zero_stage)
     options: dict[str, Any] = {"generation_engine": engine, "zero_stage": stage, "graph": graph}
     if plugin.plan != AUTO:
-        resolved = resolve_plan(plugin.plan, cluster, **options)
+        is_file = isinstance(plugin.plan, str | Path) and plugin.plan not in PRESETS
+        with in_file(plugin.plan) if is_file else contextlib.nullcontext():
+            resolved = resolve_plan(plugin.plan, cluster, **options)
         if cluster.size == 1 and plugin.plan in ("interleave", "separate"):
             notice(
                 f"plan: {plugin.plan} needs two processes; this run has one, which runs every call ({resolved.name})"
