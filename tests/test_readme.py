@@ -14,6 +14,7 @@ import tiny
 import yaml
 
 import trl_realloc
+from trl_realloc.cli.main import main
 
 
 ROOT = Path(__file__).parent.parent
@@ -88,6 +89,16 @@ def test_the_swap_is_of_names_that_both_packages_have() -> None:
     ]
     assert swaps[0][2:] == swaps[1][2:] and swaps[2][2:] == swaps[3][2:]
     assert {name for _, _, *names in swaps for name in names} <= set(trl_realloc.__all__)
+
+
+def test_the_plan_in_readme_is_what_the_command_above_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = next(
+        line for line in "".join(blocks(ROOT / "README.md", "bash")).splitlines() if "plan interleave" in line
+    )
+    words = shlex.split(command.partition(" -o ")[0])
+    assert words[0] == "trl-realloc" and main(words[1:]) == 0
+    written = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert blocks(ROOT / "README.md", "yaml")[0].splitlines() == written
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md"])
