@@ -1,10 +1,13 @@
-"""The demo's assets, as far as they are made without training: stories, flawed ends, the check, prompts."""
+"""The demo as far as it trains nothing: stories, flawed ends, the check, prompts, and what an interrupt ends."""
 
 from __future__ import annotations
 
 import importlib
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +29,46 @@ def stories(demo: Path) -> ModuleType:
 @pytest.fixture(scope="module")
 def prepare(demo: Path) -> ModuleType:
     return importlib.import_module("prepare")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_a_step_and_the_processes_that_it_has_started_in_one_line(
+    demo: Path, tmp_path: Path, ending: signal.Signals
+) -> None:
+    (tmp_path / "step.py").write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        f"pathlib.Path({str(tmp_path / 'new')!r}).write_text(str(child.pid))\n"
+        f"pathlib.Path({str(tmp_path / 'new')!r}).rename({str(tmp_path / 'pid')!r})\n"
+        "time.sleep(600)\n"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(demo)!r})\n"
+        "import run\n"
+        f"run.main = lambda: run.step('a step', sys.executable, {str(tmp_path / 'step.py')!r})\n"
+        "sys.exit(run.run_to_the_end())\n"
+    )
+    ended = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "pid").exists() and time.monotonic() < deadline and ended.poll() is None:
+            time.sleep(0.05)
+        child = int((tmp_path / "pid").read_text())
+        ended.send_signal(ending)
+        _, said = ended.communicate(timeout=60)
+    finally:
+        ended.kill()
+    assert (ended.returncode, said.strip()) == (130, "demo: interrupted")
+    while _lives(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(child)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_story_is_read_back_from_its_prompt(stories: ModuleType) -> None:

@@ -6,6 +6,7 @@ Exits with 1 if the reward does not rise clearly, or if the policy does not end 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ def step(title: str, *command: str) -> None:
     """Run a command where the recipe's paths hold; end with its exit code if it fails.
 
     The command has a process group of its own, so that Ctrl-C reaches this process alone. Python and the launcher would
-    print a traceback each. The command is then killed; the ranks of a training end with their launcher.
+    print a traceback each. The command is then killed, with the ranks that it has started.
     """
     Console().rule(title)
     environment = {
@@ -54,11 +55,25 @@ def step(title: str, *command: str) -> None:
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_with_children(process.pid)
         process.wait()
         raise
     if code:
         sys.exit(code)
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a process and the processes that it has started. What these have started is left: engines end with their
+    rank, and a rank's watchdog removes its files and then ends."""
+    os.kill(pid, signal.SIGSTOP)  # it starts no more
+    children = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            _, parent, *_ = status.read_text().rpartition(")")[2].split()
+            children += [int(status.parent.name)] if int(parent) == pid else []
+    for each in (pid, *children):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def share_right(rows: Sequence[dict[str, Any]]) -> float:
@@ -142,11 +157,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-if __name__ == "__main__":
+def run_to_the_end() -> int:
+    """The exit code of `main`; 130 after an interrupt."""
     for ending in (signal.SIGTERM, signal.SIGHUP):  # neither reaches the command's process group by itself
         signal.signal(ending, _interrupt)
     try:
-        sys.exit(main())
+        return main()
     except KeyboardInterrupt:
         print("\ndemo: interrupted", file=sys.stderr)
-        sys.exit(130)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(run_to_the_end())
