@@ -147,6 +147,14 @@ def worker_of(model: Model) -> Any:
     return worker
 
 
+@pytest.fixture(scope="module")
+def vllm_process() -> Iterator[ProcessPoolExecutor]:
+    """A process of its own, as the worker is: vLLM stays out of this one. One for all tests, because it imports vLLM
+    longer than it does anything else."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+        yield worker
+
+
 def load_by_handle() -> dict[str, torch.Tensor]:
     """What is packed and how it is read are ours; torch's handles of CUDA memory are a stand-in."""
     from trl_realloc.engines.generation import vllm_worker
@@ -166,10 +174,8 @@ def load_by_handle() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
-def test_on_a_gpu_the_worker_opens_the_slot_by_its_handle() -> None:
-    """In a process of its own, as the worker is: vLLM stays out of this one."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
-        found = worker.submit(load_by_handle).result(timeout=180)
+def test_on_a_gpu_the_worker_opens_the_slot_by_its_handle(vllm_process: ProcessPoolExecutor) -> None:
+    found = vllm_process.submit(load_by_handle).result(timeout=180)
     expected = dict(bucket())
     assert torch.equal(found["a"], expected["a"].bfloat16()) and torch.equal(found["b"], expected["b"])
     assert torch.equal(found["c"], expected["c"])
@@ -213,10 +219,11 @@ def handles_after_loads() -> list[int]:
 
 
 @pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
-def test_a_slot_on_the_gpu_is_opened_once_by_a_handle_and_closed_before_it_is_freed() -> None:
+def test_a_slot_on_the_gpu_is_opened_once_by_a_handle_and_closed_before_it_is_freed(
+    vllm_process: ProcessPoolExecutor,
+) -> None:
     """torch frees memory that has been shared only if its count is exactly 0."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
-        counts = worker.submit(handles_after_loads).result(timeout=180)
+    counts = vllm_process.submit(handles_after_loads).result(timeout=180)
     assert counts == [0] * 8, "two slots in each load, and two more where they grew"
 
 
@@ -228,7 +235,6 @@ def expected_of_mixtures() -> set[str]:
 
 
 @pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
-def test_the_experts_of_a_mixture_are_loaded_under_the_names_that_vllm_tells() -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
-        found = worker.submit(expected_of_mixtures).result(timeout=180)
+def test_the_experts_of_a_mixture_are_loaded_under_the_names_that_vllm_tells(vllm_process: ProcessPoolExecutor) -> None:
+    found = vllm_process.submit(expected_of_mixtures).result(timeout=180)
     assert found == {"1.mlp.experts.routed_experts.w2_weight", "norm.weight"}
