@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,12 +24,41 @@ Start = Callable[..., VLLMEngine]
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def forks() -> Iterator[EngineForks]:
+    """Forks engines from a process that has imported vLLM."""
+    made = EngineForks.started()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run_with_vllm(forks: EngineForks, tmp_path: Path) -> Callable[..., str]:
+    """Run a program with one argument in a process that has imported vLLM already, which must stay out of this one.
+    Returns what it wrote."""
+
+    def run(program: str, argument: str = "", limit_s: float = 120, **environment: str) -> str:
+        (tmp_path / "program_of_test.py").write_text(textwrap.dedent(program))
+        searched = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+        command = [sys.executable, "-m", "program_of_test", argument]
+        with open(tmp_path / "program_of_test.log", "w+b") as log:
+            process = forks.spawn(command, {**os.environ, "PYTHONPATH": searched, **environment}, log, [])
+            try:
+                code = process.wait(limit_s)
+            finally:
+                process.kill()
+            log.seek(0)
+            written = log.read().decode(errors="replace")
+        assert code == 0, written[-3000:]
+        return written
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def start(forks: EngineForks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts engines that are closed, and whose processes are looked for, after the tests. They are forked
     (`engine_forks`) unless a test asks otherwise; tests that call `VLLMEngine` themselves start them."""
     with contextlib.ExitStack() as stack:
-        forks = EngineForks.started()
-        stack.callback(forks.close)
 
         def begin(tied: bool = False, forked: bool = True, **settings: object) -> VLLMEngine:
             folder = tmp_path_factory.mktemp("model")

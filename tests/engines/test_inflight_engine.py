@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,15 +108,14 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_grows_with_the_requests_and_updates_of_a_long_generation(tmp_path: Path) -> None:
+def test_nothing_grows_with_the_requests_and_updates_of_a_long_generation(
+    run_with_vllm: Callable[..., str], tmp_path: Path
+) -> None:
     llama(0).config.save_pretrained(tmp_path)
-    (tmp_path / "growth.py").write_text(GROWTH)
     environment = engine_environment(1, sorted(os.sched_getaffinity(0))[:1], None)
-    ran = subprocess.run(
-        [sys.executable, tmp_path / "growth.py", tmp_path], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    tables, (objects, nbytes) = json.loads(ran.stdout.splitlines()[-1])
+    del environment["PYTHONPATH"]
+    written = run_with_vllm(GROWTH, str(tmp_path), limit_s=300, **environment)
+    tables, (objects, nbytes) = json.loads(written.splitlines()[-1])
     assert tables == [0] * len(tables)
     assert objects < 0.1, "Python objects of each request"
     assert nbytes < 20, "bytes of each request"

@@ -6,9 +6,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -290,7 +287,9 @@ def test_generation_by_transformers_takes_no_samples_of_others(model: LlamaForCa
         list(engine.generate([replace(request, begun=Unfinished(100, (5,), (-1.0,), (1,)))], LONG))
 
 
-def test_another_releases_vllm_fails_loudly_and_steps_under_way_are_waited_for() -> None:
+def test_another_releases_vllm_fails_loudly_and_steps_under_way_are_waited_for(
+    run_with_vllm: Callable[..., str],
+) -> None:
     """With doubles of vLLM's objects: a release that is not installed, and asynchronous scheduling, which vLLM switches
     off on a CPU. In a process of their own, because vLLM stays out of this one."""
     code = """
@@ -320,7 +319,7 @@ def test_another_releases_vllm_fails_loudly_and_steps_under_way_are_waited_for()
         assert not under_way and calls == [("keep", False), "resume"]
         assert drain(Double(engine_core=Double(engine_core=Double(batch_queue=None)))) == []
         """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    run_with_vllm(code)
 
 
 @pytest.fixture

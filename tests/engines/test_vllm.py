@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_forks import EngineForks
 from generating import (
     ENDLESS,
     LENGTH,
@@ -37,7 +38,7 @@ from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.base import Completion, EngineDied, EngineError, GenerationRequest, Sampling, Updates
 from trl_realloc.engines.child_process import session_members
-from trl_realloc.engines.generation import vllm
+from trl_realloc.engines.generation import engine_process, vllm
 from trl_realloc.engines.generation.engine_process import engine_environment
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
@@ -291,7 +292,9 @@ def test_two_tensor_parallel_processes_take_new_parameters_while_they_generate(
     assert_exact(models, [asked[completion.index] for completion in got], got, updates)
 
 
-def test_processes_that_wait_for_each_other_do_not_give_up_their_core_between_two_looks() -> None:
+def test_processes_that_wait_for_each_other_do_not_give_up_their_core_between_two_looks(
+    run_with_vllm: Callable[..., str],
+) -> None:
     """Linux 6.18 lets processes that do so win: the engine's owner had no core for seconds. In a process of its own,
     because vLLM stays out of this one."""
     code = """
@@ -307,10 +310,10 @@ def test_processes_that_wait_for_each_other_do_not_give_up_their_core_between_tw
         utils.sched_yield()
         assert yielded == [True]
         """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    run_with_vllm(code)
 
 
-def test_workers_are_started_by_the_thread_that_builds_the_engine() -> None:
+def test_workers_are_started_by_the_thread_that_builds_the_engine(run_with_vllm: Callable[..., str]) -> None:
     """On GPUs vLLM 0.33 would start them from threads that end, and the kernel might end workers with those. Earlier
     releases never ask. In a process of its own, as above."""
     code = """
@@ -321,7 +324,7 @@ def test_workers_are_started_by_the_thread_that_builds_the_engine() -> None:
         start_workers_in_turn()
         assert not executor._can_start_workers_concurrently(inherited_fds=None)
         """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    run_with_vllm(code)
 
 
 def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausalLM) -> None:
@@ -447,9 +450,10 @@ def test_a_stopped_engine_is_reported_within_its_step_timeout(
     assert_gone(session, shared_before)
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_says_why(forks: EngineForks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "why_not_served", lambda config, **settings: None)  # it would refuse these heads before
     config = llama(0).config
+    monkeypatch.setattr(engine_process, "spawn", forks.spawn)
     config.head_dim = 16  # vLLM finds out at the first token only
     config.save_pretrained(tmp_path)
     engine = VLLMEngine(tmp_path, max_model_len=LENGTH, kv_cache_gib=0.25, name="engine 3")

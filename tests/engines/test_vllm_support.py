@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,12 +90,11 @@ def test_experts_without_a_gate_are_not_served_on_a_cpu() -> None:
 @needs_vllm
 @pytest.mark.multiprocess
 @pytest.mark.vllm
-def test_the_sizes_of_heads_on_a_cpu_are_those_that_vllm_names() -> None:
+def test_the_sizes_of_heads_on_a_cpu_are_those_that_vllm_names(run_with_vllm: Callable[..., str]) -> None:
     """Asked in another process, because vLLM changes the one that imports it."""
     backend = "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend"
     code = f"{backend}; print(*backend.get_supported_head_sizes())"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert cpu_head_sizes() == tuple(map(int, ended.stdout.splitlines()[-1].split()))
+    assert cpu_head_sizes() == tuple(map(int, run_with_vllm(code).splitlines()[-1].split()))
 
 
 @needs_vllm

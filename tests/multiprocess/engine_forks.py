@@ -190,13 +190,17 @@ def _become(asked: dict[str, Any], fds: Sequence[int], requests: socket.socket, 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         sys.argv = [asked["module"], asked["argument"]]
         sys.orig_argv = [sys.executable, "-P", "-m", *sys.argv]
+        with open("/proc/self/comm", "w") as name:  # the command line is that of the process that was forked
+            name.write(asked["module"].rpartition(".")[2])
         _begin_as_python(os.environ.get("PYTHONPATH", "").split(os.pathsep))
         runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        code = 0
     except SystemExit as ending:
         code = exit_status(ending)
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         os._exit(code)
 
 
