@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from limits import patience
 from ports import free_port
-from ranks import HERE, SEARCHED, Ranks, RankServers
+from ranks import HERE, MARK_FILE, SEARCHED, Ranks, RankServers
 
 
 def slowness() -> float:
@@ -31,7 +31,7 @@ def slowness() -> float:
 class Job:
     """One launch of a script in `accelerate launch`, or alone, with one process; or in `torchrun`, which starts it
     again so many times (`restarts`); or by `servers`, with `grace_s` of `Ranks`. All of it is marked by an environment
-    variable, by which whatever it left running is found, but for ranks of servers: these are found by their pids."""
+    variable, by which whatever it left running is found; what servers have forked by a file that it has in memory."""
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class Job:
         arguments = [str(folder), json.dumps(options)]
         self.process: subprocess.Popen[bytes] | Ranks
         if servers is not None:
+            environment[MARK_FILE] = str(folder / "mark")
+            (folder / "mark").write_bytes(b"\0")
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if processes > 1 else {}
             log = Path(self.log.name)
             self.process = servers.launch(HERE / script, processes, arguments, log, grace_s, **environment)
@@ -87,15 +89,22 @@ class Job:
         return Path(self.log.name).read_text(errors="replace")
 
     def members(self) -> dict[int, str]:
-        """The living processes of this job by pid, with their command lines."""
+        """The living processes of this job by pid, with their command lines and names."""
         found = {}
         for entry in os.listdir("/proc"):
             if entry.isdigit() and int(entry) != os.getpid():
                 with contextlib.suppress(OSError):
-                    environment = Path("/proc", entry, "environ").read_bytes()
-                    if f"TRL_REALLOC_TEST_JOB={self.mark}\0".encode() in environment:
-                        found[int(entry)] = Path("/proc", entry, "cmdline").read_text().replace("\0", " ")
+                    process = Path("/proc", entry)
+                    if self._is_of(process):
+                        # a fork has the command line of its parent, but may have a name of its own
+                        names = (process / "cmdline").read_text().replace("\0", " "), (process / "comm").read_text()
+                        found[int(entry)] = " ".join(names)
         return found
+
+    def _is_of(self, process: Path) -> bool:
+        if f"TRL_REALLOC_TEST_JOB={self.mark}\0".encode() in (process / "environ").read_bytes():
+            return True
+        return isinstance(self.process, Ranks) and f"{self.folder / 'mark'}\n" in (process / "maps").read_text()
 
     def gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + patience(seconds)

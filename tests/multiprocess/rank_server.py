@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import json
+import mmap
 import os
 import selectors
 import signal
@@ -21,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import engine_forks
+from ranks import MARK_FILE
 
 
 ENGINES = "engines"  # argument: ranks fork their vLLM engines
+# what a rank has in memory by which it is found, and its forks are, whose environment /proc does not show
+_marks: list[mmap.mmap] = []
 
 
 def imports() -> None:
@@ -118,6 +122,9 @@ def become(rank: dict[str, Any], server: Server) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update(rank["environment"])
+    if MARK_FILE in os.environ:
+        with open(os.environ.pop(MARK_FILE), "rb") as mark:
+            _marks.append(mmap.mmap(mark.fileno(), 0, prot=mmap.PROT_READ))
     numpy.random.seed()
     if ENGINES in sys.argv:
         from trl_realloc.engines.generation import engine_process

@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 # the tree that is tested, whichever one is installed
 SEARCHED = os.pathsep.join(str(HERE.parent / folder) for folder in ("trainer", "runtime", ".."))
 
+MARK_FILE = "TRL_REALLOC_TEST_MARK"  # variable: a file that a rank keeps in memory, as do its forks
+
 
 class RankServer:
     """A `rank_server` process, started with the first rank that is asked for.

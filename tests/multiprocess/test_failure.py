@@ -61,9 +61,11 @@ def wait_for_generation(job: Any, engines: int) -> list[int]:
 
 
 @pytest.mark.vllm
-def test_an_engine_killed_in_mid_run_is_reported_on_every_rank_and_nothing_stays(start: Callable[..., Any]) -> None:
+def test_an_engine_killed_in_mid_run_is_reported_on_every_rank_and_nothing_stays(
+    start: Callable[..., Any], servers: RankServers
+) -> None:
     shared_before = shared_memory.names()
-    job = start("train.py", 2, LONG)
+    job = start("train.py", 2, LONG, servers=servers, grace_s=GRACE_S)
     hosts = wait_for_generation(job, 2)
     os.kill(hosts[0], signal.SIGKILL)
     assert job.wait(REPORTED_WITHIN_S + GONE_WITHIN_S) != 0
@@ -76,10 +78,12 @@ def test_an_engine_killed_in_mid_run_is_reported_on_every_rank_and_nothing_stays
 
 
 @pytest.mark.vllm
-def test_an_engine_killed_while_samples_move_to_it_ends_the_job(start: Callable[..., Any]) -> None:
+def test_an_engine_killed_while_samples_move_to_it_ends_the_job(
+    start: Callable[..., Any], servers: RankServers
+) -> None:
     shared_before = shared_memory.names()
     plan = {"plan": TWO_ENGINES, "runs": [{"name": "killed", "streams": MIGRATION, "kills": True}]}
-    job = start("streamed.py", 2, {"config": CONFIG, "plans": {"two": plan}})
+    job = start("streamed.py", 2, {"config": CONFIG, "plans": {"two": plan}}, servers=servers, grace_s=GRACE_S)
     noted, deadline = job.folder / "killed.json", time.monotonic() + patience(90)
     while not noted.exists():
         assert job.process.poll() is None and time.monotonic() < deadline, job.text()[-3000:]
