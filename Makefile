@@ -75,13 +75,15 @@ PYTEST = PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest
 # The folders of the first of two runs of the tests of one process; the second has all others.
 FIRST_RUN := tests/cli tests/engines tests/runtime tests/trainer
 
-test: lint typecheck
+test: lint
 	@$(MAKE) --no-print-directory --keep-going test-one-process test-processes
-	@$(MAKE) --no-print-directory test-next
 
-# A test of one process leaves one of two cores idle, so two of them run at a time.
+SIDE_BY_SIDE := --no-print-directory --keep-going --jobs=2 --output-sync
+
+# A test of one process leaves one of two cores idle, so two of them run at a time; mypy beside the longer run, when the
+# other has ended.
 test-one-process: setup
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync test-one-process-1 test-one-process-2
+	@$(MAKE) $(SIDE_BY_SIDE) test-one-process-1 test-one-process-2 typecheck
 
 test-one-process-1: setup
 	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN)
@@ -89,12 +91,13 @@ test-one-process-1: setup
 test-one-process-2: setup
 	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN:%=--ignore=%)
 
-# Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too, of about the same
-# length: the first has these, the second all others.
+# Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too: the first has
+# these, the second all others. The first ends before the second by about the time that the tests on the newest releases
+# take, which begin then.
 FIRST_PROCESSES := tests/standin_device $(filter-out %/test_grpo_plans.py, $(wildcard tests/multiprocess/test_*.py))
 
 test-processes: setup
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync test-processes-1 test-processes-2
+	@$(MAKE) $(SIDE_BY_SIDE) test-processes-1 test-processes-2 test-next
 
 test-processes-1: setup
 	$(PYTEST) -p no:cacheprovider -m multiprocess --deselect tests/multiprocess/test_newest.py $(FIRST_PROCESSES)
