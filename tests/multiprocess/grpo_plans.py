@@ -15,6 +15,7 @@ from moved import Forced
 from recorded_rollouts import make, recorded, result, unequal
 
 import trl_realloc
+from trl_realloc.engines.training.deepspeed_compat import leave_out_shared_memory_op
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.profiling import late_measuring, profile_cache
 
@@ -105,5 +106,6 @@ def train(
 
 if __name__ == "__main__":
     gc.freeze()  # each training ends with a garbage collection
+    leave_out_shared_memory_op()  # which TRL's arguments would compile under a launcher's config of DeepSpeed
     for name, run in json.loads(sys.argv[2]).items():
         train(Path(sys.argv[1]) / name, **run)

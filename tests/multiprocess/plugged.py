@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_realloc import plug
+from trl_realloc.engines.training.deepspeed_compat import leave_out_shared_memory_op
 from trl_realloc.runtime.failures.alarm import JobFailed
 
 
@@ -68,6 +69,7 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
+leave_out_shared_memory_op()  # which TRL's arguments would compile under a launcher's config of DeepSpeed
 args = GRPOConfig(
     output_dir=str(folder / "out"),
     **{**tiny.BARE, "use_cpu": given["use_cpu"]},

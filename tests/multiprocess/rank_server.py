@@ -44,6 +44,10 @@ def imports() -> None:
         import deepspeed  # noqa: F401
     if ENGINES in sys.argv:
         engine_forks.imports()
+        # TRL's trainers of GRPO and RLOO, and with them vLLM; pytest, which the scripts that use them take checks from
+        import recorded_rollouts  # noqa: F401
+
+        import trl_realloc.trainer.grpo_trainer  # noqa: F401
 
 
 class Server:
