@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from graphs import DPO
+from limits import patience
 from llamas import pricing, specs, work
 
 from trl_realloc.plan.algorithm_graphs import ppo_graph
@@ -92,8 +93,9 @@ def test_engines_that_the_user_lets_sleep_do_not_run_ahead() -> None:
 def test_a_division_that_has_no_memory_for_the_models_is_not_chosen() -> None:
     models = specs(13, 13, GRAPH)
     prices = replace(pricing(1, 8, BALANCED), vllm_share=0.5)
-    whole = choose(models, prices, graph=GRAPH, time_limit_s=1.0).best
-    choice = choose_staleness(replace(whole.space, pricing=prices), whole, 1, time_limit_s=1.0)
+    limit_s = patience(1.0)  # in less the search finds no plan that fits
+    whole = choose(models, prices, graph=GRAPH, time_limit_s=limit_s).best
+    choice = choose_staleness(replace(whole.space, pricing=prices), whole, 1, time_limit_s=limit_s)
     for plan in choice.by_versions.values():
         assert plan.fits
     assert choice.by_versions or "memory" in choice.sentence
