@@ -55,7 +55,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 @pytest.fixture
 def run(start: Callable[..., Job], servers: RankServers) -> Callable[..., Path]:
     """Run a script on so many ranks and wait for its good end, for `limit_s` seconds of an idle machine; returns the
-    folder it wrote to. A launcher starts them if `launched`, or if it has settings."""
+    folder it wrote to. A launcher starts them if `launched`, or if it is to start them again; without it, the ranks
+    have the variables that it would set for a `config`."""
 
     def to_the_end(
         script: str,
@@ -64,9 +65,11 @@ def run(start: Callable[..., Job], servers: RankServers) -> Callable[..., Path]:
         name: str,
         limit_s: float = 200,
         launched: bool = False,
-        **more: Any,
+        restarts: int = 0,
+        config: Path | None = None,
     ) -> Path:
-        job = start(script, processes, options, name, servers=None if launched or more else servers, **more)
+        by = None if launched or restarts else servers
+        job = start(script, processes, options, name, config=config, restarts=restarts, servers=by)
         assert job.wait(limit_s * slowness()) == 0, job.text()[-4000:]
         return job.folder
 

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from limits import patience
@@ -26,6 +27,18 @@ def slowness() -> float:
     start = time.perf_counter()
     sum(i * i for i in range(1_000_000))
     return max(1.0, (time.perf_counter() - start) / 0.034)
+
+
+def variables_of(config: Path, processes: int) -> dict[str, str]:
+    """What `accelerate launch` adds to its ranks' environment for a config with DeepSpeed, by its own functions."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    options = ["--config_file", str(config), "--num_processes", str(processes), "--dynamo_backend", "no", "script.py"]
+    with mock.patch.object(launch, "deepspeed_launcher") as launcher:
+        launch.launch_command(launch.launch_command_parser().parse_args(options))
+    made = prepare_deepspeed_cmd_env(*launcher.call_args.args)[1]
+    return {name: value for name, value in made.items() if name.startswith("ACCELERATE_")}
 
 
 class Job:
@@ -59,6 +72,7 @@ class Job:
         if servers is not None:
             environment[MARK_FILE] = str(folder / "mark")
             (folder / "mark").write_bytes(b"\0")
+            environment |= variables_of(config, processes) if config else {}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if processes > 1 else {}
             log = Path(self.log.name)
             self.process = servers.launch(HERE / script, processes, arguments, log, grace_s, **environment)

@@ -64,7 +64,7 @@ def test_models_that_transformers_partitions_train_as_the_same_models_by_path_do
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     paths = {name: str(tmp_path / name) for name in models}
-    folder = run("zero_init.py", 2, paths, "two", config=tmp_path / "zero3.yaml")
+    folder = run("zero_init.py", 2, paths, "two", config=tmp_path / "zero3.yaml", launched=True)
     partitioned, by_path = (json.loads((folder / f"{kind}.json").read_text()) for kind in ("partitioned", "by path"))
     assert partitioned == by_path
     assert all(partitioned["packed"]) and len(partitioned["packed"]) == 4, "no role fell back to padded rows"
