@@ -2,6 +2,7 @@
 
     python benchmarks/staleness.py --learning --json benchmarks/results/staleness.json
     python benchmarks/staleness.py --throughput --ages --stragglers --resume --json benchmarks/results/staleness.json
+    python benchmarks/staleness.py --overlap --json benchmarks/results/staleness.json
     python benchmarks/staleness.py --throughput --processes 4 --json benchmarks/results/staleness.json
 
 `--learning` trains the demo's task on samples that are exactly k updates old, in one process (`staleness_learning`);
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--confirm", action="store_true", help="two trainings with vLLM, k = 0 and 2")
     parser.add_argument("--throughput", action="store_true")
+    parser.add_argument("--overlap", action="store_true", help="streams and the first epoch on arrival, k = 0 and 1")
     parser.add_argument("--ages", action="store_true", help="mean age of tokens, beside what the planner expects")
     parser.add_argument("--stragglers", action="store_true", help="long samples, and with 4 processes a slow engine")
     parser.add_argument("--resume", action="store_true", help="a training that is killed after a checkpoint")
@@ -38,7 +40,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of --learning")
     parser.add_argument("--updates", type=int, default=40, help="of a training of --learning and --confirm")
-    parser.add_argument("--rounds", type=int, default=3, help="of --throughput")
+    parser.add_argument("--rounds", type=int, default=3, help="of --throughput and --overlap")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "staleness", help="models, logs, finished runs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -70,6 +72,8 @@ def _sections(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         made["confirm"] = staleness_counts.confirm(options.runs, options.updates)
     if options.throughput:
         made["throughput"] = staleness_counts.throughput(options.runs, options.processes, options.rounds)
+    if options.overlap:
+        made["overlap"] = staleness_counts.overlap(options.runs, options.rounds)
     if options.ages:
         made["ages"] = staleness_ages.ages(options.runs, options.processes)
     if options.stragglers:

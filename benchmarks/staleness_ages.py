@@ -34,7 +34,11 @@ def ages(runs: Path, processes: int) -> list[dict[str, Any]]:
             for k in BOUNDS
         ]
         folder = runs / f"ages-{processes}-{limit}"
-        options = {"processes": processes, "phases": phases, "of_phases": {"limit": limit, "measures": True}}
+        options = {
+            "processes": processes,
+            "phases": phases,
+            "of_phases": {"skewed": {"limit": limit}, "measures": True},
+        }
         done = staleness_measured.run(folder, options)
         assert done is not None
         for phase, result in zip(phases, done, strict=True):

@@ -19,6 +19,13 @@ FILL = 4  # updates at the begin of a phase in which less is in flight than late
 TIMED = 8
 STALENESS = (0, 1, 2)
 BOUNDS = (1, 2, 4)
+OVERLAPS: dict[str, dict[str, Any]] = {  # arguments of `Phases.run`
+    "whole batches": {"versions": 0},
+    "streams": {"versions": 0, "streams": True},
+    "first epoch on arrival": {"versions": 0, "streams": {"first_epoch": ["critic.train"]}},
+    "k = 1, whole batches": {"versions": 1},
+    "k = 1, streams": {"versions": 1, "streams": True},
+}
 SAVED, UPDATES, CONFIRMED = 5, 12, (0, 2)
 KILLED_AFTER_S = 2.0  # since the checkpoint was complete
 
@@ -36,10 +43,9 @@ def throughput(runs: Path, processes: int, rounds: int) -> list[dict[str, Any]]:
     seconds: dict[int, list[float]] = {k: [] for k in STALENESS}
     updates: dict[int, list[dict[str, Any]]] = {k: [] for k in STALENESS}
     for phase, result in zip(phases, done, strict=True):
-        timed = result["updates"][FILL:]
         k = int(phase["versions"])
-        seconds[k].append((timed[-1]["ended"] - result["updates"][FILL - 1]["ended"]) / len(timed))
-        updates[k] += timed
+        seconds[k].append(_seconds_of_update(result))
+        updates[k] += result["updates"][FILL:]
     return [
         {
             "processes": processes,
@@ -55,6 +61,38 @@ def throughput(runs: Path, processes: int, rounds: int) -> list[dict[str, Any]]:
         }
         for k in STALENESS
     ]
+
+
+def overlap(runs: Path, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of an update by what of it overlaps (`OVERLAPS`). The phases of a round follow each other in one job on
+    two processes, in another order in each round; those without a staleness draw the same responses."""
+    names = list(OVERLAPS)
+    order = [name for shift in range(rounds) for name in names[shift:] + names[:shift]]
+    phases = [{**OVERLAPS[name], "updates": FILL + TIMED, "ends": False} for name in order]
+    options = {"processes": 2, "phases": phases, "of_phases": {"skewed": {"scorer_hidden": 256}, "epochs": 2}}
+    done = staleness_measured.run(runs / "overlap", options)
+    assert done is not None
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name, result in zip(order, done, strict=True):
+        seconds[name].append(_seconds_of_update(result))
+    return [
+        {
+            "overlap": name,
+            "seconds_of_update": statistics.median(seconds[name]),
+            "gain": statistics.median(
+                base / own for base, own in zip(seconds["whole batches"], seconds[name], strict=True)
+            ),
+            "rounds": rounds,
+            "seconds": seconds[name],
+        }
+        for name in names
+    ]
+
+
+def _seconds_of_update(phase: Mapping[str, Any]) -> float:
+    """Of the timed updates of a phase, the mean."""
+    ended = [update["ended"] for update in phase["updates"][FILL - 1 :]]
+    return (ended[-1] - ended[0]) / (len(ended) - 1)
 
 
 def busy(updates: Sequence[Mapping[str, Any]], call: str) -> float:

@@ -50,7 +50,13 @@ def _trainer(folder: Path, processes: int, skewed: Skewed = SKEWED, **changes: A
     from trl_realloc import PPOConfig, PPOTrainer
 
     episodes = PER_ENGINE * processes // 2
-    settings: dict[str, Any] = {"max_steps": 1, "max_staleness": MOST, "save_strategy": "no", **changes}
+    settings: dict[str, Any] = {
+        "max_steps": 1,
+        "max_staleness": MOST,
+        "save_strategy": "no",
+        "num_ppo_epochs": 1,
+        **changes,
+    }
     arguments = PPOConfig(
         output_dir=str(folder),
         report_to=[],
@@ -58,7 +64,6 @@ def _trainer(folder: Path, processes: int, skewed: Skewed = SKEWED, **changes: A
         use_cpu=True,
         disable_tqdm=True,
         per_device_train_batch_size=PER_ENGINE // 2,
-        num_ppo_epochs=1,
         response_length=skewed.limit,
         stop_token="eos",
         temperature=1.0,
@@ -161,13 +166,22 @@ class Phases:
     the same prompts and seeds.
 
     Args:
-        limit: most tokens of a response.
+        skewed: what differs from `SKEWED`.
+        epochs: of the training.
         measures: measure the machine first, and compare each phase with what the planner expects.
     """
 
-    def __init__(self, folder: Path, processes: int, *, limit: int = SKEWED.limit, measures: bool = False) -> None:
-        self.skewed = replace(SKEWED, limit=limit)
-        self.trainer = _trainer(folder, processes, self.skewed)
+    def __init__(
+        self,
+        folder: Path,
+        processes: int,
+        *,
+        skewed: dict[str, int] | None = None,
+        epochs: int = 1,
+        measures: bool = False,
+    ) -> None:
+        self.skewed = replace(SKEWED, **(skewed or {}))
+        self.trainer = _trainer(folder, processes, self.skewed, num_ppo_epochs=epochs)
         self.expectation = Expectation(self.trainer.setup.job) if measures else None
         self.trainer._start()
         self.executor, self.placement = self.trainer.executor, self.trainer.placement
@@ -175,11 +189,19 @@ class Phases:
         self.episodes = PER_ENGINE * processes // 2
 
     def run(
-        self, versions: int, updates: int, *, ends: bool, slow_rank: int | None = None, fill: int = 0
+        self,
+        versions: int,
+        updates: int,
+        *,
+        ends: bool,
+        streams: Any = None,
+        slow_rank: int | None = None,
+        fill: int = 0,
     ) -> dict[str, Any]:
         """Run a phase.
 
         Args:
+            streams: as in a plan's file; by default none.
             ends: whether the run ends with the phase's last update; otherwise later batches are begun, and given up.
             slow_rank: whose engine is slow.
             fill: updates whose lengths are not those of the expectation.
@@ -189,7 +211,7 @@ class Phases:
         """
         from trl_realloc.plan.dataflow import Role
 
-        self._use(versions)
+        self._use(versions, streams)
         rates, noted = dict.fromkeys((Role.ACTOR, Role.CRITIC), RATE), []
         batches = [self._batch(step) for step in range(updates if ends else updates + MOST + 1)]
         with self._slow(slow_rank):
@@ -206,18 +228,25 @@ class Phases:
             result["expected"] = self.expectation.of(self.executor.plan, noted[fill:])
         return result
 
-    def _use(self, versions: int) -> None:
+    def _use(self, versions: int, streams: Any) -> None:
         from trl_realloc.plan.staleness import Staleness
+        from trl_realloc.plan.streams import Streams
+        from trl_realloc.runtime.ahead_runs import AheadRuns
 
-        executor, ahead = self.executor, self.ahead
+        executor = self.executor
         executor.cancel_early()
-        ahead.batches.give_up()
+        self.ahead.batches.give_up()
         executor.exchange.flush()
         self.trainer.accelerator.wait_for_everyone()
-        plan = replace(self.plan, staleness=Staleness(versions))
-        executor.plan = self.placement.plan = executor.exchange.plan = ahead.plan = ahead.batches.plan = plan
-        ahead.versions = ahead.batches.versions = versions
-        executor.ahead = ahead if versions else None
+        plan = replace(self.plan, staleness=Staleness(versions), streams=Streams.from_dict(streams))
+        executor.plan = self.placement.plan = executor.exchange.plan = plan
+        executor.ahead = None
+        if versions:
+            executor.ahead = AheadRuns(self.placement, executor.alarm, executor.runner, executor.exchange)
+            executor.ahead.batches.restarts = (
+                self.ahead.batches.restarts
+            )  # its messages' tags are those of no other phase
+            self.ahead = executor.ahead
 
     def _batch(self, step: int) -> Any:
         from trl_realloc.algorithms.prompt_batches import PromptBatch

@@ -7,7 +7,6 @@ change of a plan during the run in `plan_change`, TRL's other attributes in `trl
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +35,7 @@ from ..runtime.training_calls import check_first_weights
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint import CheckpointError
 from .checkpoint.ppo_mixin import PPOCheckpointMixin
-from .checkpoint.resuming import STATE, Checkpoint
+from .checkpoint.resuming import Checkpoint
 from .checkpoint.saving import make_output_dir
 from .evaluation import EvaluationMixin
 from .input_checks import check_config
@@ -49,6 +48,7 @@ from .ppo_config import PPOConfig
 from .run_record import save_record
 from .setup import Setup, prepare
 from .trainer_inputs import TrainerInputs
+from .training_state import TrainingStateMixin
 from .trl_attributes import OnlineTrainerState, TrlAttributes
 from .trl_compat import PPOTrainerBase
 
@@ -56,7 +56,9 @@ from .trl_compat import PPOTrainerBase
 logger = logging.get_logger(__name__)
 
 
-class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttributes, PPOTrainerBase):
+class PPOTrainer(
+    PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrainingStateMixin, TrlAttributes, PPOTrainerBase
+):
     """Proximal Policy Optimization that runs every model function call on the devices that the execution plan gives it.
 
     Takes the arguments of TRL 1.12's `PPOTrainer` in the same order; several of them accept more kinds of values.
@@ -104,7 +106,6 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
     state: OnlineTrainerState
     control: Any
     model: Any
-    _created_lr_scheduler: bool
 
     def __init__(
         self,
@@ -158,8 +159,7 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
             optimizers=(self.setup.rates.scheduled, optimizers[1]),
         )
         self.state = self._new_state()
-        self._first_rates = [group["lr"] for group in self.setup.rates.scheduled.param_groups]
-        self.callback_handler.lr_scheduler = self.create_scheduler(args.num_total_batches, self.optimizer)
+        self._make_scheduler()
         self.metrics = RunMetrics(SPANS if self.is_world_process_zero() else 0)  # rank 0 writes the timeline
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
@@ -345,60 +345,6 @@ class PPOTrainer(PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrlAttrib
         if not done:
             return working("the first update", "kernels are compiled and caches filled, later ones are faster")
         return working(f"update {self.state.global_step + 1}", after_s=60.0, every_s=60.0)
-
-    def _renew_scheduler(self) -> None:
-        """Begin the schedule of the arguments anew for a second training, as Trainer does. A scheduler of the user's
-        goes on."""
-        if self._created_lr_scheduler:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
-            self.setup.rates.restore(self._first_rates)
-            self.create_scheduler(self.args.num_total_batches, self.optimizer)
-            self.callback_handler.lr_scheduler = self.lr_scheduler
-
-    def _start_state(self, checkpoint: Checkpoint | None) -> None:
-        args = self.args
-        if self.state.global_step:
-            self._renew_scheduler()
-        self.state = self._new_state()
-        self._data_begins = 0
-        if checkpoint is not None:
-            self.state = OnlineTrainerState.load_from_json(str(checkpoint.folder / STATE))
-            self._load_callback_state()
-            self._load_checkpoint(checkpoint)
-            self._data_begins = self.state.global_step if args.ignore_data_skip else checkpoint.data_begins
-        self.state.compute_steps(args, args.num_total_batches)
-        self.state.init_training_references(
-            self, args.num_total_batches, math.ceil(args.total_episodes / len(self.train_dataset)), None
-        )
-        self.state.is_local_process_zero = self.is_local_process_zero()
-        self.state.is_world_process_zero = self.is_world_process_zero()
-
-    def _new_state(self) -> OnlineTrainerState:
-        return OnlineTrainerState(
-            is_local_process_zero=self.is_local_process_zero(),
-            is_world_process_zero=self.is_world_process_zero(),
-            stateful_callbacks=self._exportable(),
-        )
-
-    def _log_metrics(self) -> None:
-        if metrics := self.metrics.take():
-            eps = self.metrics.episodes_per_second(self.state.episode)
-            self.log({**metrics, "eps": eps, "lr": self._rate, "episode": self.state.episode})
-
-    def _log_evaluate_save(self) -> None:
-        """Log, evaluate and save where the callbacks asked for it. Called after an update and after a pass over the
-        data."""
-        self._finish_save(wait=False)
-        if self.control.should_log:
-            self._log_metrics()
-        if self.control.should_evaluate:
-            metrics = self._evaluate(None, None)
-            is_best = self._determine_best_metric(metrics, trial=None)
-            if self.args.save_strategy == "best":
-                self.control.should_save = is_best
-        if self.control.should_save:
-            self._save_checkpoint(self.model, trial=None)
-            self.control.should_save = False
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
