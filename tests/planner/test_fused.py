@@ -35,7 +35,7 @@ def test_published_cases_reach_the_bound_with_little_memory(case: tuple) -> None
     pipelines = FusedPipelines.uniform(*sizes)
     assert serial_time(pipelines) == serial
     assert lower_bound(pipelines) == reached
-    found = search(pipelines, effort=8_000_000)
+    found = search(pipelines, effort=2_000_000)
     assert found.simulated.makespan == reached
     assert found.simulated.memory_peak <= 1.25 * serial_memory(pipelines)
 
