@@ -43,7 +43,8 @@ def test_an_interrupt_ends_a_step_and_the_processes_that_it_has_started_in_one_l
         "time.sleep(600)\n"
     )
     code = (
-        f"import sys; sys.path.insert(0, {str(demo)!r})\n"
+        f"import signal, sys; sys.path.insert(0, {str(demo)!r})\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it\n"
         "import run\n"
         f"run.main = lambda: run.step('a step', sys.executable, {str(tmp_path / 'step.py')!r})\n"
         "sys.exit(run.run_to_the_end())\n"

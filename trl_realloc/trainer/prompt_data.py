@@ -57,10 +57,9 @@ def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_
     text_config = config.get_text_config()
     context_length = getattr(text_config, "max_position_embeddings", None)
     collate = collate_prompts(pad_token_id, inputs.data_collator)
+    vocabulary, all_columns = text_config.vocab_size, inputs.data_collator is not None
 
-    def token_counts(rows: Any, name: str) -> list[int]:
-        all_columns = inputs.data_collator is not None
-        vocabulary = text_config.vocab_size
+    def token_counts(rows: Any, name: str) -> list[int]:  # it is kept, so it must not hold the models of `inputs`
         return check_prompts(
             rows, name, args.response_length, context_length, vocabulary, collate, all_columns=all_columns
         )
