@@ -151,6 +151,24 @@ def test_gradients_are_clipped_by_their_global_norm(samples: Rollouts) -> None:
     assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_gradients_that_the_optimizer_leaves_out_are_not_added_up_over_the_steps(
+    samples: Rollouts, dtype: torch.dtype | None
+) -> None:
+    """A user's optimizer may hold some of the trainable parameters."""
+
+    def score_alone(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([module.get_parameter("score.weight")], lr=1.0)
+
+    made = engine(value_head(), optimizer=score_alone, compute_dtype=dtype)
+    norms = []
+    for _ in range(3):
+        made.train(samples, VALUE_LOSS, 30, learning_rate=0.0)
+        norms.append(made.grad_norm)
+    assert norms == pytest.approx(norms[:1] * 3, rel=1e-3)
+    assert all(parameter.grad is None for parameter in made.head.parameters())
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float16, "bfloat16 parameters"])
 def test_gradients_can_be_added_by_and_by_and_scaled_at_the_end(samples: Rollouts, dtype: Any) -> None:
     def made() -> ReplicatedEngine:

@@ -25,12 +25,15 @@ from ..plan.timeline import Span
 from .placement import Placement
 
 
+NAMED = ("index", "prompts", "responses")
+
+
 @dataclass(frozen=True)
 class Added:
     """What this rank's replica has added of one call's first mini-batch.
 
     Args:
-        samples: the column `index` of its samples.
+        samples: the columns `index`, `prompts` and `responses` of its samples, which messages name.
         statistics: of them, (n,) float32 on the CPU.
         scale: what the sum of all gradients is multiplied by before the step.
     """
@@ -66,14 +69,15 @@ class ArrivingSamples:
         engine = adding(self.placement, call)
         known = self.algorithm.on_arrival(call.name, samples, self.n)
         statistics = engine.add(known, self.algorithm.loss(call.name).of_tokens, self.placement.budget(call.name))
-        self._added[call.name].append(Rollouts(index=samples.tensor("index"), **statistics))
+        self._added[call.name].append(samples.only(NAMED).plus(**statistics))
 
     def added(self, call: str, scale: float) -> Added:
         """All that was added for a call, to make its step."""
-        parts = self._added.pop(call, None) or [Rollouts(index=torch.zeros(0, dtype=torch.long))]
+        parts = self._added.pop(call, None)
+        if not parts:
+            return Added(Rollouts(index=torch.zeros(0, dtype=torch.long)), {}, scale)
         whole = Rollouts.cat(parts)
-        statistics = {name: whole.tensor(name) for name in whole if name != "index"}
-        return Added(whole.only(("index",)), statistics, scale)
+        return Added(whole.only(NAMED), {name: whole.tensor(name) for name in whole if name not in NAMED}, scale)
 
     def drop(self, call: Call) -> None:
         """Forget what was added for a call, whose batch is not trained on."""

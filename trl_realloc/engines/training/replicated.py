@@ -75,6 +75,7 @@ class ReplicatedEngine:
         self.compute_dtype, self.max_grad_norm = compute_dtype, max_grad_norm
         self.optimizer = make_optimizer(head.model) if make_optimizer else None
         self.masters = MasterWeights(self.optimizer) if self.optimizer else None
+        self._left_out = [] if self.optimizer is None else self._not_of(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype is torch.float16)
         self.version, self.grad_norm = 0, math.nan
         if self.optimizer is None:
@@ -122,39 +123,58 @@ class ReplicatedEngine:
         self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also where there were no samples
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
+        if self.scaler.is_enabled():  # it neither unscales other gradients nor sees that they are not finite
+            self._clear_others()
         if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in self._optimized() if p.grad is not None], scale)
+            torch._foreach_mul_([p.grad for p in self._with_gradients() if p.grad is not None], scale)
         self.grad_norm = float(self._clip())
         if not math.isfinite(self.grad_norm):
             self._refuse(samples, statistics)
         set_learning_rate(self.optimizer, learning_rate)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
         self._masters.publish()
         self.version += 1
 
     def drop(self) -> None:
         """See `AddingEngine`."""
-        assert self.optimizer is not None, "a frozen role has no gradients"
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
+
+    def _not_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """The trainable parameters that an optimizer does not step."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trainable = [p for p in self.head.parameters() if p.requires_grad]
+        return [p for p in trainable if id(self._masters.of(p)) not in stepped]
 
     @property
     def _masters(self) -> MasterWeights:
         assert self.masters is not None, "a frozen role has no master weights"
         return self.masters
 
-    def _optimized(self) -> list[nn.Parameter]:
-        """The tensors that the optimizer steps and that have the gradients: the parameters, or their master weights."""
+    def _clear(self) -> None:
+        """Forget all gradients."""
+        assert self.optimizer is not None, "a frozen role has no gradients"
+        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_others()
+
+    def _clear_others(self) -> None:
+        """Forget the gradients of trainable parameters that a user's optimizer leaves out. They count in the norm only,
+        as with Trainer."""
+        for parameter in self._left_out:
+            parameter.grad = None
+
+    def _with_gradients(self) -> list[nn.Parameter]:
+        """The tensors that have the gradients: the trainable parameters, or their master weights."""
         return [self._masters.of(p) for p in self.head.parameters() if p.requires_grad]
 
     def _clip(self) -> Tensor:
         """Clip the gradients to `max_grad_norm`. Returns their norm before, a 0-dimensional tensor."""
-        optimized = self._optimized()
-        gradients = [p.grad for p in optimized if p.grad is not None]
+        parameters = self._with_gradients()
+        gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(optimized, self.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         return norm
 
     def _refuse(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
@@ -170,7 +190,7 @@ class ReplicatedEngine:
             if self.scaler.get_scale() >= 1.0:
                 return
             error = NonFiniteError(f"{error}, with the loss scaled by {self.scaler.get_scale():g}")
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
         self.scaler.update(self.scaler.get_scale() if self.scaler.is_enabled() else None)
         raise error
 
@@ -250,7 +270,7 @@ class ReplicatedEngine:
     def _sum_gradients(self) -> None:
         if self.group.size == 1:
             return
-        parameters = self._optimized()
+        parameters = self._with_gradients()
         # a rank without samples has no gradients; a parameter that the loss does not use has none on any rank
         gradients = torch.tensor([float(p.grad is not None) for p in parameters], device=self.group.device)
         self.group.sum_([gradients])
