@@ -18,6 +18,7 @@ from trl import TrlParser
 
 from trl_realloc import GRPOConfig, PPOConfig, RLOOConfig
 from trl_realloc.cli.main import main
+from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, separate
@@ -25,7 +26,7 @@ from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.trainer.callbacks import MetricsWriter
-from trl_realloc.trainer.logged_updates import load_metrics
+from trl_realloc.trainer.logged_updates import load_metrics, logged_updates
 from trl_realloc.trainer.report import call_times, report_run, reward_summary, two_updates, write_report
 from trl_realloc.trainer.run_record import save_record
 
@@ -200,6 +201,14 @@ def test_a_run_without_a_metrics_file_is_reported_by_the_state_of_its_newest_che
     assert main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "report.md").read_text()
     assert "11 updates." in text and "## Time by call" not in text and "## Plan" not in text
+    older = {"global_step": 11, "log_history": rewards}  # the run was resumed after `save_state`
+    (tmp_path / "trainer_state.json").write_text(json.dumps(older))
+    assert len(logged_updates(tmp_path)) == 12
+    without_plan_first = [*rewards, *rows([0.1] * 12)[11:]]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 12, "log_history": without_plan_first}))
+    assert len(logged_updates(tmp_path)) == 12
+    with pytest.raises(PlanError, match=r"holds no metrics.jsonl, and no trainer_state.json"):
+        logged_updates(tmp_path / "absent")
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": 7}))
     assert main(["report", str(tmp_path)]) == 2
     assert "log_history is a list of logs, not 7" in capsys.readouterr().err

@@ -24,8 +24,8 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 def logged_updates(folder: str | Path) -> list[dict[str, Any]]:
     """The rows of a run's log that belong to updates, sorted by step.
 
-    Reads `metrics.jsonl`, or if there is none `trainer_state.json`: of the folder, or of its newest checkpoint. Rows of
-    a `trainer_state.json` without times are those of a trainer without a plan.
+    Reads `metrics.jsonl`, or if there is none `trainer_state.json`: of the folder, or of its newest checkpoint. Updates
+    in a `trainer_state.json` may have no times: those of a trainer without a plan.
 
     Raises:
         PlanError: there is neither file, or a row is as `load_metrics` refuses it.
@@ -43,19 +43,22 @@ def logged_updates(folder: str | Path) -> list[dict[str, Any]]:
     history = read_json_mapping(state, "the trainer's state", MOST_RECORD_BYTES).get("log_history")
     if not isinstance(history, list):
         raise PlanError(f"{state}: log_history is a list of logs, not {shown(history)}.")
-    has_times = any(isinstance(row, dict) and REPORTED[0] in row for row in history)
     numbered = ((f"{state}, log {number}", row) for number, row in enumerate(history, start=1))
-    return _updates(numbered, REPORTED if has_times else ())
+    return _updates(numbered, ())
 
 
 def _trainer_state(folder: Path) -> Path | None:
-    """The newest `trainer_state.json` of a run: in its folder where `save_state` has written one at the end, or in its
-    newest checkpoint."""
-    if exists(folder / STATE):
-        return folder / STATE
-    checkpoints = {int(found[1]): path for path in folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))}
+    """The newest `trainer_state.json` of a run: in its newest checkpoint, or in its folder, where `save_state` has
+    written one, if that has gone on for longer."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    checkpoints = {int(found[1]): path for path in paths if (found := _CHECKPOINT.fullmatch(path.name))}
     steps = [step for step, path in checkpoints.items() if exists(path / STATE)]
-    return checkpoints[max(steps)] / STATE if steps else None
+    newest = max(steps, default=0)
+    if exists(folder / STATE):
+        last = read_json_mapping(folder / STATE, "the trainer's state", MOST_RECORD_BYTES).get("global_step")
+        if not isinstance(last, int) or last >= newest:
+            return folder / STATE
+    return checkpoints[newest] / STATE if steps else None
 
 
 def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:

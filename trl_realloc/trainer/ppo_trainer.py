@@ -128,8 +128,6 @@ class PPOTrainer(
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
         self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
-        settings = args.ppo_settings()
-        request = read_plan_request(args, self.plugin, world, model, settings.graph, settings.first_epoch)
         inputs = TrainerInputs(
             processing_class=processing_class,
             model=model,
@@ -143,6 +141,10 @@ class PPOTrainer(
             peft_config=peft_config,
             reward_processing_classes=reward_processing_classes,
         )
+        settings = args.ppo_settings()
+        # a function may compare the samples that it is called with, so no preset divides them without being asked
+        first_epoch = () if inputs.has_reward_functions else settings.first_epoch
+        request = read_plan_request(args, self.plugin, world, model, settings.graph, first_epoch)
         self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with self.alarm.covers():
             self.setup: Setup = prepare(args, self.plugin, request, world.process_index, inputs)

@@ -38,12 +38,16 @@ class TrainerInputs:
     def rewards(self) -> list[Any]:
         """The reward models and functions as a list."""
         rewards = self.reward_model
-        return list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+        return [*map(path_as_text, rewards if isinstance(rewards, (list, tuple)) else [rewards])]
 
     @property
     def reward_models(self) -> list[Any]:
         """The reward models, loaded or by name, without the reward functions."""
         return [reward for reward in self.rewards if isinstance(reward, str) or hasattr(reward, "config")]
+
+    @property
+    def has_reward_functions(self) -> bool:
+        return len(self.reward_models) < len(self.rewards)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -57,10 +61,9 @@ class TrainerInputs:
         """The same inputs with model paths as text, and with loaded models whose parameters `zero.Init` had
         partitioned gathered again, in place."""
         model, ref_model, value_model = map(path_as_text, (self.model, self.ref_model, self.value_model))
-        rewards = [path_as_text(reward) for reward in self.rewards]
-        for loaded in (model, ref_model, value_model, *rewards):
+        for loaded in (model, ref_model, value_model, *self.rewards):
             gathered(loaded)
-        return replace(self, model=model, ref_model=ref_model, value_model=value_model, reward_model=rewards)
+        return replace(self, model=model, ref_model=ref_model, value_model=value_model, reward_model=self.rewards)
 
 
 def path_as_text(model: Any) -> Any:
