@@ -93,8 +93,8 @@ def read_plan_request(
         is_preset = plugin.plan == "separate"
         plan = _with_staleness(plan, max_staleness, is_preset=is_preset)
         # in the order of arrival the sums of gradients differ in their last bits
-        if is_preset and cluster.size > 1 and not plan.staleness.versions and not args.full_determinism:
-            plan = with_first_epoch(plan, first_epoch)
+        if is_preset and not plan.staleness.versions and not args.full_determinism:
+            plan = _with_first_epoch(plan, first_epoch)
     if plan is not None and args.vllm_enable_sleep_mode:
         if plan.staleness.versions:
             raise ConfigError(
@@ -179,3 +179,10 @@ def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> Execu
     name = f"the plan {plan.name!r}" if plan.name else "the plan"
     notice(f"{name} has no staleness, so max_staleness {most} has no effect; the preset separate generates ahead")
     return plan
+
+
+def _with_first_epoch(plan: ExecutionPlan, names: Collection[str]) -> ExecutionPlan:
+    """The preset `separate`, with the first epoch on samples as they arrive where several engines generate. Scoring is
+    on the engines' devices, so with one engine no sample arrives before the last one has ended, and only the forwards
+    would be smaller."""
+    return with_first_epoch(plan, names) if plan["actor.generate"].strategy.dp > 1 else plan
