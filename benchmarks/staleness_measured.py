@@ -243,9 +243,8 @@ class Phases:
         executor.ahead = None
         if versions:
             executor.ahead = AheadRuns(self.placement, executor.alarm, executor.runner, executor.exchange)
-            executor.ahead.batches.restarts = (
-                self.ahead.batches.restarts
-            )  # its messages' tags are those of no other phase
+            # so that its messages have the tags of no other phase
+            executor.ahead.batches.restarts = self.ahead.batches.restarts
             self.ahead = executor.ahead
 
     def _batch(self, step: int) -> Any:

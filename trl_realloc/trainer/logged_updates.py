@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..common.errors import PlanError, shown
 from ..common.files import MOST_RECORD_BYTES, exists, parse_json, read_json_mapping, read_text
+from .checkpoint.manifest import step_of
 
 
 SCORES = "objective/scores"
 REWARD = "reward"  # what TRL's GRPO and RLOO log for it
 REPORTED = ("time/step", "tokens/s")  # what a report needs of every update under a plan, besides the score
 METRICS, STATE = "metrics.jsonl", "trainer_state.json"
-_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
 
 def logged_updates(folder: str | Path) -> list[dict[str, Any]]:
@@ -50,15 +49,15 @@ def logged_updates(folder: str | Path) -> list[dict[str, Any]]:
 def _trainer_state(folder: Path) -> Path | None:
     """The newest `trainer_state.json` of a run: in its newest checkpoint, or in its folder, where `save_state` has
     written one, if that has gone on for longer."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    checkpoints = {int(found[1]): path for path in paths if (found := _CHECKPOINT.fullmatch(path.name))}
-    steps = [step for step, path in checkpoints.items() if exists(path / STATE)]
-    newest = max(steps, default=0)
+    # in this order a checkpoint comes after one of the same name that it replaces
+    paths = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ()
+    states = {step: path / STATE for path in paths if (step := step_of(path)) is not None and exists(path / STATE)}
+    newest = max(states, default=0)
     if exists(folder / STATE):
         last = read_json_mapping(folder / STATE, "the trainer's state", MOST_RECORD_BYTES).get("global_step")
         if not isinstance(last, int) or last >= newest:
             return folder / STATE
-    return checkpoints[newest] / STATE if steps else None
+    return states.get(newest)
 
 
 def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
