@@ -42,6 +42,16 @@ def test_an_engine_takes_memory_for_weights_before_that_for_its_cache(level: int
     assert engine.done == [level, ["weights"], ["kv_cache"]] * 2
 
 
+def test_an_engine_that_has_loaded_and_generated_nothing_sleeps_again() -> None:
+    engine: Any = Engine()
+    memory = Memory(engine, 2)
+    memory.sleep()
+    memory.wake("weights")
+    memory.sleep()
+    assert engine.asleep == {"weights", "kv_cache"}
+    assert engine.done == [2, ["weights"], ["kv_cache"], 2]
+
+
 def test_an_engine_that_generates_with_the_weights_that_it_kept_wakes_whole() -> None:
     engine: Any = Engine()
     memory = Memory(engine, 1)

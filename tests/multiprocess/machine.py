@@ -51,7 +51,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     )
     profile = cache.measure(job)
     nodes = Cluster(2, 2)
+    groups = len(dist.distributed_c10d._world.pg_map)
     seen = links(nodes, cpu)
+    assert len(dist.distributed_c10d._world.pg_map) == groups, "no group is kept"
 
     def work() -> None:
         torch.ones(64, 64) @ torch.ones(64, 64)

@@ -307,7 +307,7 @@ class FakePlacement:
 
     takes_part = has
 
-    def prefetch(self, call: str) -> None:
+    def prefetch(self, call: str, beside: Collection[str]) -> None:
         pass
 
     def refresh(self, call: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 import socket
@@ -9,16 +11,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from trl_realloc.realloc.transfer import TransferError
+from trl_realloc.runtime.failures import watchdog_client
 from trl_realloc.runtime.failures.alarm import is_network
 from trl_realloc.runtime.failures.coordinator_watchdog import CoordinatorWatchdog
 from trl_realloc.runtime.failures.liveness import Verdict
 from trl_realloc.runtime.failures.message_socket import MessageSocket
-from trl_realloc.runtime.failures.watchdog_client import HOST
+from trl_realloc.runtime.failures.watchdog_client import HOST, WatchdogClient
 
 
 Ranks = Callable[..., list[subprocess.Popen[str]]]
@@ -129,3 +134,25 @@ def test_a_rank_that_deals_with_a_failure_by_an_exception_is_not_killed_for_it(f
         assert watchdog.kill_at == float("inf")
         watchdog.apply_verdict(Verdict("of the next runtime", fatal=False, generation=3))
         assert watchdog.kill_at < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("local", "address", "hosts"),
+    [
+        ("1", "10.1.2.3", ["service", HOST, "10.1.2.3"]),
+        ("1", "127.0.0.1", ["service", HOST]),
+        ("2", "10.1.2.3", ["127.0.0.1"]),
+    ],
+)
+def test_ranks_look_for_rank_0_by_the_address_that_its_groups_have_too(
+    local: str, address: str, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod's name may have no address elsewhere, and MASTER_ADDR may be a service that forwards one port."""
+    client: Any = object.__new__(WatchdogClient)
+    client.rank, client._lines, client._send = 0, io.StringIO('{"port": 7}\n'), lambda **message: None
+    store: dict[str, str] = {}
+    monkeypatch.setenv("MASTER_ADDR", "service")
+    monkeypatch.setattr(watchdog_client, "gloo_address", lambda: address)
+    client._configure({"everywhere": local == "1"}, 2, SimpleNamespace(set=store.__setitem__))
+    (published,) = store.values()
+    assert json.loads(published)["addresses"] == [[host, 7] for host in hosts]

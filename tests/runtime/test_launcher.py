@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType, PartialState
 
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
@@ -18,6 +19,7 @@ from trl_realloc.runtime.launch.launcher import (
     check_launch,
     launch_summary,
     requested_processes,
+    wait_on_own_device,
 )
 
 
@@ -94,3 +96,15 @@ def test_a_device_that_no_engine_runs_on_is_refused() -> None:
     check_device(torch.device("cpu"))
     with pytest.raises(LaunchError, match="device is xpu:0, .* set use_cpu=True"):
         check_device(torch.device("xpu", 0))
+
+
+def test_a_process_that_sees_one_gpu_alone_waits_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(PartialState, "wait_for_everyone", PartialState.wait_for_everyone)  # put back at the end
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **of_barrier: given.append(of_barrier))
+    state: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, local_process_index=3, num_processes=8)
+    for gpus in (0, 4, 1):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
+        wait_on_own_device({"LOCAL_RANK": "3"})
+        PartialState.wait_for_everyone(state)
+    assert given == [{"device_ids": [3]}, {"device_ids": [3]}, {}]

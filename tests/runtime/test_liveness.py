@@ -103,6 +103,19 @@ def test_the_first_cause_is_preferred_to_what_follows_from_it() -> None:
     assert "rank 1 on host b (pid 101) was ended by SIGKILL" in verdict.sentence
 
 
+@pytest.mark.parametrize("status", [signal.SIGKILL, None])
+def test_a_rank_that_nccl_aborts_has_lost_another_one(status: int | None) -> None:
+    """NCCL ends a rank by SIGABRT when a peer is gone, perhaps before that end is heard; the launcher the rest."""
+    made = job()
+    made.end(2, 0.1, signal.SIGABRT, is_exiting=False)
+    made.end(0, 0.2, signal.SIGTERM, is_exiting=False)
+    if status is not None:
+        made.end(1, 0.4, status, is_exiting=False)
+    (verdict,) = after(made, 10)
+    cause = "rank 2 on host b (pid 102) was ended by SIGABRT"
+    assert (cause if status is None else "rank 1 on host b (pid 101) was ended by SIGKILL") in verdict.sentence
+
+
 def test_a_lost_connection_is_the_cause_where_no_other_is_found() -> None:
     made = job()
     made.error(0.1, "rank 0 lost a connection", 1, network=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, separate
@@ -43,6 +45,17 @@ def test_every_group_has_the_time_limit_of_the_config() -> None:
         assert limits == {limit}
     finally:
         dist.destroy_process_group()
+
+
+def test_a_rank_may_open_as_many_files_as_gloo_has_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    make_groups(separate(Cluster(64, 8)), 0, timedelta(seconds=1))
+    assert limits == [(4096, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    with pytest.raises(PlanError, match=r"at least 2048 connections over gloo, .* open 1024 files; raise that limit"):
+        make_groups(separate(Cluster(64, 8)), 0, timedelta(seconds=1))
 
 
 def test_no_group_is_a_part_of_a_default_group_that_is_bound_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

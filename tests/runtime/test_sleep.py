@@ -47,6 +47,24 @@ def test_an_engine_sleeps_after_its_call_where_the_plan_says_so() -> None:
         assert engine.slept == times
 
 
+def test_nothing_is_prefetched_into_the_memory_that_an_engine_takes_when_it_wakes() -> None:
+    for plan, moved in ((flatten(Cluster(1, 1)), 1), (with_sleeping_engines(flatten(Cluster(1, 1))), 0)):
+        hook, made = Hook(), placement(plan)
+        made.reallocations, made.residents = {}, {"reference.forward": [hook]}
+        made.prefetch("reference.forward", beside=["actor.generate"])
+        assert hook.prefetched == moved
+        made.prefetch("reference.forward", beside=["critic.train"])
+        assert hook.prefetched == moved + 1
+
+
+class Hook:
+    def __init__(self) -> None:
+        self.prefetched = 0
+
+    def prefetch(self) -> None:
+        self.prefetched += 1
+
+
 def test_an_engine_that_failed_is_not_asked_to_sleep() -> None:
     engine = Engine()
     made = placement(with_sleeping_engines(flatten(Cluster(1, 1))), **{"actor.generate": engine})

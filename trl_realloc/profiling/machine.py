@@ -18,7 +18,7 @@ from ..engines.device import is_accelerator
 from ..plan.cluster import Cluster
 from ..planner.hardware import Sharing
 from ..planner.profile import Observation
-from ..runtime.process_groups import new_group
+from ..runtime.process_groups import destroy_groups, new_group
 
 
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 24)  # bytes of a message
@@ -99,6 +99,7 @@ def links(cluster: Cluster, device: torch.device) -> list[Observation]:
         peer = rank - rank % per_node + (rank % per_node ^ 1)
         peer_in_node = peer if peer < (node + 1) * per_node else None
         observations += _link(groups[node], per_node, rank, peer_in_node, device, far=False)
+        destroy_groups(tuple(groups))
     if cluster.nodes > 1:
         node = rank // per_node ^ 1  # pairs of nodes; a device's peer has the same place in the other node
         peer = node * per_node + rank % per_node

@@ -115,7 +115,7 @@ class AheadRuns:
         for names, following in pairwise([*self.plan.runs_of(of_rank), ()]):
             shares = [self._share(number, name) for name in names]
             for name in following:
-                self.placement.prefetch(name)  # while these run
+                self.placement.prefetch(name, beside=names)
             is_done = self._run_calls(number, names, shares)
             if self.train in names and is_done:
                 self.batches.take_update(number + 1)

@@ -145,7 +145,7 @@ class Executor:
             running = [self.plan.graph.call(name) for name in now]
             shares = [self._share(call, batch) for call in running]
             for name in later:
-                self.placement.prefetch(name)  # while these run
+                self.placement.prefetch(name, beside=now)
             self.runner.run_calls(self._now, running, shares)
         self.runner.early = None
         if following:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 
 from ..engines.base import GenerationEngine, ScoringEngine, TrainingEngine
@@ -23,6 +23,7 @@ from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from .engine_builder import EngineBuilder
 from .engine_options import EngineOptions
+from .parameter_sinks import STALE
 from .process_groups import (
     destroy_groups,
     make_fused_groups,
@@ -187,9 +188,15 @@ class Placement:
             if self.plan[call].strategy.tp > 1:
                 self.group(call).max(0)
 
-    def prefetch(self, call: str) -> None:
-        """Begin to move the parameters of the next call to the device, if the plan keeps them in host memory."""
-        if call not in self.reallocations:  # a copy is updated first, in host memory
+    def prefetch(self, call: str, beside: Collection[str]) -> None:
+        """Begin to move the parameters of the next call to the device, if the plan keeps them in host memory.
+
+        Args:
+            beside: the calls that run meanwhile. One whose engine wakes up for it takes its memory at once, which may
+                be all that seems to be free.
+        """
+        is_copy = call in self.reallocations  # which is updated first, in host memory
+        if not is_copy and not any(sleeps(self.plan[other]) for other in beside):
             for hook in self.residents.get(call, ()):
                 hook.prefetch()
 
@@ -266,6 +273,15 @@ class Placement:
         finally:
             for _ in stream:  # every rank must take part in the gathering, also one whose engine failed
                 pass
+
+    def forget_copies(self) -> None:
+        """Have every copy of trained parameters updated before its next use. For training engines that have got other
+        parameters, perhaps under a version that a copy has of the ones before."""
+        for call in self.copies:
+            for engine in self.engines.get(call, ()):
+                engine.version = STALE
+        for generator in self.generators.values():
+            generator.version = STALE
 
     def check_fresh(self, call: str) -> None:
         """Raise `EngineError` where the call's copy of trained parameters does not have the version that all ranks have

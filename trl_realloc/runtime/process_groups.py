@@ -7,6 +7,7 @@ All ranks make them together and in the same order, as torch requires. Which eng
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..common.errors import PlanError
 from ..engines.device import group_device, is_accelerator
 from ..engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup, SplitGroups, split_ranks
 from ..plan.cluster import DeviceMesh
@@ -112,6 +114,24 @@ def to_each_rank(values: Sequence[Any], group: Any) -> Any:
     return received[0]
 
 
+def _allow_connections(plan: ExecutionPlan) -> None:
+    """Let this process have a connection to every rank for each group of gloo's over all ranks, which connects all of
+    its ranks with each other when it is made.
+
+    Raises:
+        PlanError: the system's limit is below that.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    moved = [len({*plan.mesh(source).devices, *plan.mesh(target).devices}) for source, target in plan.reallocations]
+    needed = 2 * plan.cluster.size + sum(moved)  # the groups of samples and of control
+    if plan.cluster.size > 1 and most != resource.RLIM_INFINITY and needed > most:
+        raise PlanError(
+            f"a rank of this job has at least {needed} connections over gloo, and the system lets a process open "
+            f"{most} files; raise that limit on every host (ulimit -n, LimitNOFILE of the service that starts ranks)."
+        )
+
+
 def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
     """(groups, control): a group for every mesh of the plan and for this rank alone, and a gloo group over all ranks
     for samples, which are in host memory. `control` is `None` in a job of one process. All ranks call this together.
@@ -119,6 +139,7 @@ def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dic
     Args:
         timeout: of every collective and message (the config's `ddp_timeout`).
     """
+    _allow_connections(plan)
     alone = DeviceMesh(rank, 1)
     meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | {alone})
     if not dist.is_initialized():

@@ -14,6 +14,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 
 from ..engines.device import copy_stream, has_room, is_accelerator
+from ..engines.pinned_memory import pinned_copies
 from ..engines.torch_compat import memory_of
 from ..engines.training.deepspeed_compat import is_partitioned, move_partition
 
@@ -104,11 +105,11 @@ class Residency(ModelHook):
         if not self.resident:
             return
         self._await_copies()  # of a call that failed before its first forward
-        for name, tensor in self._module.named_parameters():
-            parameter = memory_of(tensor)
-            if name not in self._host:
-                copy = parameter.data.to("cpu")
-                self._host[name] = copy.pin_memory() if is_accelerator(self.device) else copy
+        memory = {name: memory_of(parameter) for name, parameter in self._module.named_parameters()}
+        if not self._host:
+            data = {name: parameter.data for name, parameter in memory.items()}
+            self._host = pinned_copies(data) if is_accelerator(self.device) else {n: t.cpu() for n, t in data.items()}
+        for name, parameter in memory.items():
             parameter.data = self._host[name]
         self.resident = False
 

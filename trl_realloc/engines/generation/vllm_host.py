@@ -166,6 +166,9 @@ def draws_by_seed(settings: dict[str, Any], on_cpu: bool) -> bool:
     return bool(settings["repeatable_sampling"]) or on_cpu
 
 
+_PARTS = ("weights", "kv_cache")  # vLLM's names of what an engine gives back
+
+
 class Memory:
     """Gives the engine's device memory back between its uses, by vLLM's sleep mode. Nothing is given back on a CPU.
 
@@ -175,12 +178,13 @@ class Memory:
 
     def __init__(self, llm: LLM, level: int) -> None:
         self._llm, self._level = llm, level
-        self._asleep: set[str] = set()  # vLLM's names of what has been given back
+        self._asleep: set[str] = set()  # the parts that have been given back
 
     def sleep(self) -> None:
-        if not self._asleep:
+        if self._asleep != {*_PARTS}:
+            self.wake(*_PARTS)  # vLLM lets an engine of which a part is asleep be as it is
             self._llm.sleep(level=self._level)
-            self._asleep = {"weights", "kv_cache"}
+            self._asleep = {*_PARTS}
 
     def wake(self, *parts: str) -> None:
         """Take the memory of these parts, `weights` or `kv_cache`, again."""

@@ -23,13 +23,14 @@ class Kind(IntEnum):
     STOPPED = 2  # stopped by a signal (SIGSTOP), so it neither runs nor ends
     GONE = 3  # its watchdog closed the connection without reporting the rank's end
     SILENT = 4  # nothing heard within the time limit
-    EXITED = 5  # ended with a nonzero exit status and no message
-    TERMINATED = 6  # SIGTERM, SIGINT: how a launcher ends the rest of a job
-    NETWORK = 7  # a collective or message failed; the cause is likely another rank
+    ABORTED = 5  # SIGABRT: how NCCL ends a rank that has lost another one
+    EXITED = 6  # ended with a nonzero exit status and no message
+    TERMINATED = 7  # SIGTERM, SIGINT: how a launcher ends the rest of a job
+    NETWORK = 8  # a collective or message failed; the cause is likely another rank
 
 
 # Seconds that a report waits for one of a likelier cause: "connection reset" waits for the report of the peer's death.
-_SETTLE_S = {Kind.ERROR: 0.0, Kind.KILLED: 0.0, Kind.STOPPED: 0.0, Kind.NETWORK: 3.0}
+_SETTLE_S = {Kind.ERROR: 0.0, Kind.KILLED: 0.0, Kind.STOPPED: 0.0, Kind.ABORTED: 3.0, Kind.NETWORK: 3.0}
 _SETTLE_DEFAULT_S = 0.5
 
 
@@ -139,7 +140,8 @@ class Liveness:
             self._report(Kind.TERMINATED, f"{name} was ended by {_signal(number)} in {state.activity}.", now)
         elif number:
             hint = " (the kernel's out-of-memory killer sends it too)" if number == signal.SIGKILL else ""
-            self._report(Kind.KILLED, f"{name} was ended by {_signal(number)}{hint} in {state.activity}.", now)
+            kind = Kind.ABORTED if number == signal.SIGABRT else Kind.KILLED
+            self._report(kind, f"{name} was ended by {_signal(number)}{hint} in {state.activity}.", now)
         else:
             self._report(Kind.EXITED, f"{name} ended with exit status {status >> 8} in {state.activity}.", now)
 

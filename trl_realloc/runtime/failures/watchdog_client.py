@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..launch.network_interfaces import NetworkError, gloo_address, is_loopback
+
 
 HEARTBEAT_TIMEOUT_S = 30.0
 HOST = socket.gethostname()
@@ -93,9 +95,12 @@ class WatchdogClient:
                 if not line:
                     raise RuntimeError(f"the watchdog of rank 0 did not start on host {HOST}; its reason is above.")
                 port = json.loads(line)["port"]
-                hosts = [os.environ.get("MASTER_ADDR", ""), HOST]
-                if not settings["everywhere"]:
-                    hosts = ["127.0.0.1"]
+                hosts = ["127.0.0.1"]
+                if settings["everywhere"]:
+                    # the first may be a service's, and the second may have no address elsewhere
+                    hosts = [os.environ.get("MASTER_ADDR", ""), HOST]
+                    with contextlib.suppress(NetworkError):
+                        hosts += [address for address in [gloo_address()] if not is_loopback(address)]
                 addresses = [(host, port) for host in dict.fromkeys(hosts) if host]
                 store.set(_STORE_KEY, json.dumps({"token": settings["token"], "addresses": addresses}))
         else:

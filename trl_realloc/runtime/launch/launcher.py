@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from rich.console import Console
 
 from ...engines.torch_compat import wrap_store
@@ -79,6 +80,20 @@ def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
     if attempt == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
         return
     wrap_store(lambda store: dist.PrefixStore(f"attempt_{attempt}", store), "trl_realloc_attempt")
+
+
+def wait_on_own_device(environment: Mapping[str, str] = os.environ) -> None:
+    """Where a process sees fewer GPUs than its number on its host, as one that Slurm has given a GPU of its own, let
+    Accelerate's `wait_for_everyone` wait on this process's device. It names the device by the process's number, and
+    such a process has none of that number."""
+    if not torch.accelerator.device_count() or int(environment.get("LOCAL_RANK", 0)) < torch.accelerator.device_count():
+        return
+
+    def wait_for_everyone(self: PartialState) -> None:
+        if self.num_processes > 1:
+            dist.barrier()
+
+    PartialState.wait_for_everyone = wait_for_everyone
 
 
 def check_device(device: torch.device) -> None:

@@ -1,0 +1,57 @@
+"""Copies of tensors in pinned host memory, from which an accelerator copies at the speed of its bus.
+
+Torch rounds each pinned allocation up to a power of two, which can double a tensor's bytes. So tensors share blocks
+whose sizes are powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+BLOCK_BYTES = 1 << 30  # of a block, unless a tensor is larger
+_ALIGNED = 256  # bytes to which tensors begin, as torch's own allocations do at the least
+
+
+def pinned_blocks(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES) -> list[tuple[int, dict[int, int]]]:
+    """Divide tensors among blocks, the largest first, each into the first block that has room (first-fit decreasing).
+
+    Args:
+        sizes: bytes of each tensor.
+        block_bytes: of a block, a power of two.
+
+    Returns:
+        For each block its bytes, a power of two, and the first byte of each of its tensors by position.
+    """
+    aligned = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    blocks: list[tuple[int, dict[int, int]]] = []
+    used: list[int] = []
+    for position in sorted(range(len(sizes)), key=lambda at: (-aligned[at], at)):
+        size = aligned[position]
+        at = next((at for at, (room, _) in enumerate(blocks) if size <= room - used[at]), len(blocks))
+        if at == len(blocks):
+            blocks.append((max(block_bytes, _power(size)), {}))
+            used.append(0)
+        blocks[at][1][position] = used[at]
+        used[at] += size
+    return [(min(room, _power(of)), starts) for (room, starts), of in zip(blocks, used, strict=True)]
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def pinned_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies of tensors in pinned host memory, of the same shapes and dtypes."""
+    names, copies = list(tensors), dict[str, Tensor]()
+    for size, starts in pinned_blocks([tensors[name].nbytes for name in names]):
+        block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        for position, start in starts.items():
+            source = tensors[names[position]]
+            copy = block[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            copies[names[position]] = copy.copy_(source)
+    return {name: copies[name] for name in names}
