@@ -77,6 +77,12 @@ def test_a_misspelt_key_is_refused_in_either_way_of_naming_the_file(tmp_path: Pa
         parse_recipe(KINDS, ["--config", str(tmp_path / "none.yaml")])
 
 
+def test_the_planners_key_says_nothing_to_a_run_of_that_algorithm(tmp_path: Path) -> None:
+    assert parsed(tmp_path / "ppo.yaml", "algorithm: ppo\ngamma: 0.9\n").gamma == 0.9
+    with pytest.raises(RecipeError, match="algorithm is 'rloo', which this script does not train by; leave it out"):
+        parsed(tmp_path / "rloo.yaml", "algorithm: rloo\n")
+
+
 class Colour(Enum):
     RED = "red"
 

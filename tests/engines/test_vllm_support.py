@@ -50,7 +50,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one(arguments: dict[str
     ("name", "remedy"),
     [
         ("tensor_parallel_size", "set tp of the call"),
-        ("model", "give PPOTrainer another model"),
+        ("model", "give the trainer another model"),
         ("seed", "set the run's seed"),
         ("data_parallel_size", "set dp of the call"),
         ("gpu_memory_utilization", "set vllm_gpu_memory_utilization"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from trl_realloc import ReallocationPlugin
+import pytest
+import tiny
+
+from trl_realloc import GRPOConfig, GRPOTrainer, ReallocationPlugin
 
 
 def test_the_environment_gives_the_defaults_and_arguments_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +50,17 @@ def test_a_setting_that_is_no_number_is_refused(name: str, value: str, monkeypat
         match="must be a finite number, not '(big|nan|inf)'|is 1 or more and transfer_timeout above 0|is 5 s or more",
     ):
         ReallocationPlugin()
+
+
+def test_a_trainer_takes_a_plugin_below_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_REALLOC_HEARTBEAT_TIMEOUT", "60")
+    given = ReallocationPlugin(plan="separate", bucket_mb=3, measure="never")
+    made = tiny.trainer(tmp_path / "ppo", given={"reallocation_plugin": given}, plan="flatten")
+    assert (made.plugin.plan, made.plugin.bucket_mb, made.plugin.measure) == ("flatten", 3, "never")
+    assert made.plugin.heartbeat_timeout == 60.0
+    assert made.placement.options.bucket_bytes == 3 << 20
+    args = GRPOConfig(str(tmp_path / "grpo"), **tiny.BARE, max_completion_length=4, num_generations=2, use_vllm=False)
+    grpo = GRPOTrainer(
+        tiny.policy(), tiny.short, args, tiny.prompts(8), processing_class=tiny.tokenizer(), reallocation_plugin=given
+    )
+    assert (grpo.plugin.bucket_mb, grpo.plugin.generation_engine) == (3, "transformers")

@@ -26,6 +26,7 @@ from trl_realloc.trainer import policy_trainer
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import check_init_kwargs
 from trl_realloc.trainer.plan_request import PlanRequest
+from trl_realloc.trainer.policy_data import check_columns
 from trl_realloc.trainer.policy_setup import check_turns, of_host_loop
 from trl_realloc.trainer.trainable import why_not_trained
 from trl_realloc.trainer.trl_sampling import sampling_of
@@ -158,6 +159,33 @@ def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
     assert made.state.global_step == 2
 
 
+def test_what_accelerate_trains_is_resumed_by_the_setting_of_the_configuration(tmp_path: Path) -> None:
+    def run(**changes: Any) -> Any:
+        model = policy(attention_dropout=0.1)
+        args = settings(tmp_path, use_vllm=False, save_strategy="steps", save_steps=1, max_steps=2, **changes)
+        made = GRPOTrainer(model, distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+        begins: list[int] = []
+        made.add_callback(Begins(begins))
+        made.train()
+        return begins
+
+    assert run(resume_from_checkpoint="auto") == [0]
+    (tmp_path / "checkpoint-2").rename(tmp_path / "other")
+    assert run(resume_from_checkpoint="auto") == [1]
+    assert run(resume_from_checkpoint=str(tmp_path / "other")) == [2]
+    assert run() == [0]
+
+
+class Begins(TrainerCallback):
+    """Notes the step at which a training begins."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
 def test_what_accelerate_trains_generates_nothing_ahead(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dropout 0.1, .* It generates nothing ahead: set max_staleness to 0"):
         GRPOTrainer(policy(attention_dropout=0.1), distinct, settings(tmp_path, max_staleness=1), PROMPTS)
@@ -275,13 +303,24 @@ def test_a_dtype_that_the_engines_do_not_read_is_refused(tmp_path: Path, key: st
         check_init_kwargs(args)
 
 
-def test_a_model_by_path_is_loaded_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_model_by_path_is_loaded_with_what_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy().save_pretrained(tmp_path / "policy")
-    args = settings(tmp_path, model_init_kwargs={"dtype": "bfloat16"}, max_steps=1)
+    asked = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    args = settings(tmp_path, model_init_kwargs=asked, max_steps=1, beta=0.1)
     made = GRPOTrainer(str(tmp_path / "policy"), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    assert "model_init_kwargs` will be ignored" not in caplog.text and made.args.model_init_kwargs == asked
     made.train()
     made.close()
     assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    reference = made.placement.engine("reference.forward").head.model
+    assert {model.config._attn_implementation for model in (made.model, reference)} == {"eager"}
+
+
+def test_environments_may_make_the_prompts() -> None:
+    routed = Dataset.from_dict({"environment": ["a", "b"]})
+    check_columns({"train_dataset": routed, "environment_factory": {"a": object, "b": object}})
+    with pytest.raises(DataError, match="train_dataset has no `prompt` column"):
+        check_columns({"train_dataset": routed})
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

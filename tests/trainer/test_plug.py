@@ -13,13 +13,14 @@ from peft import LoraConfig
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from trl_realloc import plug
+from trl_realloc import ReallocationPlugin, plug
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.trainer.accelerate_fallback import plan_generation
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.generation_plan import GENERATE
+from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
 from trl_realloc.trainer.planned_generation import NoImagesError, PlannedGeneration
-from trl_realloc.trainer.plug import _context_length
+from trl_realloc.trainer.plug import _context_length, _engine_settings
 
 
 needs_vllm = pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
@@ -129,9 +130,10 @@ def test_a_trainer_that_does_not_generate_with_trls_engines_is_refused(tmp_path:
     ("settings", "engine", "message"),
     [
         ({}, {"gpu_memory_utilisation": 0.5}, "did you mean 'gpu_memory_utilization'"),
-        ({}, {"engine_kwargs": {"seed": 3}}, "cannot set seed"),
+        ({}, {"engine_kwargs": {"seed": 3}}, "^engine_kwargs cannot set seed"),
         ({}, {"max_model_len": 12}, "leaves no room for a prompt"),
         ({"temperature": 0.001}, {}, "temperature"),
+        ({"loss_type": "vespo"}, {}, "'token_truncate' or 'token_mask', not 'sequence_mask'"),
         ({"generation_kwargs": {"num_beam": 2}}, {}, "SamplingParams has no argument 'num_beam'"),
         ({"generation_kwargs": {"do_sample": True, "num_beams": 2}}, {}, "num_beams 2 is beam search"),
     ],
@@ -143,6 +145,16 @@ def test_settings_that_the_engines_cannot_follow_are_refused_before_one_starts(
     with pytest.raises(ConfigError, match=message):
         plug(made, **engine)
     assert not made.use_vllm and not hasattr(made, "vllm_generation")
+
+
+def test_the_engines_settings_of_a_configuration_are_theirs_and_arguments_come_first(tmp_path: Path) -> None:
+    limits = {"vllm_start_timeout": 1800.0, "vllm_load_timeout": 50.0, "vllm_repeatable_sampling": True}
+    args = arguments(ReallocGRPOConfig, tmp_path, vllm_engine_kwargs={"enforce_eager": True}, **limits)
+    settings = _engine_settings(args, {"load_timeout_s": 70.0, "max_model_len": 99}, engines=1, ranks=1)
+    expected = {"start_timeout_s": 1800.0, "load_timeout_s": 70.0, "repeatable_sampling": True, "max_num_seqs": 8}
+    assert settings | expected == settings and settings["engine_kwargs"] == {"enforce_eager": True}
+    plain = _engine_settings(arguments(GRPOConfig, tmp_path), {}, engines=1, ranks=1)
+    assert set(plain) == {"gpu_memory_utilization", "max_num_seqs"}
 
 
 def test_engines_have_room_for_the_prompts_that_the_trainer_has(tmp_path: Path) -> None:
@@ -183,9 +195,9 @@ def test_models_and_launches_that_cannot_be_served_are_refused_before_an_engine_
 def test_a_refusal_of_images_says_what_to_leave_out(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made._is_vlm = True
-    of_ours = {"plan": "auto", "score_groups_early": False, "async_save": False, "skip_nonfinite_updates": False}
+    of_ours = {"score_groups_early": False, "async_save": False, "skip_nonfinite_updates": False}
     vars(made.args).update(use_vllm=True, **of_ours)
     with pytest.raises(ConfigError, match="of text alone; leave plug out, and train it with TRL's own generation"):
         plug(made)
     with pytest.raises(ConfigError, match="of text alone; leave use_vllm out, and train it with TRL's own generation"):
-        plan_generation(made)
+        plan_generation(made, ReallocationPlugin(generation_engine="vllm"))

@@ -122,6 +122,21 @@ def test_what_a_function_raises_is_raised_where_trl_calls_it(tmp_path: Path, is_
         made.train()
 
 
+def test_the_thread_of_a_generation_that_fails_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: TransformersEngine, *args: Any) -> Iterator[Any]:
+        raise RuntimeError("the engine is lost")
+        yield
+
+    monkeypatch.setattr(TransformersEngine, "generate", fail)
+    made = trainer(tmp_path, unequal, score_groups_early=True)
+    with pytest.raises(RuntimeError, match="the engine is lost"):
+        made.train()
+    for thread in threading.enumerate():
+        if thread.name == "reward-functions":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
 def test_a_group_without_a_reward_for_each_completion_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path, lambda completions, **_: [0.0] * 3, score_groups_early=True)
     with pytest.raises(ValueError, match=r"returned 3 rewards for a group of 4 completions.*reads_whole_batch"):

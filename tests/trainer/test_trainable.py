@@ -15,9 +15,10 @@ from torch import nn
 from transformers import BartConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen3Config, Qwen3MoeConfig
 from trl import GRPOConfig, RLOOConfig
 
+from trl_realloc import ReallocationPlugin
 from trl_realloc.engines.models import ModelError
 from trl_realloc.trainer import accelerate_fallback
-from trl_realloc.trainer.accelerate_fallback import config_or_model, plan_generation
+from trl_realloc.trainer.accelerate_fallback import checkpoint_of_trainer, config_or_model, plan_generation
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
 from trl_realloc.trainer.trainable import why_not_trained
@@ -25,6 +26,11 @@ from trl_realloc.trainer.trainable import why_not_trained
 
 def arguments(kind: Any = GRPOConfig, **changes: Any) -> Any:
     return kind(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **changes)
+
+
+def plan_generation_of(args: Any) -> None:
+    trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True))
+    plan_generation(trainer, ReallocationPlugin().under(args))
 
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -130,7 +136,7 @@ def test_code_of_a_repository_runs_only_where_the_user_says_so(tmp_path: Path) -
 @pytest.mark.parametrize("plan", ["separate", None])
 def test_a_plan_that_nothing_uses_is_named(plan: str | None, caplog: pytest.LogCaptureFixture) -> None:
     args = arguments(ReallocGRPOConfig, plan=plan, use_vllm=False)
-    plan_generation(SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True)))
+    plan_generation_of(args)
     said = [text for text in caplog.messages if text.startswith("plan: it is not used") and "use_vllm" in text]
     assert len(said) == (plan is not None)
 
@@ -139,13 +145,13 @@ def test_a_plan_that_nothing_uses_is_named(plan: str | None, caplog: pytest.LogC
 def test_a_plan_whose_engines_refuse_the_run_is_named_with_their_reason(
     plan: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(trainer: Any, plan: Any) -> None:
+    def refuse(trainer: Any, **settings: Any) -> None:
         raise ConfigError("planned generation cannot serve this model: it has heads of 16.")
 
     monkeypatch.setattr(accelerate_fallback, "plug", refuse)
     monkeypatch.setattr(accelerate_fallback, "is_vllm_available", lambda: True)
     args = arguments(ReallocGRPOConfig, plan=plan)
-    plan_generation(SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True)))
+    plan_generation_of(args)
     reason = "the model generates by Transformers, as TRL's does: planned generation cannot serve this model: it has"
     (said,) = (text for text in caplog.messages if "generates by Transformers" in text)
     assert said == f"{'plan: it is not used, for ' if plan else ''}{reason} heads of 16."
@@ -153,6 +159,33 @@ def test_a_plan_whose_engines_refuse_the_run_is_named_with_their_reason(
 
 def test_settings_of_the_engines_that_accelerate_does_not_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
     args = arguments(ReallocGRPOConfig, async_save=True, skip_nonfinite_updates=True, use_vllm=False)
-    plan_generation(SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True)))
+    plan_generation_of(args)
     said = [text for text in caplog.messages if text.endswith("has no effect where Accelerate trains.")]
     assert [text.split()[0] for text in said] == ["async_save", "skip_nonfinite_updates"]
+
+
+def test_the_environment_says_what_generates_where_accelerate_trains(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(accelerate_fallback, "plug", lambda trainer, **settings: given.append(settings))
+    monkeypatch.setattr(accelerate_fallback, "is_vllm_available", lambda: True)
+    for name, value in {"PLAN": "separate", "HEARTBEAT_TIMEOUT": "77"}.items():
+        monkeypatch.setenv(f"TRL_REALLOC_{name}", value)
+    plan_generation_of(arguments(ReallocGRPOConfig))
+    assert given == [{"plan": "separate", "heartbeat_timeout": 77.0}]
+    monkeypatch.setenv("TRL_REALLOC_GENERATION_ENGINE", "transformers")
+    plan_generation_of(arguments(ReallocGRPOConfig))
+    assert len(given) == 1 and "plan: it is not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [("auto", "checkpoint-12"), (True, True), ("true", True), (None, None), ("false", None), ("runs/a", "runs/a")],
+)
+def test_trainer_gets_the_checkpoint_that_is_asked_for(tmp_path: Path, setting: Any, found: Any) -> None:
+    assert checkpoint_of_trainer("auto", str(tmp_path)) is None
+    for step in (4, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    expected = str(tmp_path / found) if found == "checkpoint-12" else found
+    assert checkpoint_of_trainer(setting, str(tmp_path)) == expected

@@ -22,6 +22,7 @@ from ..common.errors import PlanError, shown, unknown_keys
 from ..common.files import read_yaml_mapping
 from ..common.settings import SETTINGS, number_of_text, read_settings
 from ..engines.models import ModelError
+from ..planner.recipe_settings import ALGORITHM
 from ..runtime.failures.alarm import JobFailed
 from ..trainer.checkpoint import CheckpointError, SaveError
 from ..trainer.config_checks import ConfigError
@@ -73,10 +74,19 @@ def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | Non
 
 
 class _Parser(TrlParser):
-    """TRL's parser, which raises instead of printing its usage and ending the process."""
+    """TRL's parser, which raises instead of printing its usage and ending the process, and takes the planner's key
+    from a recipe."""
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(message)
+
+    def set_defaults_with_config(self, **config: Any) -> list[str]:
+        own = {key: value for key, value in config.items() if key != ALGORITHM or self._has(key)}
+        remaining: list[str] = super().set_defaults_with_config(**own)
+        return remaining
+
+    def _has(self, name: str) -> bool:
+        return any(action.dest == name for action in self._actions)
 
 
 def _check(path: Path, dataclass_types: Sequence[type]) -> None:
@@ -85,15 +95,19 @@ def _check(path: Path, dataclass_types: Sequence[type]) -> None:
         recipe = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
     except PlanError as error:
         raise RecipeError(str(error)) from None
-    kinds: dict[str, Any] = {"env": dict[str, Any]}
+    own: dict[str, Any] = {}
     for kind in dataclass_types:
         hints = get_type_hints(kind)
-        kinds |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+        own |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    kinds = {"env": dict[str, Any], ALGORITHM: str, **own}
     if "resume_from_checkpoint" in kinds:  # Transformers' type is text, and `train` takes true as well
         kinds["resume_from_checkpoint"] = str | bool | None
     problems = unknown_keys(recipe, sorted(kinds), "no setting")
     _, wrong = read_settings({key: number_of_text(value) for key, value in recipe.items() if key in kinds})
     problems += wrong
+    trained = {base.__name__.removesuffix("Config").lower() for kind in dataclass_types for base in kind.__mro__}
+    if (named := recipe.get(ALGORITHM)) not in (None, *trained) and ALGORITHM not in own:
+        problems.append(f"{ALGORITHM} is {shown(named)}, which this script does not train by; leave it out.")
     problems += [
         f"{key} must be {_in_words(kinds[key])}, not {shown(value)}.{_YAML_BOOLEANS if isinstance(value, bool) else ''}"
         for key, value in recipe.items()

@@ -87,6 +87,19 @@ def trained_config(config: Any, model: PreTrainedModel | str, dtype: torch.dtype
     return _in_dtype(config, dtype) if isinstance(model, str) else config
 
 
+def attending_by(config: Any, attention: str | None) -> Any:
+    """The config of models with another attention, a copy.
+
+    Args:
+        attention: as of `from_pretrained`'s `attn_implementation`; `None` for the config itself.
+    """
+    if attention is None:
+        return config
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    return config
+
+
 def _untied(config: Any) -> Any:
     config = copy.deepcopy(config)
     untie(config)
@@ -115,7 +128,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def load_policy(
-    model: PreTrainedModel | str, trained: bool, *, in_parts: bool = True, dtype: torch.dtype = torch.float32
+    model: PreTrainedModel | str,
+    trained: bool,
+    *,
+    in_parts: bool = True,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """A causal language model. From a name or path it is in `dtype` if it is trained (in float32 mixed precision uses
     autocast), and in the checkpoint's dtype otherwise.
@@ -123,8 +141,10 @@ def load_policy(
     Args:
         in_parts: from a name or path, on the meta device; its engine reads the parts that its rank needs. A checkpoint
             that cannot be read in parts is loaded whole.
+        attention: as of `attending_by`, for a model that is given by name.
     """
-    return _load(AutoModelForCausalLM, model, in_parts, dtype=dtype if trained else "auto")
+    attends = {} if attention is None else {"attn_implementation": attention}
+    return _load(AutoModelForCausalLM, model, in_parts, dtype=dtype if trained else "auto", **attends)
 
 
 def load_classifier(model: PreTrainedModel | str, trained: bool, *, in_parts: bool = True) -> PreTrainedModel:

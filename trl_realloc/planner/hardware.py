@@ -16,7 +16,7 @@ from ..plan.cluster import Cluster
 from ..plan.model_spec import ModelSpec
 
 
-MOST_PLANNED = 8192  # devices. Choosing a plan for 4,096 devices takes a minute
+MOST_PLANNED = 8192  # devices. Choosing a plan for 4,096 takes some seconds, and the time grows with the number
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ _ELSEWHERE = {
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 
+# the planner's own key in a recipe; a run's parser leaves it out
+ALGORITHM = "algorithm"
 # settings that one algorithm alone has, by which a recipe without `algorithm` is known
 _PPO = ("sft_model_path", "reward_model_path", "value_model_path", "num_ppo_epochs", "num_mini_batches", "kl_coef")
 _RLOO = ("normalize_advantages", "reward_clip_range")
@@ -116,7 +118,7 @@ def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
     Raises:
         PlanError: there is no such algorithm.
     """
-    named = settings.get("algorithm")
+    named = settings.get(ALGORITHM)
     if named is not None:
         if isinstance(named, str) and named in _ELSEWHERE:
             raise PlanError(

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers import AutoConfig
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from ..engines.generation.vllm_support import is_vllm_available
 from ..engines.models import CustomCodeError, ModelError, read_config
+from .accelerate_plugin import ReallocationPlugin
 from .checkpoint.mixin import CheckpointMixin
+from .checkpoint.resuming import ResumeSetting, read_resume_setting
 from .config_checks import ConfigError
 from .grpo_config import RLOOConfig
 from .plug import plug
@@ -44,9 +47,13 @@ def _unless_accelerate(name: str, method: Callable[..., Any]) -> Callable[..., A
     return chosen
 
 
-def plan_generation(trainer: Any) -> None:
+def plan_generation(trainer: Any, plugin: ReallocationPlugin) -> None:
     """Generate by the plan while Accelerate trains, if vLLM is there and can serve the model. Otherwise TRL's
-    generation by Transformers is used, unless vLLM was asked for."""
+    generation by Transformers is used, unless vLLM was asked for.
+
+    Args:
+        plugin: with what the trainer's configuration sets.
+    """
     args = trainer.args
     if args.score_groups_early and trainer.accelerator.is_main_process:
         logger.warning("score_groups_early: where Accelerate trains, reward functions are called on the whole batch.")
@@ -61,22 +68,34 @@ def plan_generation(trainer: Any) -> None:
         logger.warning(
             "vllm_importance_sampling_correction: where Accelerate trains, RLOO's loss is TRL's, without it."
         )
-    plan = None if args.plan in (None, "auto") else args.plan
+    plan = None if plugin.plan == "auto" else plugin.plan
+    wants = None if plugin.generation_engine is None else plugin.generation_engine == "vllm"
     unplanned = "" if plan is None else "plan: it is not used, for "
     unplanned += "the model generates by Transformers, as TRL's does"
-    if args.use_vllm is False or not (args.use_vllm or is_vllm_available()):
+    if wants is False or not (wants or is_vllm_available()):
         if plan is not None and trainer.accelerator.is_main_process:
-            logger.warning(
-                f"{unplanned}: {'use_vllm is false' if args.use_vllm is False else 'vLLM is not installed'}."
-            )
+            reason = "vLLM is not installed" if wants is None else "use_vllm or generation_engine asks for that"
+            logger.warning(f"{unplanned}: {reason}.")
         return
     try:
-        plug(trainer, plan=plan)
+        plug(trainer, plan=plan, heartbeat_timeout=plugin.heartbeat_timeout)
     except (ConfigError, ModelError) as error:
-        if args.use_vllm:  # which has called `plug`, not the user
+        if wants:  # which has called `plug`, not the user
             raise type(error)(str(error).replace("leave plug out", "leave use_vllm out")) from None
         if trainer.accelerator.is_main_process:
             logger.warning(f"{unplanned}: {str(error).partition('; ')[0].removesuffix('.')}.")
+
+
+def checkpoint_of_trainer(setting: ResumeSetting, output_dir: str) -> str | bool | None:
+    """What Trainer's `train` gets as `resume_from_checkpoint`.
+
+    Args:
+        setting: as of `PlannedPolicyTrainer.train`, or of a configuration.
+    """
+    request = read_resume_setting(setting)
+    if request == "auto":
+        return get_last_checkpoint(output_dir)
+    return request if isinstance(request, bool | None) else str(request)
 
 
 def config_or_model(args: Any, model: Any) -> Any:

@@ -1,14 +1,14 @@
 """`ReallocationPlugin`: the settings of the plan and of reallocations, in the form of Accelerate's plugin dataclasses.
 
-Accelerate does not accept plugins of other packages (an unknown handler is a KeyError), so the trainer reads this one
-itself. The settings of PPO are in `ppo_config`.
+Accelerate does not accept plugins of other packages (an unknown handler is a KeyError), so the trainers take this one
+themselves, as `reallocation_plugin`. The settings of PPO are in `ppo_config`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..common.errors import PlanError, shown
@@ -16,7 +16,9 @@ from ..common.errors import PlanError, shown
 
 @dataclass
 class ReallocationPlugin:
-    """Settings that `accelerate launch` can pass through the environment. Fields of `PPOConfig` take precedence.
+    """Settings of the plan and of reallocations that a trainer takes as `reallocation_plugin`, and that `accelerate
+    launch` can pass through the environment. A value that is given here takes precedence over the environment's, and a
+    field of the trainer's configuration over both.
 
     Args:
         plan (`str`, `dict` or `ExecutionPlan`, *optional*, defaults to `"auto"`):
@@ -88,6 +90,19 @@ class ReallocationPlugin:
             raise PlanError(
                 f"heartbeat_timeout is 5 s or more, not {self.heartbeat_timeout}: a busy machine needs some seconds."
             )
+
+    def under(self, args: Any) -> ReallocationPlugin:
+        """This plugin with what a trainer's configuration sets of its fields.
+
+        Args:
+            args: the configuration, with `plan`, `generation_engine` and `heartbeat_timeout`, each of them or `None`.
+
+        Raises:
+            PlanError: a value is not allowed.
+        """
+        names = ("plan", "generation_engine", "heartbeat_timeout")
+        given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        return replace(self, **given)
 
 
 def _number(variable: str, default: float) -> float:

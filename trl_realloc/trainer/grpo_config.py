@@ -17,7 +17,7 @@ from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
 
-# What `model_init_kwargs` may have beside the dtype; the engines attend, place and decode in their own ways.
+# What `model_init_kwargs` may have; the engines place and decode in their own ways.
 _INIT_KWARGS = {"dtype", "torch_dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -128,6 +128,11 @@ def given_dtype(args: PolicyConfig, config: Any) -> torch.dtype:
     """
     name = _dtype_name(_init_kwargs(args))
     return (config.dtype or torch.float32) if name == "auto" else _DTYPES[name]
+
+
+def given_attention(args: PolicyConfig) -> str | None:
+    """The attention of a policy that is given by name, by Transformers' name for it; `None` for the model's own."""
+    return _init_kwargs(args).get("attn_implementation")
 
 
 PolicyConfig = GRPOConfig | RLOOConfig

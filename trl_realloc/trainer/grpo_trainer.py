@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
 from .grpo_config import GRPOConfig, RLOOConfig
 from .policy_ahead import PolicyAheadMixin
@@ -24,15 +25,15 @@ from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 class GRPOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, PolicyCompletionsMixin, TRLGRPOTrainer):
     """TRL's `GRPOTrainer` with every model call on the devices that the execution plan gives it.
 
-    Takes the arguments of the installed TRL's class, in its order. Data, tools, environments, reward functions,
-    advantages, losses and logs are TRL's own code.
+    Takes the arguments of the installed TRL's class, in its order, and a `ReallocationPlugin` as `reallocation_plugin`.
+    Data, tools, environments, reward functions, advantages, losses and logs are TRL's own code.
     """
 
     _tag_names = ["trl", "grpo", "trl-realloc"]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, reallocation_plugin: ReallocationPlugin | None = None, **kwargs: Any) -> None:
         arguments = _named(TRLGRPOTrainer, GRPOConfig, args, kwargs)
-        arguments = self._plan(arguments)
+        arguments = self._plan(arguments, reallocation_plugin)
         with _hidden(arguments["args"], **self._hidden_settings):
             super().__init__(**arguments)
         self._take_over()
@@ -41,16 +42,17 @@ class GRPOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, Pol
 class RLOOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, PolicyCompletionsMixin, TRLRLOOTrainer):
     """TRL's `RLOOTrainer` with every model call on the devices that the execution plan gives it.
 
-    Takes the arguments of the installed TRL's class, in its order. Data, reward functions, advantages, losses and logs
-    are TRL's own code. With `vllm_importance_sampling_correction` the loss gets, as the log-probabilities of the policy
-    before the update, those of the policies that drew the completions.
+    Takes the arguments of the installed TRL's class, in its order, and a `ReallocationPlugin` as `reallocation_plugin`.
+    Data, reward functions, advantages, losses and logs are TRL's own code. With `vllm_importance_sampling_correction`
+    the loss gets, as the log-probabilities of the policy before the update, those of the policies that drew the
+    completions.
     """
 
     _tag_names = ["trl", "rloo", "trl-realloc"]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, reallocation_plugin: ReallocationPlugin | None = None, **kwargs: Any) -> None:
         arguments = _named(TRLRLOOTrainer, RLOOConfig, args, kwargs)
-        arguments = self._plan(arguments)
+        arguments = self._plan(arguments, reallocation_plugin)
         with _hidden(arguments["args"], **self._hidden_settings):
             super().__init__(**arguments)
         self._take_over()

@@ -21,6 +21,7 @@ from ..profiling.job_models import JobModels
 from ..runtime.engine_options import EngineOptions
 from .accelerate_plugin import ReallocationPlugin
 from .optimizers import make_optimizer
+from .plan_settings import vllm_settings
 
 
 if TYPE_CHECKING:
@@ -122,8 +123,6 @@ def engine_options(
     The settings are the same for every plan. If the user passed an optimizer, the run uses that one instead
     (`Setup.engine_options`). The arguments that are not the training arguments' are those of `EngineOptions`.
     """
-    engine_kwargs = args.vllm_engine_kwargs or {}
-    assert not isinstance(engine_kwargs, str), "TrainingArguments reads JSON"
     return EngineOptions(
         device=args.device,
         temperature=temperature,
@@ -145,14 +144,7 @@ def engine_options(
         heartbeat_timeout_s=plugin.heartbeat_timeout or 0.0,
         log_folder=Path(args.output_dir) / "logs",
         checksums=bool(plugin.checksums),
-        vllm={
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "repeatable_sampling": args.vllm_repeatable_sampling,
-            "engine_kwargs": engine_kwargs,
-            "start_timeout_s": args.vllm_start_timeout,
-            "step_timeout_s": args.vllm_step_timeout,
-            "load_timeout_s": args.vllm_load_timeout,
-        },
+        vllm=vllm_settings(args),
     )
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
 from ..runtime.launch.hosts import has_rendezvous, meet
-from ..runtime.launch.launcher import check_launch, separate_attempts
+from ..runtime.launch.launcher import check_launch, separate_attempts, wait_on_own_device
 from ..runtime.launch.network_interfaces import set_gloo_interface
 from ..runtime.launch.slurm import adopt_slurm
 from .config_checks import check_settings
@@ -108,6 +108,24 @@ class PlanSettings:
     )
 
 
+# Arguments of `VLLMEngine`, and the settings that give them.
+_VLLM_SETTINGS = {
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "repeatable_sampling": "vllm_repeatable_sampling",
+    "engine_kwargs": "vllm_engine_kwargs",
+    "start_timeout_s": "vllm_start_timeout",
+    "step_timeout_s": "vllm_step_timeout",
+    "load_timeout_s": "vllm_load_timeout",
+}
+
+
+def vllm_settings(args: Any) -> dict[str, Any]:
+    """The arguments of `VLLMEngine` that a configuration sets, of this package or of TRL."""
+    given = {argument: getattr(args, setting, None) for argument, setting in _VLLM_SETTINGS.items()}
+    assert not isinstance(given["engine_kwargs"], str), "TrainingArguments reads JSON"
+    return {argument: value for argument, value in given.items() if value is not None}
+
+
 @contextmanager
 def before_training_arguments(args: Any) -> Iterator[None]:
     """Around `TrainingArguments.__post_init__` of a configuration: checks its settings first, and what the job was
@@ -128,6 +146,7 @@ def before_training_arguments(args: Any) -> Iterator[None]:
     check_launch(args, allows_fsdp=hasattr(args, "use_vllm"))  # under FSDP Accelerate trains GRPO and RLOO
     set_gloo_interface()
     separate_attempts()
+    wait_on_own_device()
     if not dist.is_initialized() and has_rendezvous():
         meet()  # before a process group is made, which would wait for a host that cannot be reached
     if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":

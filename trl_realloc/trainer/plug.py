@@ -27,13 +27,15 @@ from ..engines.training.accelerate_export import export, is_collective, why_not_
 from ..runtime.launch.hosts import check_gpus, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
 from ..runtime.vllm_start import VLLMOptions
+from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
 from .generation_plan import generation_plan
 from .job_builder import compute_dtype
 from .model_checks import check_adapter_kind
+from .plan_settings import vllm_settings
 from .planned_generation import PlannedGeneration, Policy
 from .policy_lengths import ASSUMED, Lengths, context_length, lengths_of
-from .trl_sampling import read_sampling
+from .trl_sampling import read_sampling, uncorrected_loss
 
 
 logger = logging.get_logger(__name__)
@@ -45,7 +47,7 @@ _ENGINE_SETTINGS = (
 )
 
 
-def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
+def plug(trainer: Any, plan: Any = None, *, heartbeat_timeout: float | None = None, **vllm: Any) -> PlannedGeneration:
     """Let a TRL trainer generate with vLLM engines that this call starts on the devices of the job's own processes.
     All ranks call it together, after making the trainer and before `train`.
 
@@ -59,10 +61,11 @@ def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
             the assignment of `actor.generate` alone, such as `{"mesh": "0-3", "engine": "vllm", "dp": 2, "tp": 2}`.
             Only this assignment of a plan is used, because Accelerate trains on all ranks. By default all devices
             generate, with engines of `args.vllm_tensor_parallel_size` devices.
+        heartbeat_timeout: as of `ReallocationPlugin`, in seconds.
         vllm: settings of the engines that replace those of `args`: `max_model_len` (`vllm_max_model_length`),
             `gpu_memory_utilization` (`vllm_gpu_memory_utilization`), `max_num_seqs`, `kv_cache_gib` (on a CPU),
             `repeatable_sampling`, `engine_kwargs` (further arguments of vLLM's engine), and the time limits of
-            `VLLMEngine`.
+            `VLLMEngine`. With a configuration of this package its settings of engines (`PlanSettings`) are `args`' too.
 
     Returns:
         What is now `trainer.vllm_generation`. Its `close` ends the engines, which otherwise end with the process.
@@ -75,6 +78,7 @@ def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
     args, model = trainer.args, trainer.model
     _check_model(trainer, model)
     _check_settings(args, vllm)
+    plugin = ReallocationPlugin(heartbeat_timeout=heartbeat_timeout or _setting(args, "heartbeat_timeout"))
     sampling = read_sampling(trainer)
     device = trainer.accelerator.device
     check_device(device)
@@ -94,6 +98,7 @@ def plug(trainer: Any, plan: Any = None, **vllm: Any) -> PlannedGeneration:
         context_length=_context_length(trainer, vllm.get("max_model_len"), sampling.max_tokens, config),
         compute_dtype=compute_dtype(args),
         vllm=_engine_settings(args, vllm, resolved["actor.generate"].strategy.dp, len(processes)),
+        heartbeat_timeout_s=plugin.heartbeat_timeout or 0.0,
         log_folder=Path(args.output_dir) / "logs",
     )
     if sampling.max_tokens >= options.context_length:
@@ -184,7 +189,9 @@ def _check_settings(args: Any, vllm: Mapping[str, Any]) -> None:
             "job's devices; leave vllm_mode out, and give plan='separate' to generate on other devices than rank 0's."
         )
     on_cpu = bool(args.use_cpu) or args.device.type == "cpu"
-    problems += engine_argument_problems(vllm.get("engine_kwargs") or {}, on_cpu)
+    problems += engine_argument_problems(vllm.get("engine_kwargs") or {}, on_cpu, "engine_kwargs")
+    if getattr(args, "vllm_importance_sampling_correction", False) and (problem := uncorrected_loss(args)):
+        problems.append(problem)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -233,11 +240,8 @@ def _reads_prompts_as_given(trainer: Any) -> bool:
 def _engine_settings(args: Any, vllm: Mapping[str, Any], engines: int, ranks: int) -> dict[str, Any]:
     """Arguments of `VLLMEngine` that are not in the plan. An engine has room for its share of a generation batch."""
     rows = int(args.per_device_train_batch_size) * int(_setting(args, "steps_per_generation", 1)) * ranks
-    settings: dict[str, Any] = {"max_num_seqs": max(1, -(-rows // engines))}
-    if (share := _setting(args, "vllm_gpu_memory_utilization")) is not None:
-        settings["gpu_memory_utilization"] = float(share)
     own = {name: value for name, value in vllm.items() if name != "max_model_len" and value is not None}
-    return settings | own
+    return {"max_num_seqs": max(1, -(-rows // engines))} | vllm_settings(args) | own
 
 
 def _close_own(trainer: Any) -> None:

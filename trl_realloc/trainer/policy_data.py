@@ -12,7 +12,7 @@ from ..algorithms.prompts import DataError
 
 
 def check_columns(inputs: Mapping[str, Any]) -> None:
-    """Refuse data sets without prompts.
+    """Refuse data sets without prompts, unless environments are given.
 
     Args:
         inputs: the arguments of the trainer's constructor, by name.
@@ -20,6 +20,8 @@ def check_columns(inputs: Mapping[str, Any]) -> None:
     Raises:
         DataError: names the data set and its columns.
     """
+    if inputs.get("environment_factory"):
+        return  # an environment may make the prompts
     for what, dataset in _datasets(inputs):
         columns = getattr(dataset, "column_names", None)  # a stream may have none
         if isinstance(columns, list) and columns and "prompt" not in columns:

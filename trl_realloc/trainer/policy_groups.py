@@ -67,7 +67,7 @@ class Batch:
     columns: Mapping[str, Sequence[Any]]
     others: Mapping[str, Any]
     answers: dict[tuple[int, Group], Future[Answer]] = field(default_factory=dict)
-    ready: queue.SimpleQueue[Group] = field(default_factory=queue.SimpleQueue)
+    ready: queue.SimpleQueue[Group | None] = field(default_factory=queue.SimpleQueue)  # None: no group any more
     is_dropped: bool = False  # nobody will ask for its scores
 
     def __post_init__(self) -> None:
@@ -141,6 +141,7 @@ class GroupScores:
         """Call no function any more for the groups of the latest generation."""
         if self._batch is not None:
             self._batch.is_dropped = True
+            self._batch.ready.put(None)  # the thread may wait for a group that has not ended
             self._batch = None
 
     def add(self, at: int, ids: list[int], completion: Any) -> None:
@@ -161,7 +162,8 @@ class GroupScores:
         if self.device.type == "cuda":  # the current device belongs to a thread
             torch.cuda.set_device(self.device)
         for _ in batch.groups:
-            group = batch.ready.get()
+            if (group := batch.ready.get()) is None:
+                return
             for at in places:
                 with self._turn:
                     if batch.is_dropped:

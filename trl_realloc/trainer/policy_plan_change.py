@@ -47,11 +47,11 @@ class PolicyPlanChangeMixin(PlanChangeMixin):
 
     trains_by_accelerate = False  # then there is no plan to change
     _unit = "generation"
-    _period: _Period | None = None  # of a training
+    _period: _Period | None = None  # of a training by the plan's engines
     _first_generation = 0  # the number of the first one under the plan
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._period = _Period()
+        self._period = None if self.trains_by_accelerate else _Period()
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -70,7 +70,8 @@ class PolicyPlanChangeMixin(PlanChangeMixin):
         Args:
             spans: of its calls; on rank 0.
         """
-        assert self._period is not None, "in a training"
+        if self._period is None:
+            return  # Accelerate trains
         self._period.spans.extend(spans)
         self._period.seconds += seconds
 

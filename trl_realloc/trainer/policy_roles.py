@@ -13,7 +13,7 @@ from ..engines.models import adapters_off, has_adapters, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.roles import RoleModels, Roles
-from .grpo_config import PolicyConfig
+from .grpo_config import PolicyConfig, given_attention
 from .role_models import policy_and_reference
 from .trainer_inputs import TrainerInputs
 
@@ -49,7 +49,14 @@ def build_policy_roles(
     if Role.REFERENCE in configs and has_adapters(model):
         ref_adapter = keep_adapter(model)
     policy, adapted, reference = policy_and_reference(
-        plan, rank, inputs, config, seed=args.seed, adapters=(None, ref_adapter), dtype=config.dtype or torch.float32
+        plan,
+        rank,
+        inputs,
+        config,
+        seed=args.seed,
+        adapters=(None, ref_adapter),
+        dtype=config.dtype or torch.float32,
+        attention=given_attention(args),
     )
     models = {
         Role.ACTOR: RoleModels("policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted)

@@ -19,6 +19,7 @@ from ..common.notices import notice
 from ..engines.base import Sampling
 from ..engines.models import (
     adapts_head,
+    attending_by,
     check_trains,
     has_adapters,
     load_classifier,
@@ -43,7 +44,7 @@ from ..runtime.roles import Roles
 from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
-from .grpo_config import PolicyConfig, check_init_kwargs, given_dtype
+from .grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype
 from .job_builder import compute_dtype
 from .optimizers import LearningRates, check_optimizer, without_parameters, without_whole
 from .plan_request import PlanRequest, read_plan_request
@@ -53,7 +54,7 @@ from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
 from .setup import check_plan_of_run, frozen_in_part, optimizer_maker
-from .trl_sampling import generation_config, sampling_of, stop_token_ids
+from .trl_sampling import generation_config, sampling_of, stop_token_ids, uncorrected_loss
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,10 @@ def prepare_policy(
     configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
     check_optimizer(args, optimizer, scheduler, {"model": model})
     processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
-        model if isinstance(model, str) else model.config._name_or_path, truncation_side="left", padding_side="left"
+        model if isinstance(model, str) else model.config._name_or_path,
+        truncation_side="left",
+        padding_side="left",
+        trust_remote_code=args.trust_remote_code,
     )
     adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
     settings = None if optimizer is None else without_parameters(optimizer)  # kept for the whole run
@@ -156,8 +160,8 @@ def prepare_policy(
     vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
     by_vllm = job_plan.plan["actor.generate"].engine == "vllm"
     corrects = by_vllm and bool(args.vllm_importance_sampling_correction)
-    if corrects:
-        _check_correction(args)
+    if corrects and (problem := uncorrected_loss(args)):
+        raise ConfigError(problem)
     sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
     # the training engine's model takes prompts that are longer than those of the data sets
     tokens = (
@@ -185,21 +189,6 @@ def prepare_policy(
         processing_class=processing_class,
         is_frozen_in_part=frozen_in_part(model),
     )
-
-
-def _check_correction(args: Any) -> None:
-    """TRL's check of the correction, which its constructor leaves out because it does not see `use_vllm`.
-
-    Raises:
-        ConfigError: the loss needs another mode.
-    """
-    if getattr(args, "loss_type", None) != "vespo":
-        return
-    mode = args.vllm_importance_sampling_mode
-    if mode not in ("token_truncate", "token_mask"):
-        raise ConfigError(
-            f"loss_type 'vespo' needs the vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not {mode!r}."
-        )
 
 
 def check_turns(args: PolicyConfig, inputs: Mapping[str, Any]) -> None:
@@ -258,6 +247,8 @@ def _check_models(
     model_checks.check_config_of(config, model, "model")
     if not isinstance(model, str) and peft_config is None:
         check_trains(model, "model")
+    if isinstance(model, str):
+        config = attending_by(config, given_attention(args))
     configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model, given_dtype(args, config))]}
     if Role.REFERENCE in graph.roles:
         configs[Role.REFERENCE] = [config]

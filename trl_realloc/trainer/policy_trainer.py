@@ -32,8 +32,9 @@ from ..runtime.failures.watchdog_client import watch
 from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
 from ..runtime.training_calls import GRAD_NORM, check_first_weights
-from .accelerate_fallback import config_or_model, leave_to_accelerate, plan_generation
+from .accelerate_fallback import checkpoint_of_trainer, config_or_model, leave_to_accelerate, plan_generation
 from .accelerate_plugin import ReallocationPlugin
+from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.policy_mixin import PolicyCheckpointMixin
 from .checkpoint.saving import make_output_dir
 from .config_checks import ConfigError
@@ -76,17 +77,20 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
     _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
     _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
     _grad_norm = 0.0
+    _is_by_name = False  # the user gave the name of a model
     _metrics: Any  # TRL's
 
     # --- making it --------------------------------------------------------------------------------------------------
 
-    def _plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _plan(self, arguments: dict[str, Any], plugin: ReallocationPlugin | None) -> dict[str, Any]:
         """Check the inputs and choose the plan. Returns the arguments of the constructor of TRL's class.
 
         Args:
-            arguments: of our constructor, by name.
+            arguments: those of our constructor that TRL's has too, by name.
+            plugin: `reallocation_plugin` of our constructor.
         """
         args = arguments["args"]
+        self.plugin = (plugin or ReallocationPlugin()).under(args)
         check_columns(arguments)
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
@@ -104,7 +108,7 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
                 logger.warning(f"{reason} The plan is that of the generation alone.")
             self.trains_by_accelerate = True
             return arguments
-        self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
+        self._is_by_name = isinstance(arguments["model"], str)
         self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with self.alarm.covers():
             self.setup = prepare_policy(args, self.plugin, world, arguments)
@@ -120,14 +124,17 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
     @property
     def _hidden_settings(self) -> dict[str, Any]:
         """Settings that the constructor of TRL's class sees with other values, so that it makes no engine and no
-        reference of its own."""
-        return {"use_vllm": False} if self.trains_by_accelerate else {"use_vllm": False, "beta": 0.0}
+        reference of its own, and does not say that it ignores those of a model that has been loaded by them."""
+        if self.trains_by_accelerate:
+            return {"use_vllm": False}
+        loaded = {"model_init_kwargs": None} if self._is_by_name else {}
+        return {"use_vllm": False, "beta": 0.0, **loaded}
 
     def _take_over(self) -> None:
         """Put the plan's calls in the place of TRL's. After the constructor of TRL's class."""
         args = self.args
         if self.trains_by_accelerate:
-            plan_generation(self)
+            plan_generation(self, self.plugin)
             return
         self.model = self.model_wrapped = self.setup.model_before_start
         # newer releases of TRL replace the method by a closure over this model, which its copies would run
@@ -211,6 +218,10 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
             DataError: the training data set does not fill one generation.
             JobFailed: a call failed, here or on another rank.
         """
+        if self.trains_by_accelerate:
+            given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+            folder = checkpoint_of_trainer(given, self.args.output_dir)
+            return super(CheckpointMixin, self).train(folder, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
         check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
         self.is_in_train = True
         with self._failing_together():
@@ -218,9 +229,9 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
             load_start = time.time()
             self._start()
             self._start_seconds = time.time() - load_start
-            folder = None if self._resumed is None else str(self._resumed.folder)
+            resumed = None if self._resumed is None else str(self._resumed.folder)
             check_first_weights(self.placement, "they were given")
-            output = super().train(folder, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
+            output = super().train(resumed, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
             self._finish_save()
             self.calls.stop()
             self.executor.exchange.flush()
@@ -400,9 +411,10 @@ class PlannedPolicyTrainer(PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlan
             self.vllm_generation.close()
 
 
-# The methods of TRL's and Trainer's that a plan replaces. Where Accelerate trains, they are TRL's and Trainer's.
+# The methods of TRL's and Trainer's that a plan replaces. Where Accelerate trains, they are TRL's and Trainer's. So is
+# `train` then, but for the checkpoint that it resumes from.
 SEAMS = (
-    *("train", "evaluate", "predict", "save_model", "_save_checkpoint", "_load_best_model", "_load_from_checkpoint"),
+    *("evaluate", "predict", "save_model", "_save_checkpoint", "_load_best_model", "_load_from_checkpoint"),
     *("_prepare_for_training", "create_optimizer", "_wrap_model", "_move_model_to_device"),
     *("_clip_grad_norm", "_get_grad_norm", "_maybe_log_save_evaluate"),
     *("_prepare_inputs", "_generate_single_turn", "compute_loss", "_get_per_token_logps_and_entropies"),

@@ -90,6 +90,8 @@ class PPOTrainer(
             Adds an adapter to the policy, and trains the adapter alone.
         reward_processing_classes (tokenizer or list of them, *optional*):
             The tokenizer of each reward model; `None` for the policy's tokenizer.
+        reallocation_plugin ([`ReallocationPlugin`], *optional*):
+            Settings of reallocations and of the planner that `args` does not have; by default the environment's.
     """
 
     _tag_names = ["trl", "ppo", "trl-realloc"]
@@ -122,12 +124,13 @@ class PPOTrainer(
         callbacks: list[TrainerCallback] | None = None,
         peft_config: Any = None,
         reward_processing_classes: Any = None,
+        reallocation_plugin: ReallocationPlugin | None = None,
     ) -> None:
         check_config(args)
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
-        self.plugin = ReallocationPlugin(args.plan, args.generation_engine, heartbeat_timeout=args.heartbeat_timeout)
+        self.plugin = (reallocation_plugin or ReallocationPlugin()).under(args)
         inputs = TrainerInputs(
             processing_class=processing_class,
             model=model,

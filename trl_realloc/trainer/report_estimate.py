@@ -60,7 +60,7 @@ def age_table(expected: Mapping[str, float] | None, rows: Sequence[Mapping[str, 
         return None
     settled = known[len(known) // 5 :]
     columns = ["measured"] if expected is None else ["estimated", "measured"]
-    table = Table("age of tokens", *columns, title="age, in updates", title_justify="left")
+    table = Table("age of tokens", *columns, title="age, in versions of the policy", title_justify="left")
     measured = fmean(row["staleness/mean"] for row in settled), max(row["staleness/oldest"] for row in known)
     for name, value in zip(AGES, measured, strict=True):
         values = [value] if expected is None else [expected[AGES[name]], value]

@@ -114,13 +114,14 @@ def policy_and_reference(
     seed: int,
     adapters: tuple[str | None, str | None] = (None, None),
     dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
 ) -> tuple[Any, bool, Callable[[], Any] | None]:
     """The policy, whether it trains adapters alone, and the function that loads the reference: `None` where the policy
     without its adapters is the reference, or the run has none.
 
     Args:
         adapters: the names of the adapter that is trained and of the reference's.
-        dtype: of the parameters of a policy that is given by name.
+        dtype, attention: of a policy that is given by name, as of `load_policy`.
 
     Raises:
         ConfigError: `ref_adapter_name` under a plan that gives the reference parameters of its own.
@@ -131,10 +132,11 @@ def policy_and_reference(
     in_parts = peft_config is None or adapts_unread(peft_config)
     with seeded(seed):
         is_used = has_policy or not isinstance(model, str)
-        policy = load_policy(model, trained=True, in_parts=in_parts, dtype=dtype) if is_used else shell(config)
+        load = partial(load_policy, in_parts=in_parts, attention=attention)
+        policy = load(model, trained=True, dtype=dtype) if is_used else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
     has_reference = Role.REFERENCE in plan.graph.roles
-    reference = _reference_loader(plan, inputs, policy, adapted, in_parts, seed, adapters[1]) if has_reference else None
+    reference = _reference_loader(plan, inputs, policy, adapted, load, seed, adapters[1]) if has_reference else None
     if has_policy:
         with seeded(seed):
             policy = without_dropout(with_adapters(policy, peft_config, adapters[0]))
@@ -147,18 +149,21 @@ def _reference_loader(
     inputs: TrainerInputs,
     policy: Any,
     adapted: bool,
-    in_parts: bool,
+    load: Callable[..., Any],
     seed: int,
     ref_adapter: str | None,
 ) -> Callable[[], Any] | None:
     """The function that loads the reference; `None` where the policy without its adapters is the reference. To be
-    called before the policy gets its adapters."""
+    called before the policy gets its adapters.
+
+    Args:
+        load: as the policy is loaded, with which the reference is compared.
+    """
     if inputs.ref_model is not None:
         return partial(load_seeded, seed, load_policy, inputs.ref_model, trained=False)
     if adapted and in_place(plan["actor.train"], plan["reference.forward"]):
         return None
-    if isinstance(inputs.model, str):  # read as the policy is, which it is compared with
-        load = partial(load_policy, in_parts=in_parts)
+    if isinstance(inputs.model, str):
         return partial(load_seeded, seed, load, inputs.model, trained=False)
     if not adapted:
         return lambda: without_dropout(frozen_copy(policy))  # a copy of the policy as it is when the role is loaded

@@ -12,6 +12,15 @@ from ..engines.generation.sampling_checks import transformers_problems, vllm_pro
 from .config_checks import ConfigError
 
 
+def uncorrected_loss(args: Any) -> str:
+    """Why the loss of TRL's GRPO cannot be corrected for vLLM's log-probabilities; an empty text if it can. TRL's own
+    check is in its constructor, which does not see that vLLM generates."""
+    mode = getattr(args, "vllm_importance_sampling_mode", None)
+    if getattr(args, "loss_type", None) != "vespo" or mode in ("token_truncate", "token_mask"):
+        return ""
+    return f"loss_type 'vespo' needs the vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not {mode!r}."
+
+
 def read_sampling(trainer: Any) -> Sampling:
     """How a trainer's completions are drawn, as TRL's vLLM engine would draw them.
 

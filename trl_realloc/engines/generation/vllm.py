@@ -128,7 +128,9 @@ class VLLMEngine:
     ) -> int | None:
         """Check the arguments. Returns the size of the vocabulary if the config has it."""
         if not is_vllm_available():
-            remedy = "install trl_realloc[vllm], or set generation_engine='transformers'"
+            remedy = (
+                "install trl_realloc[vllm], or set generation_engine: transformers (of GRPO and RLOO, use_vllm: false)"
+            )
             raise EngineError(f"{self.name}: vLLM is not installed; {remedy}.")
         if cores is not None and devices is not None:
             raise EngineError(f"{self.name}: both cpu_cores and cuda_devices are given; an engine has one kind.")

@@ -22,7 +22,6 @@ from ...plan.model_spec import FAMILIES, ModelSpec
 _CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.27 to 0.33
 MOST_CPU_CACHE = 2**30  # bytes
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower ones to the first, and refuses higher ones
-SETTING = "vllm_engine_kwargs"
 
 
 def is_vllm_available() -> bool:
@@ -102,9 +101,9 @@ def cpu_cache_bytes(
 
 # --- arguments of vLLM's engine --------------------------------------------------------------------------------------
 
-_POLICY = "the engine serves the policy that is trained; give PPOTrainer another model"
+_POLICY = "the engine serves the policy that is trained; give the trainer another model"
 _WEIGHTS = "training sends the weights to the engine, which reads no checkpoint; leave it out"
-_TOKENS = "the engine takes and gives token ids, and has no tokenizer; give PPOTrainer another processing_class"
+_TOKENS = "the engine takes and gives token ids, and has no tokenizer; give the trainer another processing_class"
 _DP = "the plan's dp is the number of engines; set dp of the call that generates"
 _ONE_HOST = "an engine is one process with its workers on one host; leave it out"
 _SAMPLING = "the trainer's own settings say how tokens are drawn, and training needs each token's probability as drawn"
@@ -123,7 +122,8 @@ RESERVED: Mapping[str, str] = {
     "trust_remote_code": "no other engine can load a model with code of its own; use one whose family Transformers has",
     "dtype": "the engine computes in the dtype of the training; set bf16, fp16 or neither",
     "seed": "every sample is drawn by a seed of its own; set the run's seed",
-    "max_model_len": "it is the longest prompt with response_length tokens; set response_length",
+    "max_model_len": "it is the longest prompt with the longest response; set response_length (of GRPO and RLOO, "
+    "vllm_max_model_length)",
     "tensor_parallel_size": "it is the plan's tp; set tp of the call that generates, in the plan",
     "pipeline_parallel_size": "engine vllm has no pipeline stages; set tp of the call that generates, in the plan",
     "prefill_context_parallel_size": "a plan has no context parallelism; set tp of the call that generates",
@@ -143,26 +143,26 @@ RESERVED: Mapping[str, str] = {
 _CACHE_BYTES = "on a GPU it is what vllm_gpu_memory_utilization leaves, which the planner counts; set that"
 
 
-def engine_argument_problems(arguments: object, on_cpu: bool) -> list[str]:
+def engine_argument_problems(arguments: object, on_cpu: bool, setting: str = "vllm_engine_kwargs") -> list[str]:
     """A sentence for each of the user's arguments of vLLM's engine that cannot be passed on.
 
     Args:
-        arguments: the setting `vllm_engine_kwargs`.
         on_cpu: whether engines run on the CPU.
+        setting: where the user has set them.
     """
     if not isinstance(arguments, Mapping):
-        return [f"{SETTING} is a mapping like {{max_num_seqs: 128}}, or None, not {shown(arguments)}."]
+        return [f"{setting} is a mapping like {{max_num_seqs: 128}}, or None, not {shown(arguments)}."]
     reserved = RESERVED if on_cpu else {**RESERVED, "kv_cache_memory_bytes": _CACHE_BYTES}
-    problems = [f"{SETTING} cannot set {name}: {reserved[name]}." for name in arguments if name in reserved]
+    problems = [f"{setting} cannot set {name}: {reserved[name]}." for name in arguments if name in reserved]
     known = engine_argument_names()
     if known:
         unknown = [name for name in arguments if name not in reserved]
-        problems += unknown_keys(unknown, sorted({*known} - {*reserved}), f"{SETTING}: vLLM's engine has no argument")
+        problems += unknown_keys(unknown, sorted({*known} - {*reserved}), f"{setting}: vLLM's engine has no argument")
     for name, value in arguments.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
-            problems.append(f"{SETTING}: {name} goes to another process as JSON, which has no {shown(value)}.")
+            problems.append(f"{setting}: {name} goes to another process as JSON, which has no {shown(value)}.")
     return problems
 
 

@@ -318,6 +318,7 @@ class CheckpointMixin:
     def _load_training_state(self, checkpoint: Checkpoint) -> None:
         files = partial(fetch, checkpoint, rank=self.accelerator.process_index, control=self.placement.control)
         load_training_state(self.placement, checkpoint.folder, files)
+        self.placement.forget_copies()
 
     def _resume_hint(self) -> str:
         """Which checkpoint the run can be resumed from, for the message of a failure."""
