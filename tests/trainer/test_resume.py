@@ -41,13 +41,13 @@ def test_the_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kind: str)
 
 
 def test_no_engine_takes_what_it_generated_with_for_the_parameters_of_a_checkpoint(tmp_path: Path) -> None:
-    """Those of another run may have the same number of updates."""
+    """Those of another run may have the same number of optimizer steps."""
     tiny.trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
     made = tiny.resumed(tmp_path / "checkpoint-2", tmp_path / "again", max_steps=3)
     (generator,) = made.placement.generators.values()
-    generator.version = 2
+    generator.version = made.placement.engine("actor.train").version
     made._load_training_state(made._find_checkpoint(str(tmp_path / "checkpoint-2")))
-    assert generator.version == STALE and made.placement.engine("actor.train").version == 2
+    assert generator.version == STALE
 
 
 def test_a_checkpoint_without_the_critic_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
