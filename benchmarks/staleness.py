@@ -3,7 +3,7 @@
     python benchmarks/staleness.py --learning --json benchmarks/results/staleness.json
     python benchmarks/staleness.py --throughput --ages --stragglers --resume --json benchmarks/results/staleness.json
     python benchmarks/staleness.py --overlap --json benchmarks/results/staleness.json
-    python benchmarks/staleness.py --throughput --processes 4 --json benchmarks/results/staleness.json
+    python benchmarks/staleness.py --throughput --overlap --processes 4 --json benchmarks/results/staleness.json
 
 `--learning` trains the demo's task on samples that are exactly k updates old, in one process (`staleness_learning`);
 `--confirm` trains it with vLLM engines on two. The others are runs on 2 processes or more, with samples of skewed
@@ -73,7 +73,7 @@ def _sections(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     if options.throughput:
         made["throughput"] = staleness_counts.throughput(options.runs, options.processes, options.rounds)
     if options.overlap:
-        made["overlap"] = staleness_counts.overlap(options.runs, options.rounds)
+        made["overlap"] = staleness_counts.overlap(options.runs, options.processes, options.rounds)
     if options.ages:
         made["ages"] = staleness_ages.ages(options.runs, options.processes)
     if options.stragglers:

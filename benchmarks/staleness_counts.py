@@ -63,20 +63,21 @@ def throughput(runs: Path, processes: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def overlap(runs: Path, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of an update by what of it overlaps (`OVERLAPS`). The phases of a round follow each other in one job on
-    two processes, in another order in each round; those without a staleness draw the same responses."""
+def overlap(runs: Path, processes: int, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of an update by what of it overlaps (`OVERLAPS`). The phases of a round follow each other in one job, in
+    another order in each round; those without a staleness draw the same responses."""
     names = list(OVERLAPS)
     order = [name for shift in range(rounds) for name in names[shift:] + names[:shift]]
     phases = [{**OVERLAPS[name], "updates": FILL + TIMED, "ends": False} for name in order]
-    options = {"processes": 2, "phases": phases, "of_phases": {"skewed": {"scorer_hidden": 256}, "epochs": 2}}
-    done = staleness_measured.run(runs / "overlap", options)
+    options = {"processes": processes, "phases": phases, "of_phases": {"skewed": {"scorer_hidden": 256}, "epochs": 2}}
+    done = staleness_measured.run(runs / f"overlap-{processes}", options)
     assert done is not None
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name, result in zip(order, done, strict=True):
         seconds[name].append(_seconds_of_update(result))
     return [
         {
+            "processes": processes,
             "overlap": name,
             "seconds_of_update": statistics.median(seconds[name]),
             "gain": statistics.median(
