@@ -1,0 +1,141 @@
+"""`PolicyLossMixin`: TRL's loss with its log-probabilities from the plan's calls, and the training by its gradients.
+
+TRL's loss reads a model through its log-probabilities and entropies alone, so it is computed on leaf tensors with their
+values, and their gradients are what the engines train with (`algorithms.linear_loss`). The micro-batches of an
+optimizer step are collected in `policy_window`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..plan.dataflow import Role
+from ..runtime.host_calls import HostCalls
+from ..runtime.training_calls import GRAD_NORM
+from .config_checks import ConfigError
+from .policy_modules import ReferenceInEngine
+from .policy_setup import PolicySetup
+from .policy_window import Leaves, Rows, Window
+
+
+class PolicyLossMixin:
+    """The methods between TRL's rows and its optimizer step. To be mixed in before TRL's class."""
+
+    args: Any
+    state: Any
+    model: Any
+    accelerator: Any
+    current_gradient_accumulation_steps: int
+    is_in_train: bool
+    setup: PolicySetup
+    plan: Any
+    calls: HostCalls
+    _window: Window
+    _metrics: Any  # TRL's
+    _start: Callable[[], None]
+    _saving_good_state: Callable[[], Any]
+
+    _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
+    _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
+    _grad_norm = 0.0
+    _untrained: int  # micro-batches of an optimizer step that is being made, which a checkpoint counts
+    _buffered_inputs: Any = None  # TRL's
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        self.calls.at(self.state.global_step, evaluates=not self.model.training)
+        return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, without log-probabilities where TRL's generation by Transformers would have none."""
+        made = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+        by_vllm = self.plan["actor.generate"].engine == "vllm"
+        return (made[0], None) if isinstance(made, tuple) and not by_vllm else made
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss, of a micro-batch of the training on leaf tensors."""
+        if torch.is_grad_enabled():
+            self._following = tuple(self._rows_after(inputs))
+        try:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        finally:
+            self._following = ()
+            if not torch.is_grad_enabled() and not self.model.training:
+                self._window.forget_logprobs()  # of an evaluation, which asks for each sample once
+
+    def _rows_after(self, inputs: Any) -> Iterator[Rows]:
+        """The micro-batches of the same optimizer step that have been generated already; none where a forward for an
+        earlier one had them."""
+        buffer = self._buffered_inputs or ()
+        at = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
+        if at and len(self._window):
+            return
+        left = self.current_gradient_accumulation_steps - len(self._window) - 1
+        for part in buffer[at + 1 : at + 1 + left]:
+            ids, masks = (
+                torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+            )
+            yield Rows.of(ids, masks, part["completion_ids"].size(1))
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        compute_entropy: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """(rows, `logits_to_keep`) log-probabilities and, if asked for, entropies, by the plan's calls; where gradients
+        are enabled, leaf tensors."""
+        self._start()  # outside of a training
+        rows = Rows.of(input_ids, attention_mask, logits_to_keep)
+        if isinstance(model, ReferenceInEngine):
+            return self._window.of_reference(rows), None, None
+        logprobs, entropies = self._window.of_policy(rows, self._following)
+        if torch.is_grad_enabled():
+            if self._leaves is not None and self.is_in_train:
+                raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
+            entropies.requires_grad_(getattr(self, "_entropy_bonus_enabled", False))
+            self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies)
+        return logprobs, entropies if compute_entropy else None, None
+
+    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """In the place of Accelerate's backward: collect the slopes of a micro-batch; at the last one of an optimizer
+        step, train."""
+        leaves, self._leaves = self._leaves, None
+        if leaves is None:
+            raise ConfigError(
+                "the loss has not asked for the policy's log-probabilities by _get_per_token_logps_and_entropies, so "
+                "the plan's engines cannot train by it."
+            )
+        loss.backward()
+        self._window.add(leaves, 1 / self.accelerator.num_processes)
+        if self.accelerator.sync_gradients:
+            self._untrained = len(self._window)
+            with self._saving_good_state():
+                outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
+            self._untrained = 0
+            if self.args.skip_nonfinite_updates:
+                self._metrics["train"]["skipped_updates/policy"].append(float(not len(outputs)))
+            self._grad_norm = float(outputs.tensor(GRAD_NORM)[0]) if len(outputs) else 0.0
+
+    def _clip_grad_norm(self, model: Any) -> float:
+        """The norm of the step's gradient before the engine has clipped it."""
+        return self._grad_norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
+        return self._grad_norm
+
+    def forget_step(self) -> None:
+        """Forget the slopes and log-probabilities of an optimizer step."""
+        self._leaves = None
+        self._window.forget()
+
+
+__all__ = ["PolicyLossMixin"]
