@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.plan.batching import balance, micro_batches
+from trl_realloc.plan.batching import balance, micro_batches, work
 
 
 ROWS = st.lists(st.lists(st.integers(-100, 100), max_size=6), max_size=7)
@@ -190,6 +192,20 @@ def test_balance_deals_every_sample_once_and_evenly(lengths: list[int], parts: i
 def test_balance_keeps_grahams_bound_on_his_worst_case() -> None:
     lengths = [5, 5, 4, 4, 3, 3, 3]  # three ranks: 9 tokens each are possible, 11 is what the rule gives
     assert sorted(sum(lengths[i] for i in part) for part in balance(lengths, 3)) == [8, 8, 11]
+
+
+def test_work_is_the_length_where_attention_is_not_counted_and_twice_it_where_it_weighs_as_much_as_all_else() -> None:
+    assert work([3, 0, 100], math.inf) == [3, 0, 100]
+    assert work([100, 50], 100) == [200, 75]
+
+
+def test_a_long_sample_has_fewer_beside_it_than_its_tokens_say() -> None:
+    """Of long contexts, where attention takes as long as all else at 61,000 tokens, as in an 8B model."""
+    lengths = [32_000] + [4_000] * 32
+    by_tokens, by_work = balance(lengths, 4), balance(work(lengths, 61_000), 4)
+    loads = [[sum(work([lengths[i] for i in part], 61_000)) for part in parts] for parts in (by_tokens, by_work)]
+    assert max(loads[1]) < 0.9 * max(loads[0])
+    assert by_work[0] == [0] and sorted(map(len, by_work[1:])) == [10, 11, 11]
 
 
 def test_balance_spreads_equal_samples_by_count() -> None:

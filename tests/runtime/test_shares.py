@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +83,21 @@ def test_the_shares_of_a_training_are_every_mini_batch_and_each_sample_is_sent_o
     for at, mini_batch in enumerate(algorithm.mini_batches(whole, 5)):
         for replica, own in enumerate(balance(mini_batch.lengths.tolist(), devices)):
             equal(own_batches[replica][at], mini_batch.select(own))
+
+
+def test_replicas_share_the_attention_of_long_samples_too() -> None:
+    whole, plan = batch([6, 1, 1, 1]), plan_of(2)  # of 7, 3, 4 and 5 tokens with their prompts
+    for call, equal_at, expected in (
+        ("reference.forward", math.inf, [[0, 1], [2, 3]]),
+        ("reference.forward", 2.0, [[0], [1, 2, 3]]),
+    ):
+        shares = shares_of_samples(plan, GRAPH.call(call), whole, attention_at=equal_at)
+        assert sorted(share.samples.tensor("index").tolist() for share in shares) == expected
+    algorithm = PPO(PPOSettings(LIMIT), seed=3)
+    train = GRAPH.call("actor.train")
+    shares = shares_of_training(plan, train, algorithm, algorithm.prepare(whole), 5, attention_at=2.0)
+    steps = [sorted(map(len, step)) for step in zip(*(share.steps for share in shares), strict=True)]
+    assert steps and all(step == [1, 3] for step in steps)
 
 
 def equal(got: Rollouts, expected: Rollouts) -> None:

@@ -1,4 +1,4 @@
-"""Divides samples by their tokens: among data-parallel replicas, and into micro-batches of a token budget."""
+"""Divides samples: among data-parallel replicas by their work, and into micro-batches of a token budget."""
 
 from __future__ import annotations
 
@@ -6,25 +6,37 @@ import heapq
 from collections.abc import Sequence
 
 
-def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide samples among `parts` ranks so that their token counts are as even as possible.
-
-    The longest sample comes first, and each goes to the rank with the fewest tokens (Graham's LPT rule: the fullest
-    rank has at most 4/3 of the optimum). Deterministic, so that every rank of a mesh computes the same division. Within
-    a part the samples keep their order.
+def work(lengths: Sequence[int], attention_at: float) -> list[float]:
+    """What each sample takes to compute, in tokens of a short one: its length, and for its attention a part that grows
+    with the length's square.
 
     Args:
         lengths: tokens of each sample.
+        attention_at: the length at which attention takes as long as all else (`ModelSpec.attention_at`); infinity for
+            the lengths alone.
+    """
+    return [length + length * length / attention_at for length in lengths]
+
+
+def balance(sizes: Sequence[float], parts: int) -> list[list[int]]:
+    """Divide samples among `parts` ranks so that the sums of their sizes are as even as possible.
+
+    The largest sample comes first, and each goes to the rank with the smallest sum (Graham's LPT rule: the largest sum
+    is at most 4/3 of the optimum). Deterministic, so that every rank of a mesh computes the same division. Within a
+    part the samples keep their order.
+
+    Args:
+        sizes: of each sample, such as its tokens or its `work`.
 
     Returns:
-        `parts` lists of positions. Every position of `range(len(lengths))` is in one of them; some may be empty.
+        `parts` lists of positions. Every position of `range(len(sizes))` is in one of them; some may be empty.
     """
-    heap = [(0, 0, part) for part in range(parts)]
+    heap: list[tuple[float, int, int]] = [(0, 0, part) for part in range(parts)]
     positions: list[list[int]] = [[] for _ in range(parts)]
-    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        tokens, count, part = heapq.heappop(heap)
+    for position in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        size, count, part = heapq.heappop(heap)
         positions[part].append(position)
-        heapq.heappush(heap, (tokens + lengths[position], count + 1, part))
+        heapq.heappush(heap, (size + sizes[position], count + 1, part))
     return [sorted(part_positions) for part_positions in positions]
 
 

@@ -224,6 +224,13 @@ class ModelSpec:
         attention = 4 * self.layers * self.heads * self.head_dim * squared_lengths
         return 2 * tokens * sum(p.elements for p in matrices) + attention
 
+    @property
+    def attention_at(self) -> float:
+        """The length of a sample, in tokens, at which its causal attention has as many FLOPs as all else: half of the
+        pairs of positions. Infinity for a model whose layers are not known. Windows are not counted."""
+        of_token, of_pair = self.forward_flops(1), self.forward_flops(0, 1)
+        return 2 * of_token / of_pair if of_pair else math.inf
+
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
     """Raise `PlanError` with a sentence for each size that is missing, not an integer, or out of its range."""

@@ -41,6 +41,10 @@ class JobModels:
     adapts_head: bool = False
     generation_engine: str = "vllm"
 
+    def attention_at(self, graph: DataflowGraph) -> dict[Role, float]:
+        """`ModelSpec.attention_at` of each role's first model."""
+        return {graph.call(name).role: specs[0].attention_at for name, specs in self.specs.items() if specs}
+
     def shallow(self, most: int, graph: DataflowGraph | None = None) -> JobModels:
         """The same models with fewer layers, at least two, so that each has at most `most` elements where it can.
 

@@ -6,6 +6,7 @@ Sending is in `exchange`, the arithmetic of the division in `shares`, running a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
 from transformers.utils import logging
@@ -126,14 +127,17 @@ class CallInputs:
         Raises:
             NonFiniteError: the call trains, and a number of the samples is not finite.
         """
+        attention_at = self.settings.attention_at.get(call.role, math.inf)
         if not call.trains:
-            return shares_of_samples(self.plan, call, samples, replicas)
+            return shares_of_samples(self.plan, call, samples, replicas, attention_at=attention_at)
         prepared = self.prepare(samples)
         if self.skips_training:
             count = self.plan[call.name].strategy.dp if replicas is None else len(replicas)
             return [Share(Rollouts(), is_skipped=True)] * count
         arrived = self.arrived if call.name in self.plan.on_arrival else None
-        return shares_of_training(self.plan, call, self.algorithm, prepared, self.step, replicas, arrived=arrived)
+        return shares_of_training(
+            self.plan, call, self.algorithm, prepared, self.step, replicas, arrived=arrived, attention_at=attention_at
+        )
 
     def prepare(self, samples: Rollouts) -> Rollouts:
         """The samples with the columns that the algorithm computes before training. The leaders of the meshes that

@@ -50,6 +50,7 @@ class CallSettings:
         reward_tokens: from samples with the column `TEXTS` to what each reward model reads of them, by its name: token
             ids, int64; `None` where reward models read prompts and responses.
         finished: called on the rank that generates, with samples as they end and the columns generated of them.
+        attention_at: by role, as of `plan.batching.work`; without one, samples are divided by their tokens.
         context: of the engines; `None` where every prompt leaves room for the sampling's `max_tokens`.
     """
 
@@ -61,6 +62,7 @@ class CallSettings:
     reward_weights: dict[str, float]
     skip_nonfinite: bool = False
     sampling_of: Mapping[str, Sampling] = field(default_factory=dict)
+    attention_at: Mapping[Role, float] = field(default_factory=dict)
     context: ContextLimit | None = None
     reward_tokens: Callable[[Rollouts], Mapping[str, Ragged]] | None = None
     finished: Callable[[Rollouts], None] | None = None

@@ -6,6 +6,7 @@ because every rank has them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ import torch
 
 from ..algorithms.base import Algorithm, ArrivalAlgorithm
 from ..algorithms.rollout import Ragged, Rollouts
-from ..plan.batching import balance
+from ..plan.batching import balance, work
 from ..plan.dataflow import Call, CallKind
 from ..plan.execution_plan import ExecutionPlan
 from .results import OF_GENERATION
@@ -66,21 +67,27 @@ class Share:
 
 
 def shares_of_samples(
-    plan: ExecutionPlan, call: Call, samples: Rollouts, replicas: Iterable[int] | None = None
+    plan: ExecutionPlan,
+    call: Call,
+    samples: Rollouts,
+    replicas: Iterable[int] | None = None,
+    *,
+    attention_at: float = math.inf,
 ) -> list[Share]:
-    """The share of each replica of a call that does not train: prompts in turn, samples with responses so that the
-    tokens are balanced.
+    """The share of each replica of a call that does not train: prompts in turn, samples with responses so that their
+    work is balanced.
 
     Args:
         samples: the global batch with the columns that the call reads.
         replicas: whose shares are wanted; by default all.
+        attention_at: of the call's model, as of `work`.
     """
     dp = plan[call.name].strategy.dp
     read = samples.only(("index", *call.inputs))
     if call.kind is CallKind.GENERATE:
         positions = deal(samples.ragged(call.inputs[0]), dp)
     else:
-        positions = balance(as_responses(call, samples).lengths.tolist(), dp)
+        positions = balance(work(as_responses(call, samples).lengths.tolist(), attention_at), dp)
     return [Share(read.select(positions[replica])) for replica in (range(dp) if replicas is None else replicas)]
 
 
@@ -109,13 +116,14 @@ def shares_of_training(
     replicas: Iterable[int] | None = None,
     *,
     arrived: ArrivalAlgorithm | None = None,
+    attention_at: float = math.inf,
 ) -> list[Share]:
-    """The share of each replica of a call that trains. The tokens of every mini-batch are balanced over the replicas.
+    """The share of each replica of a call that trains. The work of every mini-batch is balanced over the replicas.
 
     Args:
         prepared: the global batch after `Algorithm.prepare`.
         step: the number of the iteration.
-        replicas: as of `shares_of_samples`.
+        replicas, attention_at: as of `shares_of_samples`.
         arrived: the algorithm, if the gradients of the first mini-batch have been added.
     """
     scale = None
@@ -126,7 +134,7 @@ def shares_of_training(
             scale = arrived.arrival_scale(call.name, batch)
             continue
         added = ("index", *(name for name in batch if name not in prepared))
-        positions = balance(batch.lengths.tolist(), dp)
+        positions = balance(work(batch.lengths.tolist(), attention_at), dp)
         for replica, of_replica in steps.items():
             of_replica.append(batch.only(added).select(positions[replica]))
     # without the outputs of other calls that this call does not read, and what is known of the generation

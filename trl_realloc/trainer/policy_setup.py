@@ -177,7 +177,7 @@ def prepare_policy(
         plan=job_plan.plan,
         model_before_start=policy if has_part else _shell(configs[Role.ACTOR][0], model),
         roles=roles,
-        call_settings=_call_settings(args, sampling, processing_class, rewards, context),
+        call_settings=_call_settings(args, sampling, processing_class, rewards, context, job),
         reward_models=rewards.models,
         algorithm=HostLoss(graph),
         rates=LearningRates.of(args, optimizer, scheduler, (Role.ACTOR,)),
@@ -283,7 +283,12 @@ def _shell(config: Any, model: Any) -> Any:
 
 
 def _call_settings(
-    args: PolicyConfig, sampling: Sampling, processing_class: Any, rewards: Rewards, context: ContextLimit | None
+    args: PolicyConfig,
+    sampling: Sampling,
+    processing_class: Any,
+    rewards: Rewards,
+    context: ContextLimit | None,
+    job: Job,
 ) -> CallSettings:
     return CallSettings(
         sampling=sampling,
@@ -294,4 +299,5 @@ def _call_settings(
         reward_weights=rewards.weights,
         skip_nonfinite=args.skip_nonfinite_updates,
         context=context,
+        attention_at=job.models.attention_at(job.graph),
     )

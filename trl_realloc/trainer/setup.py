@@ -131,7 +131,7 @@ def prepare(
         plan=plan,
         policy=policy,
         roles=roles,
-        call_settings=_call_settings(args, inputs, tokens, rewards),
+        call_settings=_call_settings(args, inputs, tokens, rewards, job),
         algorithm=algorithm,
         train_dataset=prompts.train,
         eval_dataset=prompts.evaluation,
@@ -241,7 +241,9 @@ def _describe_job(
     )
 
 
-def _call_settings(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens, rewards: Rewards) -> CallSettings:
+def _call_settings(
+    args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens, rewards: Rewards, job: Job
+) -> CallSettings:
     return CallSettings(
         sampling=Sampling(
             args.response_length, sampling_temperature(args), () if tokens.stop is None else (tokens.stop,)
@@ -252,6 +254,7 @@ def _call_settings(args: PPOConfig, inputs: TrainerInputs, tokens: SpecialTokens
         functions=rewards.functions,
         reward_weights=rewards.weights,
         skip_nonfinite=args.skip_nonfinite_updates,
+        attention_at=job.models.attention_at(job.graph),
     )
 
 
