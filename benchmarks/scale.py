@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class NoEngines:
 
     takes_part = has
 
-    def prefetch(self, call: str) -> None:
+    def prefetch(self, call: str, beside: Collection[str]) -> None:
         pass
 
     def refresh(self, call: str) -> None:
