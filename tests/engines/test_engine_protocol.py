@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from generating import SAMPLING, buckets, llama, requests, tokens, worst_difference
 from generating import samples as in_order
+from peft import LoraConfig, get_peft_model
 from replay import rollouts
 from torch import Tensor, nn
 from whole_state import load_whole, whole_state
@@ -209,6 +210,29 @@ def test_a_step_that_is_not_finite_is_refused_and_the_next_one_is_as_if_it_had_n
         engine.train(samples, mean_logprob, 1000, 0.1)
     assert made.version == 1
     assert_same(exported(made), exported(other))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_step_that_is_not_finite_is_refused_for_weights_of_16_bits_too(kind: str) -> None:
+    made = build(kind, PolicyHead(tiny.policy().bfloat16(), TEMPERATURE))
+    before = exported(made)
+    with pytest.raises(NonFiniteError, match="the loss of sample 0 of the batch is not finite"):
+        made.train(rollouts(4), broken, 1000, 0.1)
+    assert made.version == 0
+    assert_same(exported(made), before, 0)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_adapter_in_float32_trains_beside_a_whole_layer_in_16_bits(kind: str) -> None:
+    def head() -> PolicyHead:
+        adapters = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2)
+        torch.manual_seed(0)
+        return PolicyHead(get_peft_model(tiny.policy().bfloat16(), adapters), TEMPERATURE)
+
+    made, alone = build(kind, head()), build("replicated", head())
+    for engine in (made, alone):
+        engine.train(rollouts(4), mean_logprob, 1000, 0.1)
+    assert made.grad_norm == pytest.approx(alone.grad_norm, rel=0.02) and made.grad_norm > 0
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -33,6 +33,10 @@ def _megatron_on_one() -> dict[str, Any]:
     return made
 
 
+def _staged_on_one() -> dict[str, Any]:
+    return flatten(Cluster(1, 1), generation_engine="transformers", zero_stage=2).to_dict()
+
+
 def _grpo() -> dict[str, Any]:
     graph, one = grpo_graph(), {"mesh": 0, "engine": "zero"}
     calls = {name: {"mesh": 0, "engine": "transformers"} if "generate" in name else one for name in graph.order}
@@ -102,6 +106,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         {"fp16": True, "use_cpu": False, "plan": _megatron_on_one()},
         "actor.train. does not scale losses",
+    ),
+    "fp16 under a stage of DeepSpeed that does not scale losses": (
+        {},
+        {"fp16": True, "use_cpu": False, "plan": _staged_on_one()},
+        "actor.train has zero_stage 2, and DeepSpeed scales losses, .* set bf16 or zero_stage: 0",
     ),
     "a plan for another algorithm": ({}, {"plan": _grpo()}, "but this trainer runs PPO, with the calls actor.generate"),
     "a preset's typo": ({}, {"plan": "flaten"}, "flatten"),

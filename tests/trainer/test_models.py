@@ -12,12 +12,21 @@ import pytest
 import tiny
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    GPT2Config,
+    SeedOssConfig,
+    Starcoder2Config,
+)
 
 from trl_realloc.engines import models
-from trl_realloc.engines.models import frozen_copy, read_config, trained_config
+from trl_realloc.engines.models import frozen_copy, read_config, trained_config, without_dropout
 from trl_realloc.engines.training.replica_sync import base_names, copy_tensors, model_tensors
 
 
+SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=32)
 
 
@@ -92,6 +101,24 @@ def test_of_two_adapters_one_trains_and_one_is_the_reference(tmp_path: Path) -> 
     assert abs(tiny.updates(made)[0]["objective/kl"]) > 1e-3
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert changed and all(".learns." in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SeedOssConfig(**SMALL, intermediate_size=24, num_key_value_heads=1, head_dim=8),
+        Starcoder2Config(**SMALL, intermediate_size=24, num_key_value_heads=1, residual_dropout=0.1),
+        FalconConfig(**SMALL, hidden_dropout=0.1, attention_dropout=0.1),
+        BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1, attention_dropout=0.1),
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_dropout_is_off_whatever_a_family_calls_it(config: Any) -> None:
+    model, ids = AutoModelForCausalLM.from_config(config).train(), torch.arange(10)[None]
+    assert not torch.equal(model(ids).logits, model(ids).logits), "it has dropout"
+    without_dropout(model)
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 def test_dropout_is_off_in_all_models(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from ..engines.device import memory_bytes
 from ..engines.training import deepspeed_compat
+from ..engines.training.zero_setup import scales_losses
 from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import Cluster
@@ -94,9 +97,11 @@ class Job:
 
     @property
     def zero_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that the planner considers and measures: 0 alone where DeepSpeed is not installed, and where
-        the memory of a device, which the other stages save, is not known."""
-        return (0, 1, 2, 3) if deepspeed_compat.is_installed() and self.memory is not None else (0,)
+        """The ZeRO stages that the planner considers and measures: 0 alone where DeepSpeed is not installed, where it
+        does not scale losses that have to be, and where the memory of a device, which the other stages save, is not
+        known."""
+        scaled = self.options.compute_dtype is not torch.float16 or scales_losses(self.options.deepspeed)
+        return (0, 1, 2, 3) if deepspeed_compat.is_installed() and scaled and self.memory is not None else (0,)
 
     @property
     def memory(self) -> DeviceMemory | None:

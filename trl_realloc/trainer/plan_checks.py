@@ -14,6 +14,7 @@ import torch
 from ..common.errors import Problems
 from ..engines.generation.vllm_support import MIN_TEMPERATURE
 from ..engines.training import deepspeed_compat
+from ..engines.training.zero_setup import scales_losses
 from ..plan.assignment import Assignment
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
@@ -44,8 +45,18 @@ def check_plan(
         PlanError: see `check_layouts`.
     """
     split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
-    if args.fp16 and split:
-        raise ConfigError(f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead.")
+    if compute_dtype(args) is torch.float16:
+        if split:
+            raise ConfigError(
+                f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead."
+            )
+        staged = [name for name in plan.order if plan.graph.call(name).trains and plan[name].strategy.zero_stage]
+        if staged and not scales_losses(launched_deepspeed_config(args)):
+            raise ConfigError(
+                f"{staged[0]} has zero_stage {plan[staged[0]].strategy.zero_stage}, and DeepSpeed scales losses, which "
+                f"fp16 needs, with a config of its own alone; set bf16 or zero_stage: 0, or launch with a DeepSpeed "
+                f"config with fp16 enabled."
+            )
     if plan["actor.generate"].engine == "vllm" and args.temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..engines.models import ModelError
+from ..engines.models import ModelError, dropout_rates
 from .model_checks import check_adapter_kind
 
 
@@ -124,24 +124,11 @@ def _dropout_reasons(config: Any, model: Any, adapters: list[Any]) -> Iterator[s
             yield f"lora_dropout is {adapter.lora_dropout:g}, {way_out}"
     if model is not None:
         rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-        rates += [rate for module in model.modules() for rate in _rates(vars(module))]
+        rates += [rate for module in model.modules() for rate in dropout_rates(vars(module)).values()]
         if any(rates):
             yield f"the model has dropout {max(rates):g}, {way_out}"
         return
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rates = _rates(vars(text))
+    rates = list(dropout_rates(vars(text)).values())
     if any(rates):
         yield f"the model's config has dropout {max(rates):g}, {way_out}"
-
-
-def _rates(settings: Mapping[str, Any]) -> list[float]:
-    """The rates of dropout among a module's or a config's attributes. The names differ between families:
-    `attention_dropout`, `resid_pdrop`, `hidden_dropout`. A classifier's has no effect on a language model."""
-    return [
-        float(value)
-        for name, value in settings.items()
-        if ("dropout" in name or name.endswith("pdrop"))
-        and not name.startswith(("classifier", "summary"))
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
-    ]

@@ -286,19 +286,28 @@ class SplitMasters:
             master.gradient = master.parameter.grad = None
 
     def _sum(self, gradients: dict[str, Tensor]) -> None:
-        groups = self.groups
+        groups, everywhere = self.groups, [master for master in self.all if master.owner == -1]
         if groups.tp.size > 1:
             groups.tp.sum_([gradients[master.name] for master in self.all if master.partial])
-            # every rank has computed these gradients in full; kernels without a fixed order of additions give results
-            # that differ in the last bits, and would make the copies differ
-            unsplit = [m for m in self.all if not m.partial and not is_split(m.parameter)]
-            groups.tp.broadcast([gradients[master.name] for master in unsplit], 0)
-        if groups.ends.size > 1 and groups.ends.rank in groups.ends.ranks:
-            groups.ends.sum_([gradients[master.name] for master in self.all if master.tied])
+        self._agree(gradients, [master for master in self.all if master.owner != -1])
         if groups.dp.size > 1:
-            groups.dp.sum_([gradients[master.name] for master in self.all if master.owner == -1])
+            groups.dp.sum_([gradients[master.name] for master in everywhere])
             for owner, masters in self._by_owner():
                 groups.dp.sum_to([gradients[master.name] for master in masters], owner)
+        # after the sums: groups of three replicas and more may add the same numbers in another order
+        self._agree(gradients, everywhere)
+
+    def _agree(self, gradients: dict[str, Tensor], masters: Sequence[Master]) -> None:
+        """Give the copies of a gradient in a tensor group, and at both ends of a pipeline, the same bits, so that the
+        copies of the weights stay equal."""
+        groups = self.groups
+        if groups.tp.size > 1:
+            # every rank has computed these gradients in full; kernels without a fixed order of additions give results
+            # that differ in the last bits
+            unsplit = [master for master in masters if not master.partial and not is_split(master.parameter)]
+            groups.tp.broadcast([gradients[master.name] for master in unsplit], 0)
+        if groups.ends.size > 1 and groups.ends.rank in groups.ends.ranks:
+            groups.ends.sum_([gradients[master.name] for master in masters if master.tied])
 
     def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """The norm of the full model's gradient, 0-dimensional float64, the same on all ranks."""

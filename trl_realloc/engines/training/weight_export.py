@@ -7,6 +7,7 @@ is in `zero`, which passes the function for it.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -100,30 +101,37 @@ def _weights(model: Any) -> Iterator[_Weight]:
 
     tuned = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     for name, parameter in model.named_parameters():
-        owner = next((layer for layer in tuned if name.startswith(f"{layer}.")), None)
-        if owner is None:
+        # the outermost first: PEFT wraps a module once for each of its parameters that has an adapter of its own
+        owners = [layer for layer in tuned if name.startswith(f"{layer}.")]
+        if not owners:
             if (saved := _saved_name(name, model.active_adapters)) is not None:
                 yield _Weight(saved, (parameter,), parameter.detach)
-        elif name.startswith(f"{owner}.base_layer."):
-            layer = tuned[owner]
-            clean = _clean(name.replace(".base_layer.", "."))
-            others = tuple(p for p in layer.parameters() if p is not parameter)
-            yield _Weight(clean, (parameter, *others), partial(_merged, parameter, layer))
+        elif name.startswith(f"{owners[-1]}.base_layer."):  # otherwise it is an adapter's
+            layers = [tuned[owner] for owner in owners]
+            clean = _clean(re.sub(r"(\.base_layer)+\.", ".", name))
+            others = tuple(p for p in layers[0].parameters() if p is not parameter)
+            yield _Weight(clean, (parameter, *others), partial(_merged, parameter, layers))
 
 
-def _merged(parameter: nn.Parameter, layer: Any) -> Tensor:
+def _merged(parameter: nn.Parameter, layers: Sequence[Any]) -> Tensor:
     """A base layer's parameter after PEFT's own merge, which is right for every kind of adapter (DoRA and IA3 do not
-    only add a product). The layer is unchanged afterwards: `safe_merge` replaces tensors, and the old ones are put
-    back."""
-    merged_before = list(layer.merged_adapters)
-    before = [(base, base.data) for base in layer.get_base_layer().parameters()]
+    only add a product). The layers are unchanged afterwards: `safe_merge` replaces tensors, and the old ones are put
+    back.
+
+    Args:
+        layers: that adapt the base layer, the outermost first.
+    """
+    merged_before = [list(layer.merged_adapters) for layer in layers]
+    before = [(base, base.data) for base in layers[-1].get_base_layer().parameters()]
     try:
-        layer.merge(safe_merge=True)
+        for layer in reversed(layers):
+            layer.merge(safe_merge=True)
         return parameter.data
     finally:
         for base, data in before:
             base.data = data
-        layer.merged_adapters[:] = merged_before
+        for layer, merged in zip(layers, merged_before, strict=True):
+            layer.merged_adapters[:] = merged
 
 
 def _saved_name(name: str, active_adapters: Sequence[str]) -> str | None:

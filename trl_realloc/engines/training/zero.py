@@ -42,7 +42,8 @@ from .replicated import set_learning_rate, whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
 from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
-from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype
+from .zero_scaling import check_gradients, loss_scale, set_loss_scale
+from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype, unify_trained
 
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class ZeroEngine:
         if compiles(settings):
             clear_stale_locks(extensions_folder())
         topology = Topology(group, alone)
+        if parameter_dtype(settings) is None:
+            unify_trained(head.model)
         # before partitioning, because a user's function may look at shapes; parameters that are read get new objects
         optimizer = make_optimizer(head.model) if make_optimizer and source_of(head.model) is None else None
         with compat.initializing(group, device):
@@ -108,6 +111,7 @@ class ZeroEngine:
                 mpu=topology,
                 dist_init_required=False,
             )
+        check_gradients(self.engine.optimizer)
         self._gradients = compat.GradientMemory(self.engine.optimizer)
         self.version, self.grad_norm = 0, math.nan
 
@@ -205,6 +209,7 @@ class ZeroEngine:
             compat.link_state(self.engine.optimizer)
         keys, scalars = [MASTER, *self._state_names()], self._scalars()
         state = TrainingState(self.version, scalars={name: scalars_of(scalars) for name, _ in self._trained()})
+        state.scaler = loss_scale(self.engine.optimizer)
         state.tensors = {name: {key: self._state_part(p, key) for key in keys} for name, p in self._trained()}
         return state
 
@@ -228,6 +233,7 @@ class ZeroEngine:
         for flat in compat.flat_weights(self.engine.optimizer) if keys else ():
             optimizer.state[flat].update(loaded_scalars(optimizer, flat, state.scalars[first]))
         compat.publish_weights(self.engine.optimizer, (p for _, p in trained), self.stage)
+        set_loss_scale(self.engine.optimizer, state.scaler)
         self.version = state.version
 
     def _state_part(self, parameter: Any, key: str) -> StateTensor:

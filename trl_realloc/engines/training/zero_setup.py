@@ -89,12 +89,29 @@ def parameter_dtype(user_config: Mapping[str, Any] | None) -> torch.dtype | None
     return next((dtype for kind, dtype in kinds.items() if config.get(kind, {}).get("enabled")), None)
 
 
+def scales_losses(user_config: Mapping[str, Any] | None) -> bool:
+    """Whether DeepSpeed scales losses with the user's config, as training in float16 needs."""
+    return parameter_dtype(user_config) is torch.float16
+
+
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters of a copy of a model that DeepSpeed trains, as DeepSpeed casts that model's. The buffers keep
     their dtype: the frequencies of a rotary embedding in 16 bits would give other angles at position 2,000."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+
+
+def unify_trained(model: nn.Module) -> None:
+    """Cast a model's trained parameters to one dtype, in place, that of 16 bits if they have several: those of an
+    adapter in float32 beside a layer that is trained whole in bfloat16. DeepSpeed makes one tensor of all of them, and
+    keeps float32 master weights in either case."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    dtypes = {p.dtype for p in trained}
+    if len(dtypes) > 1:
+        narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+        for parameter in trained:
+            parameter.data = parameter.data.to(narrowest)
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:

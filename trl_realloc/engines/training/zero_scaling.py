@@ -1,0 +1,36 @@
+"""What a ZeRO optimizer does about gradients that are not finite: DeepSpeed's check, and its loss scaler of float16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def check_gradients(optimizer: Any) -> None:
+    """Have a ZeRO optimizer skip steps whose gradients are not finite. DeepSpeed looks for them in float16 and float32,
+    and not where the first parameter is in bfloat16 without a config that says so (stage_1_and_2.py:3042)."""
+    if hasattr(optimizer, "check_grad_overflow"):
+        optimizer.check_grad_overflow = True
+
+
+def loss_scale(optimizer: Any) -> dict[str, Any]:
+    """The state of DeepSpeed's dynamic loss scaler under the names of torch's `GradScaler`, so that an engine of
+    another kind goes on with it; empty without one."""
+    scaler: Any = getattr(optimizer, "loss_scaler", None)
+    if not getattr(scaler, "dynamic", False):
+        return {}
+    return {
+        "scale": float(scaler.cur_scale),
+        "growth_factor": float(scaler.scale_factor),
+        "backoff_factor": 1 / float(scaler.scale_factor),
+        "growth_interval": int(scaler.scale_window),
+        "_growth_tracker": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
+    }
+
+
+def set_loss_scale(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Go on with the scale of `loss_scale`, and the number of steps since it was changed."""
+    scaler: Any = getattr(optimizer, "loss_scaler", None)
+    if state and getattr(scaler, "dynamic", False):
+        scaler.cur_scale = state["scale"]
+        scaler.last_overflow_iter = scaler.cur_iter - 1 - state["_growth_tracker"]
