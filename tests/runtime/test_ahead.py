@@ -68,6 +68,18 @@ def test_a_straggler_makes_the_trainer_wait_and_breaks_no_bound() -> None:
         check(step, one.samples, lengths[step])
 
 
+def test_a_second_training_of_a_process_may_begin_at_another_update() -> None:
+    lengths = [[20] * SAMPLES] * 12
+    batches = [batch_of(SAMPLES, seed) for seed in range(12)]
+    job = Job(stale(PLANS["halves"], 1), lengths)
+    _, errors = job.train(batches, 0, 3)
+    assert not errors
+    made, errors = job.train(batches, 8, 11)
+    assert not errors
+    for step, one in enumerate(made, 8):
+        check(step, one.samples, lengths[step])
+
+
 def test_an_evaluation_stops_the_engines_and_the_samples_go_on() -> None:
     lengths = [[40] * SAMPLES] * 4
     batches = [batch_of(SAMPLES, seed) for seed in range(4)]

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from trl_realloc import GRPOTrainer, PPOTrainer
 from trl_realloc.realloc.transfer import TransferError
 from trl_realloc.runtime.failures import watchdog_client
-from trl_realloc.runtime.failures.alarm import is_network
+from trl_realloc.runtime.failures.alarm import Alarm, is_network
 from trl_realloc.runtime.failures.coordinator_watchdog import CoordinatorWatchdog
 from trl_realloc.runtime.failures.liveness import Verdict
 from trl_realloc.runtime.failures.message_socket import MessageSocket
@@ -156,3 +157,49 @@ def test_ranks_look_for_rank_0_by_the_address_that_its_groups_have_too(
     client._configure({"everywhere": local == "1"}, 2, SimpleNamespace(set=store.__setitem__))
     (published,) = store.values()
     assert json.loads(published)["addresses"] == [[host, 7] for host in hosts]
+
+
+def test_a_failure_under_a_changed_plan_is_one_of_the_new_runtime() -> None:
+    rung: list[tuple[str, int]] = []
+    watchdog: Any = SimpleNamespace(
+        rank=0,
+        activity="actor.train",
+        report_error=lambda sentence, generation, network: rung.append(("error", generation)),
+        acknowledge=lambda generation: rung.append(("known", generation)),
+        leave=lambda *args: None,
+    )
+    for kind in (PPOTrainer, GRPOTrainer):
+        trainer: Any = object.__new__(kind)
+        closed: list[str] = []
+        trainer.is_in_train, trainer.alarm = False, Alarm(watchdog)
+        trainer.placement = SimpleNamespace(close=lambda closed=closed: closed.append("old"))
+        rung.clear()
+        with pytest.raises(ValueError, match="no memory"), trainer._failing_together():
+            trainer.alarm = Alarm(watchdog)  # as a plan change makes one
+            trainer.placement = SimpleNamespace(close=lambda closed=closed: closed.append("new"))
+            raise ValueError("no memory")
+        generation = trainer.alarm.generation
+        assert rung == [("error", generation), ("known", generation)] and closed == ["new"]
+
+
+def test_strangers_do_not_end_the_watchdog_of_rank_0() -> None:
+    rank_end, watchdog_end = socket.socketpair()
+    settings = {"rank": 0, "world_size": 2, "pid": os.getpid(), "launcher": 0, "timeout_s": 30.0, "token": "abc"}
+    with rank_end:
+        watchdog = CoordinatorWatchdog(
+            MessageSocket(watchdog_end), {**settings, "everywhere": False, "error_file": None}
+        )
+        port = json.loads(rank_end.recv(1000).splitlines()[0])["port"]
+        lines = [b"0\n", b"GET / HTTP/1.1\n", '{"hello": {"token": "é"}}\n'.encode(), b'{"hello": 3}\n', b"\xff\n"]
+        lines += [b'{"hello": {"token": "abc", "rank": 7}}\n', b'{"hello": {"token": "abc", "rank": "1"}}\n']
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in lines]
+        for stranger, line in zip(strangers, lines, strict=True):
+            stranger.sendall(line)
+        watchdog.receive_from_watchdogs()
+        assert [peer.rank for peer in watchdog.peers if peer.is_open] == []
+        with socket.create_connection(("127.0.0.1", port)) as peer:
+            peer.sendall(b'{"hello": {"token": "abc", "rank": 1}}\n')
+            watchdog.receive_from_watchdogs()
+            assert [peer.rank for peer in watchdog.peers if peer.is_open] == [1]
+        for stranger in strangers:
+            stranger.close()

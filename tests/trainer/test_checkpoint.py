@@ -18,6 +18,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import TrainerCallback
 
@@ -245,6 +246,19 @@ def test_other_data_are_allowed_where_they_are_said_to_begin_anew(saved: Path, t
     assert tiny.updates(first) == tiny.updates(second)
 
 
+def test_the_best_model_of_a_run_on_other_data_is_loaded_at_the_end(saved: Path, tmp_path: Path) -> None:
+    changes = {**SAVING, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    changes |= {"metric_for_best_model": "eval_objective/scores", "greater_is_better": True}
+    given = {"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(8)}
+    made = tiny.trainer(tmp_path, given=given, **changes)
+    made._start()
+    made.state.best_model_checkpoint = str(saved / "checkpoint-2")
+    made._load_best_model()
+    expected = load_file(saved / "checkpoint-2" / "model.safetensors")
+    weights = tiny.weights(made)
+    assert all(torch.equal(weights[f"policy.{name}"], tensor) for name, tensor in expected.items())
+
+
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
@@ -314,7 +328,8 @@ def test_of_old_checkpoints_only_the_runs_own_are_deleted(tmp_path: Path) -> Non
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"checkpoint-99", "checkpoint-98", "checkpoint-1", "checkpoint-4"}
     assert checkpoints_in(tmp_path)[0].name == "checkpoint-4", "the newest is what was written last"
-    assert surplus(tmp_path / "checkpoint-4", "mine", 1, None) == [tmp_path / "checkpoint-1"]
+    for best in (None, Path("elsewhere/checkpoint-9")):
+        assert surplus(tmp_path / "checkpoint-4", "mine", 1, best) == [tmp_path / "checkpoint-1"]
 
 
 def test_a_checkpoint_that_another_rank_deletes_meanwhile_is_none(

@@ -188,3 +188,16 @@ def test_a_float16_scaler_skips_overflowed_gradients_by_itself_but_not_a_loss(tm
     tiny.change_ppo(made, cliprange=math.nan)
     with pytest.raises(REFUSED, match="loss of sample . of the batch is not finite"):
         made.train()
+
+
+def test_the_means_of_an_evaluation_are_of_the_batches_that_have_the_metric(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def scores(completions: list[str], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        return [1.0] * (len(completions) - 1) + [math.inf if len(calls) == 2 else 1.0]
+
+    given = {"reward_model": scores, "eval_dataset": tiny.prompts(16)}
+    made = tiny.trainer(tmp_path, given=given, per_device_eval_batch_size=8, skip_nonfinite_updates=True)
+    metrics = made.evaluate()
+    assert calls == [8, 8] and metrics["eval_objective/scores"] == 1.0

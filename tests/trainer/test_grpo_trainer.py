@@ -16,18 +16,20 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.algorithms.prompts import DataError
+from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.generation.sampling_checks import why_not_moved
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.models import ModelError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
-from trl_realloc.plan.streams import Streams
+from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.runtime.failures.alarm import JobFailed
 from trl_realloc.trainer import policy_trainer
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import check_init_kwargs
 from trl_realloc.trainer.plan_request import PlanRequest
 from trl_realloc.trainer.policy_data import check_columns
-from trl_realloc.trainer.policy_setup import check_turns, of_host_loop
+from trl_realloc.trainer.policy_setup import check_moves, check_turns, of_host_loop
 from trl_realloc.trainer.trainable import why_not_trained
 from trl_realloc.trainer.trl_sampling import sampling_of
 
@@ -314,6 +316,30 @@ def test_a_model_by_path_is_loaded_with_what_is_asked_for(tmp_path: Path, caplog
     assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
     reference = made.placement.engine("reference.forward").head.model
     assert {model.config._attn_implementation for model in (made.model, reference)} == {"eager"}
+
+
+def test_samples_beyond_the_length_up_to_which_longrope_is_one_embedding_are_refused(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "factor": 8.0, "rope_theta": 1e4}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 8, **factors}
+    args = settings(tmp_path)
+    with pytest.raises(ModelError, match=r"actor: its rotary embedding \(longrope\) .* more than 8 tokens"):
+        GRPOTrainer(policy(rope_parameters=rope), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+
+
+def test_what_counts_the_tokens_of_a_response_is_not_drawn_in_two_parts(tmp_path: Path) -> None:
+    why = why_not_moved(Sampling(8, 1.0, extra={"min_tokens": 3}))
+    check_moves(settings(tmp_path), separate(Cluster(1, 4), graph=grpo_graph()), why)
+    ahead = settings(tmp_path, max_staleness=1, use_vllm=True, vllm_importance_sampling_correction=True)
+    with pytest.raises(
+        ConfigError, match="max_staleness is 1, .* min_tokens depends on all tokens .* set max_staleness"
+    ):
+        check_moves(ahead, None, why)
+    moving = replace(
+        separate(Cluster(1, 4), graph=grpo_graph(reward_models=True)), streams=Streams(migration=Migration(0.2, 1))
+    )
+    with pytest.raises(ConfigError, match="min_tokens depends on all tokens .* Leave migration out of the plan"):
+        check_moves(settings(tmp_path), moving, why)
+    check_moves(ahead, moving, None)
 
 
 def test_environments_may_make_the_prompts() -> None:

@@ -154,6 +154,13 @@ def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_t
         report_run(tmp_path)
 
 
+def test_a_run_without_an_estimate_is_not_compared_with_that_of_an_earlier_run(tmp_path: Path) -> None:
+    for file in ("estimate.json", "ages.json", "stages.json"):
+        (tmp_path / file).write_text("{}")
+    save_record(flatten(Cluster(1, 1)), Timeline([Span("actor.generate", 0, 0.0, 3.0, 1)]), None, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.yaml", "timeline.json"}
+
+
 def test_the_picture_of_a_run_that_generates_ahead_shows_what_is_generated_for_later_updates() -> None:
     spans = [
         span

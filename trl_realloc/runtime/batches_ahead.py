@@ -60,6 +60,7 @@ class BatchesAhead:
         self.versions = self.plan.staleness.versions
         self.generate = self.plan.graph.call(calls_ahead(self.plan.graph)[0])
         self.in_flight: dict[int, BatchInFlight] = {}
+        self._latest: int | None = None  # the iteration that was opened last
         self.restarts = 0
         self.messages = exchange.messages.twin()
         self._restored = DrawnSamples()
@@ -92,6 +93,9 @@ class BatchesAhead:
             self.stop()
             self._sampling = sampling
         number = step.number
+        if self._latest is not None and number not in (self._latest, self._latest + 1):
+            self.give_up()  # another training of this process begins elsewhere
+        self._latest = number
         for earlier in [n for n in self.in_flight if n < number]:
             self.in_flight.pop(earlier).running.exchange.flush()
         expected = {number + at: batch for at, batch in enumerate(batches)}
@@ -295,5 +299,5 @@ class BatchesAhead:
         """Go on with samples that were under way when a checkpoint was saved, or the plan changed. Before the first
         iteration; all ranks together, with the same values."""
         self.give_up()
-        self._restored = drawn
+        self._restored, self._latest = drawn, None
         self._update_of = dict(drawn.update_of)

@@ -98,7 +98,10 @@ def sample_seed(seed: int, step: int, index: int, label: str = "", draw: int = 0
     """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
     in the batch, the call's label, and the number of the generation in the step."""
     further = (draw,) if draw else ()
-    return int(np.random.SeedSequence((seed, step, index, *label.encode(), *further)).generate_state(1)[0])
+    # numpy takes a large number for two, of which the second would stand where an update has its samples' index
+    apart = (1,) if step >= EVALUATION_STEP else ()
+    entropy = (seed, step, index, *label.encode(), *further)
+    return int(np.random.SeedSequence(entropy, spawn_key=apart).generate_state(1)[0])
 
 
 def requests_of(

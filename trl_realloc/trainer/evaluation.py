@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -106,7 +106,8 @@ class EvaluationMixin:
         if rows is None:
             raise ValueError("evaluate needs an eval_dataset; none was given to the trainer nor to this call.")
         rows = self._checked(rows)
-        start, sums, count = time.time(), defaultdict[str, float](float), 0
+        start, count = time.time(), 0
+        sums, counts = defaultdict[str, float](float), Counter[str]()  # a batch has no metric that is not finite
         with self._failing_together():
             self._start()
             graph = self.plan.graph
@@ -115,9 +116,10 @@ class EvaluationMixin:
                 iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=scoring)
                 for name, value in iteration.metrics.items():
                     sums[name] += value * len(batch)
+                    counts[name] += len(batch)
                 count += len(batch)
             self._end_together()
-        metrics = {f"{metric_key_prefix}_{name}": total / count for name, total in sums.items()}
+        metrics = {f"{metric_key_prefix}_{name}": total / counts[name] for name, total in sums.items()}
         metrics |= speed_metrics(metric_key_prefix, start, num_samples=count)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -17,6 +17,7 @@ from ..algorithms.rewards import RewardModelSource, Rewards, read_rewards
 from ..common.errors import PlanError
 from ..common.notices import notice
 from ..engines.base import Sampling
+from ..engines.generation.sampling_checks import why_not_moved
 from ..engines.models import (
     adapts_head,
     attending_by,
@@ -45,6 +46,7 @@ from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
 from .grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype
+from .input_checks import check_positions
 from .job_builder import compute_dtype
 from .optimizers import LearningRates, check_optimizer, without_parameters, without_whole
 from .plan_request import PlanRequest, read_plan_request
@@ -150,24 +152,28 @@ def prepare_policy(
     in_head = adapts_head(model, configs[Role.ACTOR][0], peft_config)
     specs = specs_of(configs, graph, dtype, adapts_head=in_head, generation_engine=request.engine)
     models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head, request.engine)
+    vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
+    by_vllm = (request.plan["actor.generate"].engine if request.plan is not None else request.engine) == "vllm"
+    sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
+    stays = why_not_moved(sampling)
+    check_moves(args, request.plan, stays)
     job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
-    job = replace(job, check=check, max_staleness=args.max_staleness, streams=not turn_makers(inputs))
+    streams = not turn_makers(inputs) and stays is None
+    job = replace(job, check=check, max_staleness=args.max_staleness, streams=streams)
     job_plan = (
         plan_job(job, measure_first=plugin.measure == "first")
         if request.plan is None
         else known_estimate(job, request.plan)
     )
-    vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
-    by_vllm = job_plan.plan["actor.generate"].engine == "vllm"
     corrects = by_vllm and bool(args.vllm_importance_sampling_correction)
     if corrects and (problem := uncorrected_loss(args)):
         raise ConfigError(problem)
-    sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
     # the training engine's model takes prompts that are longer than those of the data sets
     tokens = (
         job.options.context_length if by_vllm else args.vllm_max_model_length or positions_of(configs[Role.ACTOR][0])
     )
     context = None if tokens is None else context_limit(tokens, configs[Role.ACTOR][0])
+    check_positions(configs, job.options.context_length)
     announce(request.processes, job_plan.plan, rank)
     policy, roles = build_policy_roles(args, job_plan.plan, rank, model, peft_config, configs, rewards)
     if world.num_processes == 1:
@@ -205,6 +211,30 @@ def check_turns(args: PolicyConfig, inputs: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"max_staleness is {args.max_staleness}, but with {by[0]} the next turn of a completion is known only when "
             f"it is asked for, so nothing can be generated ahead; set max_staleness to 0."
+        )
+
+
+def check_moves(args: PolicyConfig, plan: ExecutionPlan | None, stays: str | None) -> None:
+    """Refuse plans in which a completion is begun by one engine and ended by another, or stopped and gone on with,
+    where its sampling does not allow that. With a staleness evaluations and checkpoints stop what is drawn ahead.
+
+    Args:
+        stays: the reason (`why_not_moved`); `None` where the sampling allows it.
+
+    Raises:
+        ConfigError: for that.
+    """
+    if stays is None:
+        return
+    if args.max_staleness:
+        raise ConfigError(
+            f"max_staleness is {args.max_staleness}, and evaluations and checkpoints stop completions that are drawn "
+            f"ahead, which go on later; but {stays}. Leave the setting out, or set max_staleness to 0."
+        )
+    if plan is not None and plan.streams is not None and plan.streams.migration is not None:
+        raise ConfigError(
+            f"the plan's streams let completions move between engines, but {stays}. Leave migration out of the plan, "
+            f"or leave the setting out."
         )
 
 

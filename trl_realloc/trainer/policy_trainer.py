@@ -298,8 +298,11 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpoint
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
         """Around what all ranks do together. On a failure it tells the other ranks and closes this rank's engines."""
-        with self.alarm.covers(lambda: self.placement.close()):
+        try:
             yield
+        except BaseException:
+            with self.alarm.covers(lambda: self.placement.close()):  # those that a plan change may have made
+                raise
 
     def close(self) -> None:
         """Stop the engines. They are also stopped when the process exits."""

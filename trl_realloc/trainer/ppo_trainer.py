@@ -354,13 +354,13 @@ class PPOTrainer(
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
         """Around what all ranks do together. On a failure it tells the other ranks and closes this rank's engines."""
-        with self.alarm.covers(lambda: self.placement.close()):  # a plan change replaces `self.placement`
-            try:
-                yield
-            except BaseException as error:
-                if self.is_in_train and isinstance(error, Exception) and not isinstance(error, CheckpointError):
-                    error.add_note(self._resume_hint())
-                self.is_in_train = False
+        try:
+            yield
+        except BaseException as error:
+            if self.is_in_train and isinstance(error, Exception) and not isinstance(error, CheckpointError):
+                error.add_note(self._resume_hint())
+            self.is_in_train = False
+            with self.alarm.covers(lambda: self.placement.close()):  # those that a plan change may have made
                 raise
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from ..plan.timeline import Timeline
 
 
 AGES = {"staleness/mean": "mean_age", "staleness/oldest": "oldest"}  # metric -> field of an estimate
-AGES_FILE = "ages.json"
+AGES_FILE, ESTIMATE_FILE = "ages.json", "estimate.json"
 
 
 def estimate_table(estimate: Timeline, measured: Timeline) -> Table:
@@ -81,7 +81,7 @@ def age_lines(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
     """A table and a picture of the estimate in the run's folder; empty without one."""
-    file = folder / "estimate.json"
+    file = folder / ESTIMATE_FILE
     if not exists(file):
         return []
     estimate = Timeline.load(file)

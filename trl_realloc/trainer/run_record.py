@@ -12,7 +12,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.stage_spans import MiniBatchStages, StageSpan
 from ..plan.timeline import Timeline
 from ..planner.priced_plan import PricedPlan
-from .report_estimate import AGES_FILE, estimate_table
+from .report_estimate import AGES_FILE, ESTIMATE_FILE, estimate_table
 from .report_stages import STAGES_FILE
 
 
@@ -39,12 +39,13 @@ def save_record(
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.yaml")
     timeline.save(folder / "timeline.json")
-    (folder / STAGES_FILE).unlink(missing_ok=True)  # of an earlier run in the folder
+    for of_earlier_run in (STAGES_FILE, AGES_FILE, ESTIMATE_FILE):
+        (folder / of_earlier_run).unlink(missing_ok=True)
     if stages and plan.fused:
         MiniBatchStages(stages).save(folder / STAGES_FILE)
     if expected is not None and expected.staleness.versions:
         ages = {"mean_age": expected.estimate.mean_age, "oldest": expected.estimate.oldest}
         (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
     if expected is not None and of_update:
-        expected.timeline.save(folder / "estimate.json")
+        expected.timeline.save(folder / ESTIMATE_FILE)
         Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused)))

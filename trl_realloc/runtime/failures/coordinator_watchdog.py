@@ -59,11 +59,10 @@ class CoordinatorWatchdog(Watchdog):
         for peer in self.peers:
             for message in self._messages(peer):
                 if peer.rank is None:
-                    hello = message.get("hello", {})
-                    if not hmac.compare_digest(str(hello.get("token", "")), self.settings["token"]):
+                    peer.rank = self._rank_of(message.get("hello"))
+                    if peer.rank is None:  # a stranger
                         peer.is_open = False
                         break
-                    peer.rank = int(hello["rank"])
                     if self.verdict is not None:
                         peer.send(verdict=asdict(self.verdict))
                 else:
@@ -110,6 +109,13 @@ class CoordinatorWatchdog(Watchdog):
             self.rank_socket.send(all_leaving=generation)
         for peer in self.peers:
             peer.flush()
+
+    def _rank_of(self, hello: object) -> int | None:
+        """The rank whose watchdog has introduced itself; `None` for anybody else."""
+        given = hello if isinstance(hello, dict) else {}
+        token, rank = str(given.get("token", "")).encode(), given.get("rank")
+        is_known = hmac.compare_digest(token, self.settings["token"].encode())
+        return rank if is_known and isinstance(rank, int) and 0 <= rank < self.settings["world_size"] else None
 
     def _send_to_peers(self, **message: Any) -> None:
         for peer in self.peers:

@@ -39,7 +39,7 @@ class MessageSocket:
             self.is_open = False
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived. Raises `ValueError` for a line that is not JSON."""
+        """The messages that have arrived. Raises `ValueError` for a line that is not a JSON object."""
         if not self.is_open:
             return []
         try:
@@ -51,4 +51,7 @@ class MessageSocket:
         except OSError:
             self.is_open = False
         *lines, self._received = self._received.split(b"\n")
-        return [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("a line is not a JSON object")
+        return messages

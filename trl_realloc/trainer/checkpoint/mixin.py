@@ -308,7 +308,7 @@ class CheckpointMixin:
         """Load the trained models of the best checkpoint, if `load_best_model_at_end` is set."""
         self._finish_save()  # the best one may still be being written
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            current_run = self._current_run()
+            current_run = self._current_run(ignores_data=True)  # its weights alone are taken
             folder, rank = Path(self.state.best_model_checkpoint), self.accelerator.process_index
             control = self.placement.control
             checkpoint = find_checkpoint(str(folder), folder.parent, current_run, rank=rank, control=control)

@@ -245,7 +245,7 @@ def surplus(final: Path, run: str, limit: int, best: Path | None) -> list[Path]:
     """The checkpoints of this run that exceed `limit`, the oldest first. The newest and the best checkpoint,
     checkpoints of other runs, and those without a manifest are never among them."""
     run_checkpoints = [path for path in reversed(checkpoints_in(final.parent)) if _run_of(path) == run]
-    spared = {final, best} if best is not None else {final}
+    spared = {final, *({best} & set(run_checkpoints))}
     return [path for path in run_checkpoints if path not in spared][
         : max(len(run_checkpoints) - max(limit, len(spared)), 0)
     ]
