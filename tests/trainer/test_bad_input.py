@@ -179,6 +179,20 @@ def test_a_plan_that_the_models_cannot_follow_is_refused_from_their_configs_alon
         check_layouts(plan, configs, [])
 
 
+def test_an_attention_that_mixes_the_samples_of_a_row_has_no_pipeline() -> None:
+    config, plan = tiny.config(), flatten(Cluster(1, 2), generation_engine="transformers").to_dict()
+    plan["calls"]["actor.train"] = {"mesh": "0-1", "engine": "megatron", "dp": 1, "pp": 2}
+    deep = ExecutionPlan.from_dict(plan)
+    for attention in (None, "sdpa", "flash_attention_2"):
+        config._attn_implementation = attention
+        check_layouts(deep, {role: [config] for role in Role}, [])
+    config._attn_implementation = "eager"
+    with pytest.raises(
+        PlanError, match="actor.train: its attention is eager, .* use pp: 1"
+    ):
+        check_layouts(deep, {role: [config] for role in Role}, [])
+
+
 def test_a_plan_for_two_processes_is_refused_by_one(tmp_path: Path) -> None:
     plan = Path(__file__).parents[2] / "recipes" / "plans" / "flatten-2.yaml"
     with pytest.raises(ValueError, match=r"plans/flatten-2\.yaml: the plan 'flatten' is for 2 devices .* is 1; launch"):

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..common.errors import Problems
+from ..common.errors import PlanError, Problems
 from ..engines.generation.vllm_support import MIN_TEMPERATURE
 from ..engines.training import deepspeed_compat
+from ..engines.training.packed_attention import may_pack
 from ..engines.training.zero_setup import scales_losses
+from ..engines.transformers_compat import attention_name
 from ..plan.assignment import Assignment
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
@@ -126,5 +128,11 @@ def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:
         head: Literal["lm", "score"] = "lm" if is_policy else "score"
         spec = ModelSpec.from_config(config, head, bytes_per_element=element_bytes(config))
         spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
+        attention = attention_name(config)  # None where Transformers chooses it
+        if assignment.strategy.pp > 1 and attention is not None and not may_pack(attention):
+            raise PlanError(
+                f"its attention is {attention}, by which samples that share a row are mixed, and a pipeline needs "
+                f"packed rows; load it with attn_implementation='sdpa', or use pp: 1."
+            )
         return spec
     return spec_of(config, is_policy)

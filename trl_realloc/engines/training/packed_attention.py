@@ -128,6 +128,11 @@ def packs(model: PreTrainedModel) -> bool:
     return known
 
 
+def may_pack(implementation: str | None) -> bool:
+    """Whether an attention implementation of Transformers can keep the samples of a packed row apart."""
+    return implementation in ("sdpa", PACKED) or is_flash(implementation)
+
+
 def packed_arguments(model: Any, lengths: list[int], ids: Tensor) -> dict[str, Any]:
     """The arguments of a forward of a packed row beside its ids and positions.
 
@@ -149,8 +154,7 @@ def _packs(model: PreTrainedModel) -> bool:
     backbone = backbone_of(model)
     implementation = getattr(backbone.config, "_attn_implementation", None)
     # the kernels of flash attention run on a GPU alone; whether the model mixes samples is seen with another attention
-    is_known = implementation in ("sdpa", PACKED) or is_flash(implementation)
-    if not is_known or getattr(backbone.config, "is_encoder_decoder", False):
+    if not may_pack(implementation) or getattr(backbone.config, "is_encoder_decoder", False):
         return False
     answers = map(_keeps_apart, _models_to_run(backbone))
     kept_apart = next((answer for answer in answers if answer is not None), False)
