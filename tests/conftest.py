@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 
 # Before anything reads them: no model hub, no notices, one thread per process (two cores are shared by several).
@@ -12,9 +14,27 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from ranks import RankServers
 
 
 # No deadline for a single example: the machine is shared, and an example that takes 2 ms may wait for 300.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
+
+
+@pytest.fixture(scope="session")
+def servers(request: pytest.FixtureRequest) -> Iterator[RankServers]:
+    """Fork ranks from processes that have imported what they need."""
+    from ranks import RankServers
+
+    from trl_realloc.engines.generation.vllm_support import is_vllm_available
+
+    starts_engines = any(item.get_closest_marker("vllm") for item in request.session.items)
+    made = RankServers(engines=starts_engines and is_vllm_available())
+    yield made
+    made.close()

@@ -1,7 +1,8 @@
 """Fixtures that launch ranks: each launch has a time limit and leaves no process behind (`launched_job`).
 
-Tests of launchers and of failures start their ranks by `accelerate launch` or `torchrun`. The ranks of the others are
-forked from processes that have imported what they need (`ranks`), which leaves out most of a launch's time.
+The ranks of most tests are forked from processes that have imported what they need (`ranks`), which leaves out most of
+a launch's time. Tests of launchers and of failures start them by `accelerate launch` or `torchrun`, which is forked too
+(`forked_launch`) but for a few tests that start every process as a user does.
 """
 
 from __future__ import annotations
@@ -14,21 +15,11 @@ import pytest
 from launched_job import Job, slowness
 from ranks import RankServers
 
-from trl_realloc.engines.generation.vllm_support import is_vllm_available
-
-
-@pytest.fixture(scope="session")
-def servers(request: pytest.FixtureRequest) -> Iterator[RankServers]:
-    starts_engines = any(item.get_closest_marker("vllm") for item in request.session.items)
-    made = RankServers(engines=starts_engines and is_vllm_available())
-    yield made
-    made.close()
-
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start a script of this folder on so many ranks by a launcher, or by `servers` (with `grace_s` of `Ranks`); ended
-    with the test, however that ends."""
+    """Start a script of this folder on so many ranks by a launcher, or by `servers` (with `grace_s` of `Ranks`), or by
+    a launcher that they fork (`launched`); ended with the test, however that ends."""
     jobs = []
 
     def launch(
@@ -40,10 +31,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         restarts: int = 0,
         servers: RankServers | None = None,
         grace_s: float = 0.0,
+        launched: bool = False,
     ) -> Job:
         folder = tmp_path / name
         folder.mkdir()
-        jobs.append(Job(folder, script, processes, options, config, restarts, servers, grace_s))
+        jobs.append(Job(folder, script, processes, options, config, restarts, servers, grace_s, launched))
         return jobs[-1]
 
     yield launch
@@ -55,8 +47,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 @pytest.fixture
 def run(start: Callable[..., Job], servers: RankServers) -> Callable[..., Path]:
     """Run a script on so many ranks and wait for its good end, for `limit_s` seconds of an idle machine; returns the
-    folder it wrote to. A launcher starts them if `launched`, or if it is to start them again; without it, the ranks
-    have the variables that it would set for a `config`."""
+    folder it wrote to. A launcher starts them if `launched`, or if it is to start them again; nothing is forked if
+    `cold`. Without a launcher, the ranks have the variables that it would set for a `config`."""
 
     def to_the_end(
         script: str,
@@ -65,11 +57,12 @@ def run(start: Callable[..., Job], servers: RankServers) -> Callable[..., Path]:
         name: str,
         limit_s: float = 200,
         launched: bool = False,
+        cold: bool = False,
         restarts: int = 0,
         config: Path | None = None,
     ) -> Path:
-        by = None if launched or restarts else servers
-        job = start(script, processes, options, name, config=config, restarts=restarts, servers=by)
+        how: dict[str, Any] = {"config": config, "restarts": restarts, "launched": launched or bool(restarts)}
+        job = start(script, processes, options, name, **how, servers=None if cold else servers)
         assert job.wait(limit_s * slowness()) == 0, job.text()[-4000:]
         return job.folder
 

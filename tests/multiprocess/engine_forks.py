@@ -1,4 +1,5 @@
-"""vLLM engines that are forked: importing vLLM takes an engine of the tests longer than all that it then does.
+"""Processes that are forked where others would be started, and vLLM engines in particular: importing vLLM takes an
+engine of the tests longer than all that it then does.
 
 A process that has imported vLLM forks an engine whenever its owner would start one. The engine becomes a child of the
 owner, as one that is started is, because the owner adopts the orphans among its descendants (PR_SET_CHILD_SUBREAPER).
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from trl_realloc.engines.child_process import die_with_parent, without_launcher
@@ -61,8 +62,8 @@ def imports() -> None:
         torch._dynamo.config.disable = False
 
 
-class EngineForks:
-    """Forks engines for this process.
+class Forks:
+    """Forks processes that become children of this one.
 
     Args:
         connection: to the process that forks them.
@@ -71,16 +72,44 @@ class EngineForks:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
+    def close(self) -> None:
+        self._connection.close()
+
+    def child(
+        self, environment: Mapping[str, str], log: IO[bytes], keep_fds: Sequence[int], **asked: Any
+    ) -> ForkedProcess:
+        """A new child, with `asked` beside its environment, its output in `log` and only `keep_fds` open besides."""
+        asked |= {"environment": {**environment}, "fds": [*keep_fds], "folder": os.getcwd()}
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(self._connection, [json.dumps(asked).encode()], [log.fileno(), *keep_fds])
+            return ForkedProcess(int(self._connection.recv(64)))  # which has been adopted when it says its pid
+        finally:
+            _adopt_orphans(False)  # nobody would wait for others
+
+
+def fork_forker(be: Callable[[dict[str, Any]], int]) -> socket.socket:
+    """A connection to a fork of this process, which has one thread, that forks processes.
+
+    Args:
+        be: what each of them does with what is asked of it; its exit status.
+    """
+    ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    owner = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        _serve(other.detach(), owner, be)
+    other.close()
+    return ours
+
+
+class EngineForks(Forks):
+    """Forks engines for this process."""
+
     @staticmethod
     def forked() -> EngineForks:
         """By a fork of this process, which has imported vLLM and has one thread."""
-        ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        owner = os.getpid()
-        if os.fork() == 0:
-            ours.close()
-            _serve(other.detach(), owner)
-        other.close()
-        return EngineForks(ours)
+        return EngineForks(fork_forker(_be_engine))
 
     @staticmethod
     def started() -> EngineForks:
@@ -92,26 +121,11 @@ class EngineForks:
         other.close()
         return EngineForks(ours)
 
-    def close(self) -> None:
-        self._connection.close()
-
     def spawn(
         self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], keep_fds: Sequence[int]
-    ) -> ForkedEngine:
+    ) -> ForkedProcess:
         """As `child_process.spawn`, of a command `python ... -m <module> <argument>`."""
-        asked = {
-            "module": command[-2],
-            "argument": command[-1],
-            "environment": {**environment},
-            "fds": [*keep_fds],
-            "folder": os.getcwd(),
-        }
-        _adopt_orphans(True)
-        try:
-            socket.send_fds(self._connection, [json.dumps(asked).encode()], [log.fileno(), *keep_fds])
-            return ForkedEngine(int(self._connection.recv(64)))  # which has been adopted when it says its pid
-        finally:
-            _adopt_orphans(False)  # nobody would wait for others
+        return self.child(environment, log, keep_fds, module=command[-2], argument=command[-1])
 
 
 def _adopt_orphans(adopts: bool) -> None:
@@ -120,8 +134,8 @@ def _adopt_orphans(adopts: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-class ForkedEngine:
-    """What an engine's owner uses of `subprocess.Popen`, of a child that another process has forked."""
+class ForkedProcess:
+    """What an engine's owner and a launcher use of `subprocess.Popen`, of a child that another process has forked."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -140,7 +154,7 @@ class ForkedEngine:
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             time.sleep(0.005)
         return code
 
@@ -150,8 +164,8 @@ class ForkedEngine:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def _serve(connection: int, owner: int) -> None:
-    """Fork an engine for each request, until the owner ends."""
+def _serve(connection: int, owner: int, be: Callable[[dict[str, Any]], int]) -> None:
+    """Fork a process for each request, until the owner ends."""
     die_with_parent(owner)
     requests = socket.socket(fileno=connection)
     while True:
@@ -161,15 +175,17 @@ def _serve(connection: int, owner: int) -> None:
         between = os.fork()
         if between == 0:
             if os.fork() == 0:
-                _become(json.loads(content), fds, requests, owner)
-            os._exit(0)  # which makes an orphan of the engine
+                _become(json.loads(content), fds, requests, owner, be)
+            os._exit(0)  # which makes an orphan of the new process
         os.waitpid(between, 0)
         for fd in fds:
             os.close(fd)
 
 
-def _become(asked: dict[str, Any], fds: Sequence[int], requests: socket.socket, owner: int) -> None:
-    """Be an engine's process, as if it had been started by itself."""
+def _become(
+    asked: dict[str, Any], fds: Sequence[int], requests: socket.socket, owner: int, be: Callable[[dict[str, Any]], int]
+) -> None:
+    """Be a process as if it had been started by itself."""
     code = 1
     try:
         while os.getppid() != owner:
@@ -182,19 +198,10 @@ def _become(asked: dict[str, Any], fds: Sequence[int], requests: socket.socket, 
         os.environ.update(asked["environment"])
         os.chdir(asked["folder"])
         import numpy
-        import torch
 
         random.seed()
         numpy.random.seed()
-        torch._dynamo.config.disable = bool(os.environ.get("TORCH_COMPILE_DISABLE"))
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        sys.argv = [asked["module"], asked["argument"]]
-        sys.orig_argv = [sys.executable, "-P", "-m", *sys.argv]
-        with open("/proc/self/comm", "w") as name:  # the command line is that of the process that was forked
-            name.write(asked["module"].rpartition(".")[2])
-        _begin_as_python(os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
-        code = 0
+        code = be(asked)
     except SystemExit as ending:
         code = exit_status(ending)
     except BaseException:
@@ -204,8 +211,25 @@ def _become(asked: dict[str, Any], fds: Sequence[int], requests: socket.socket, 
         os._exit(code)
 
 
+def _be_engine(asked: dict[str, Any]) -> int:
+    """An engine's process."""
+    import torch
+
+    torch._dynamo.config.disable = bool(os.environ.get("TORCH_COMPILE_DISABLE"))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    sys.argv = [asked["module"], asked["argument"]]
+    sys.orig_argv = [sys.executable, "-P", "-m", *sys.argv]
+    with open("/proc/self/comm", "w") as name:  # the command line is that of the process that was forked
+        name.write(asked["module"].rpartition(".")[2])
+    _begin_as_python(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    return 0
+
+
 def exit_status(ending: SystemExit) -> int:
-    """Of an interpreter that this exception ends."""
+    """Of an interpreter that this exception ends, which says what it is not a number for."""
+    if not isinstance(ending.code, int | None):
+        print(ending.code, file=sys.stderr)
     return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
 
 
@@ -232,4 +256,4 @@ def _take_descriptors(fds: Sequence[int], numbers: Sequence[int]) -> None:
 if __name__ == "__main__":
     imports()
     gc.freeze()
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]), _be_engine)

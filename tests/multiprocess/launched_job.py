@@ -41,10 +41,24 @@ def variables_of(config: Path, processes: int) -> dict[str, str]:
     return {name: value for name, value in made.items() if name.startswith("ACCELERATE_")}
 
 
+def _launcher(processes: int, config: Path | None, restarts: int) -> list[str]:
+    """Python's arguments before the script's name."""
+    if restarts:
+        torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+        return [*torchrun, "--max_restarts", str(restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+    if processes == 1 and config is None:
+        return []
+    accelerate = ["-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
+    alone = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
+    accelerate += ["--config_file", str(config)] if config else alone
+    return [*accelerate, "--num_processes", str(processes), "--dynamo_backend", "no"]
+
+
 class Job:
     """One launch of a script in `accelerate launch`, or alone, with one process; or in `torchrun`, which starts it
-    again so many times (`restarts`); or by `servers`, with `grace_s` of `Ranks`. All of it is marked by an environment
-    variable, by which whatever it left running is found; what servers have forked by a file that it has in memory."""
+    again so many times (`restarts`); or by `servers`, with `grace_s` of `Ranks`. With `servers` and `launched` the
+    launcher is forked, and forks its ranks. All of it is marked by an environment variable, by which whatever it left
+    running is found; what servers have forked by a file that it has in memory."""
 
     def __init__(
         self,
@@ -56,6 +70,7 @@ class Job:
         restarts: int = 0,
         servers: RankServers | None = None,
         grace_s: float = 0.0,
+        launched: bool = False,
     ) -> None:
         self.folder, self.mark = folder, f"{folder}"
         # what is not about the planner runs under a preset: measuring takes a while, and chooses what it likes
@@ -67,29 +82,28 @@ class Job:
             "DS_ACCELERATOR": "cpu",
         }
         self.log = (folder / "log.txt").open("w+")
-        arguments = [str(folder), json.dumps(options)]
+        log, arguments = Path(self.log.name), [str(folder), json.dumps(options)]
         self.process: subprocess.Popen[bytes] | Ranks
         if servers is not None:
             environment[MARK_FILE] = str(folder / "mark")
             (folder / "mark").write_bytes(b"\0")
+        if servers is not None and not launched:
             environment |= variables_of(config, processes) if config else {}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if processes > 1 else {}
-            log = Path(self.log.name)
             self.process = servers.launch(HERE / script, processes, arguments, log, grace_s, **environment)
             return
-        command = [sys.executable]
-        if restarts:
-            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-            command += ["--max_restarts", str(restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-        elif processes > 1 or config is not None:
-            command += ["-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
-            alone = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
-            command += ["--config_file", str(config)] if config else alone
-            command += ["--num_processes", str(processes), "--dynamo_backend", "no"]
-        command += [str(HERE / script), *arguments]
+        command = [*_launcher(processes, config, restarts), str(HERE / script), *arguments]
+        if servers is not None:
+            self.process = servers.launcher(command[1], command[2:], log, environment)
+            return
         self.process = subprocess.Popen(
-            command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
+            [sys.executable, *command], env=environment, stdout=self.log, stderr=self.log, start_new_session=True
         )
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher, or of the first rank."""
+        return self.process.members[0][1] if isinstance(self.process, Ranks) else self.process.pid
 
     def wait(self, timeout_s: float) -> int:
         timeout_s = patience(timeout_s)

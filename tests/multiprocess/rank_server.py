@@ -1,14 +1,16 @@
 """A process that has imported what ranks import, and forks ranks: `python rank_server.py [engines]`.
 
 Importing torch, Transformers, TRL and DeepSpeed takes a rank of the tests longer than what it then does. Each line of
-the standard input asks for a rank (`script`, `arguments`, `environment`, `log`); the standard output names each forked
-process (`pid`), and its exit status when it has ended (`pid`, `code`). The client is in `ranks`.
+the standard input asks for a rank (`script`, `arguments`, `environment`, `log`, `host`, and whether it `launches`
+others); the standard output names each forked process (`pid`), and its exit status when it has ended (`pid`, `code`).
+The client is in `ranks`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import mmap
@@ -16,6 +18,7 @@ import os
 import selectors
 import signal
 import sys
+import tempfile
 import threading
 import types
 from pathlib import Path
@@ -124,28 +127,54 @@ def become(rank: dict[str, Any], server: Server) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    if rank["host"]:
+        _enter(rank["host"])
     os.environ.clear()
     os.environ.update(rank["environment"])
+    tempfile.tempdir = None  # which is read from there
     if MARK_FILE in os.environ:
         with open(os.environ.pop(MARK_FILE), "rb") as mark:
             _marks.append(mmap.mmap(mark.fileno(), 0, prot=mmap.PROT_READ))
     numpy.random.seed()
-    if ENGINES in sys.argv:
+
+
+def _enter(process: int) -> None:
+    """Go on in the namespaces of another process, as `nsenter -n -u -m -p`. This process stays outside of the last ones
+    and ends with the one that goes on in there."""
+    from trl_realloc.engines.child_process import die_with_parent
+
+    library = ctypes.CDLL(None, use_errno=True)
+    namespaces = [os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt", "pid")]
+    for descriptor in namespaces:
+        if library.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"setns to the namespaces of process {process} failed")
+        os.close(descriptor)
+    inside = os.fork()
+    if inside:
+        code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+    die_with_parent(0)  # it has no number in there
+    os.setsid()
+
+
+def fork_engines() -> None:
+    """Have the engines of this rank forked, if vLLM has been imported."""
+    if "vllm" in sys.modules:
         from trl_realloc.engines.generation import engine_process
 
         engine_process.spawn = engine_forks.EngineForks.forked().spawn  # type: ignore[assignment]
-    sys.argv = [rank["script"], *rank["arguments"]]
 
 
-def run(script: Path) -> int:
+def run(script: str, arguments: list[str]) -> int:
     """Run a script as the main module; its exit status. Without the end of the interpreter, which would take apart all
     that was imported for as long as a short training takes."""
+    sys.argv = [script, *arguments]
     module = types.ModuleType("__main__")
-    module.__file__ = str(script)
+    module.__file__ = script
     sys.modules["__main__"] = module
     code = 0
     try:
-        exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), vars(module))
+        exec(compile(Path(script).read_text(encoding="utf-8"), script, "exec"), vars(module))
     except SystemExit as ending:
         code = engine_forks.exit_status(ending)
     except BaseException as error:
@@ -171,7 +200,9 @@ def main() -> None:
     if rank is None:
         os._exit(0)
     become(rank, server)
-    os._exit(run(Path(rank["script"])))
+    if not rank["launches"]:
+        fork_engines()
+    os._exit(run(rank["script"], rank["arguments"]))
 
 
 if __name__ == "__main__":

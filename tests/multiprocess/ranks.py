@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 # the tree that is tested, whichever one is installed
-SEARCHED = os.pathsep.join(str(HERE.parent / folder) for folder in ("trainer", "runtime", ".."))
+SEARCHED = os.pathsep.join(str(HERE.parent / folder) for folder in ("", "trainer", "runtime", ".."))
 
 MARK_FILE = "TRL_REALLOC_TEST_MARK"  # variable: a file that a rank keeps in memory, as do its forks
 
@@ -50,10 +50,20 @@ class RankServer:
             )
             os.set_blocking(self._stream("stdout"), False)
 
-    def fork(self, script: Path, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        """The pid of a new process that runs `script`; its output is appended to `log`."""
+    def fork(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        host: int = 0,
+        launches: bool = False,
+    ) -> int:
+        """The pid of a new process that runs `script`; its output is appended to `log`. It runs in the namespaces of
+        the process `host`, if there is one. `launches`: it is not a rank, but forks ranks."""
         self.begin()
-        request = {"script": str(script), "arguments": [*arguments], "environment": {**environment}, "log": str(log)}
+        request: dict[str, Any] = {"script": str(script), "arguments": [*arguments], "environment": {**environment}}
+        request |= {"log": str(log), "host": host, "launches": launches}
         os.write(self._stream("stdin"), json.dumps(request).encode() + b"\n")
         while True:
             for reply in self.replies(None):
@@ -109,6 +119,15 @@ class RankServers:
             variables = {name: str(value) for name, value in names.items()} if processes > 1 else {}
             members.append((server, server.fork(script, arguments, {**environment, **variables}, log)))
         return Ranks(members, grace_s)
+
+    def launcher(
+        self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], host: int = 0
+    ) -> Ranks:
+        """A launcher, as `python -m module arguments`, which forks its ranks (`forked_launch`). `host`: see
+        `RankServer.fork`."""
+        server = self.servers[0]
+        pid = server.fork(HERE / "forked_launch.py", [module, *arguments], environment, log, host, launches=True)
+        return Ranks([(server, pid)])
 
     def close(self) -> None:
         for server in self.servers:

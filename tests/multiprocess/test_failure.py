@@ -16,7 +16,8 @@ import pytest
 import shared_memory
 from limits import patience
 from ranks import RankServers
-from test_streamed import CONFIG, MIGRATION, TWO_ENGINES
+from test_plans import plan
+from test_streamed import CONFIG, MIGRATION, ONE_ENGINE, TWO_ENGINES
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
@@ -102,11 +103,15 @@ def test_an_engine_killed_while_samples_move_to_it_ends_the_job(
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_with_its_launcher_the_whole_job_ends(start: Callable[..., Any], how: signal.Signals) -> None:
+def test_with_its_launcher_the_whole_job_ends(
+    start: Callable[..., Any], servers: RankServers, how: signal.Signals
+) -> None:
+    """All processes are started as a user does before the launcher is killed, and forked before it is terminated."""
     shared_before = shared_memory.names()
-    job = start("train.py", 2, LONG)
-    wait_for_generation(job, 2)
-    os.kill(job.process.pid, how)
+    options = {**LONG, "plan": plan(2, changed=ONE_ENGINE)}
+    job = start("train.py", 2, options, servers=servers if how is signal.SIGTERM else None, launched=True)
+    wait_for_generation(job, 1)
+    os.kill(job.pid, how)
     job.wait(60)
     assert job.gone_within(40 if how is signal.SIGTERM else GONE_WITHIN_S), job.members()
     assert not shared_memory.left(shared_before, 5.0)

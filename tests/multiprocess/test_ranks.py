@@ -114,6 +114,31 @@ def test_a_killed_job_leaves_no_process_of_its_ranks(servers: RankServers, tmp_p
     assert not any(session_members(int(path.stem)) for path in found)
 
 
+def test_ranks_of_a_forked_launcher_are_its_children_with_the_variables_that_it_sets(
+    servers: RankServers, tmp_path: Path
+) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (tmp_path / "script.py").write_text(
+        "import json, os, sys\nfrom pathlib import Path\n"
+        "found = {name: os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'TORCHELASTIC_RUN_ID', 'GIVEN')}\n"
+        "found |= {'parent': os.getppid(), 'session': os.getsid(0) == os.getpid(), 'name': __name__}\n"
+        "Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps(found))\n"
+        "sys.exit('ended by itself' if json.loads(sys.argv[2])['fails'] else 0)\n"
+    )
+    for fails in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GIVEN", "so")
+            job = Job(folder, str(tmp_path / "script.py"), 2, {"fails": fails}, None, servers=servers, launched=True)
+        assert bool(job.wait(60)) == fails, job.text()
+        job.log.close()
+        assert ("ended by itself" in job.text()) == fails
+        for rank in () if fails else (0, 1):  # one that fails ends the other
+            found = json.loads((folder / str(rank)).read_text())
+            assert found.pop("TORCHELASTIC_RUN_ID") and found.pop("parent") == job.pid
+            assert found == {"RANK": str(rank), "WORLD_SIZE": "2", "GIVEN": "so", "session": True, "name": "__main__"}
+
+
 def test_a_forked_engine_is_a_child_with_what_it_was_given_and_ends_with_its_owner(tmp_path: Path) -> None:
     (tmp_path / "an_engine.py").write_text(
         "import json, os, sys, time\nfrom trl_realloc.engines.child_process import die_with_parent\n"

@@ -76,7 +76,7 @@ def test_zero_3_without_a_reference_saves_and_its_checkpoint_resumes_under_anoth
 ) -> None:
     config = RECIPES / "deepspeed_zero3.yaml"
     options = {**STEPS, "use_cpu": False}
-    two = run("train.py", 2, options, "two", config=config, launched=True)
+    two = run("train.py", 2, options, "two", config=config, cold=True)
     check_saved(two)
     settings = json.loads((two / "rank-0.json").read_text())["deepspeed"]
     assert settings == {"stage": 3, "clipping": 0.7, "offload": "none", "bf16": False}, "the launcher's config is kept"
