@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
 import torch
-from limits import patience
+from launched_job import Job
+from ranks import RankServers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,31 +51,16 @@ def test_names_do_not_show_what_wraps_a_layer() -> None:
     assert difference(exported(model)) == ""
 
 
-def sharded(rank: int, store: str, results: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model, mesh = tiny.policy(), init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    assert all(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters())
-    results.put((rank, is_collective(model), difference(exported(model))))
-    torch.distributed.barrier()
-
-
 @pytest.mark.multiprocess
-def test_what_fsdp2_has_sharded_is_whole_on_every_rank(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    ranks = [context.Process(target=sharded, args=(rank, str(tmp_path / "store"), results)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
+def test_what_fsdp2_has_sharded_is_whole_on_every_rank(tmp_path: Path, servers: RankServers) -> None:
+    job = Job(tmp_path, __file__, 2, {}, None, servers=servers)
     try:
-        found = sorted(results.get(timeout=patience(60)) for _ in ranks)
-        assert found == [(0, True, ""), (1, True, "")]
+        assert job.wait(60) == 0, job.text()[-4000:]
     finally:
-        for process in ranks:
-            process.join(10)
-            process.kill()
+        job.kill()
+        job.log.close()
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert found == [[True, ""], [True, ""]]
 
 
 def test_fsdp_1_and_quantized_models_are_not_exported() -> None:
@@ -83,3 +69,20 @@ def test_fsdp_1_and_quantized_models_are_not_exported() -> None:
     quantized = tiny.policy()
     quantized.is_quantized = True
     assert "quantized" in str(why_not_exported(quantized))
+
+
+def _sharded(folder: Path) -> None:
+    """What a rank of the test of FSDP2 does."""
+    torch.distributed.init_process_group("gloo")
+    model, mesh = tiny.policy(), init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert all(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters())
+    found = [is_collective(model), difference(exported(model))]
+    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    _sharded(Path(sys.argv[1]))

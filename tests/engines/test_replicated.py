@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-import time
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from limits import patience
+from launched_job import Job
 from peft import LoraConfig, get_peft_model
+from ranks import RankServers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 from whole_state import load_whole, whole_state
@@ -320,45 +322,15 @@ def test_a_float16_role_goes_on_with_the_loss_scale_it_had(samples: Rollouts) ->
     assert other.scaler.get_scale() == 1024.0 != engine(policy_head(), compute_dtype=torch.float16).scaler.get_scale()
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    try:
-        group = MeshGroup((0, 1), rank, dist.group.WORLD)
-        samples = mini_batch()
-        out: dict[str, Any] = {}
-        for name, deal in DEALS.items():
-            mine = samples.select((deal or balance(samples.lengths.tolist(), 2))[rank])
-            made = engine(value_head(), group, max_grad_norm=0.5)
-            statistics = made.train(mine, VALUE_LOSS, 15, learning_rate=1.0)
-            own = cut(mine, 15, ALONE, in_step=False)
-            in_step = cut(mine, 15, group, in_step=True)
-            out[name] = {
-                "index": mine.tensor("index"),
-                "state": state(made),
-                "statistics": statistics,
-                "own": own,
-                "in_step": in_step,
-            }
-        uneven = engine(value_head(), group, compute_dtype=torch.float16)
-        uneven.train(samples if rank == 0 else samples.select([]), VALUE_LOSS, 15, learning_rate=1.0)
-        out["without samples"] = {"state": state(uneven)}
-        torch.save(out, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    job = torch.multiprocessing.spawn(_rank, (str(folder),), nprocs=2, join=False)
-    deadline = time.monotonic() + patience(120)
+    job = Job(folder, __file__, 2, {}, None, servers=servers)
     try:
-        while not job.join(timeout=1):
-            assert time.monotonic() < deadline, "two ranks did not finish"
+        assert job.wait(120) == 0, job.text()[-4000:]
     finally:
-        for process in job.processes:
-            process.kill()
+        job.kill()
+        job.log.close()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -389,3 +361,35 @@ def test_a_rank_without_samples_in_its_first_step_steps_in_float16_too(two_ranks
     first, second = (rank["without samples"]["state"] for rank in two_ranks)
     assert_same(second, first, tolerance=0.0)
     assert furthest(first, state(engine(value_head()))) > 1e-4
+
+
+def _rank(folder: Path) -> None:
+    """What a rank of `two_ranks` does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = MeshGroup((0, 1), rank, dist.group.WORLD)
+    samples = mini_batch()
+    out: dict[str, Any] = {}
+    for name, deal in DEALS.items():
+        mine = samples.select((deal or balance(samples.lengths.tolist(), 2))[rank])
+        made = engine(value_head(), group, max_grad_norm=0.5)
+        statistics = made.train(mine, VALUE_LOSS, 15, learning_rate=1.0)
+        own = cut(mine, 15, ALONE, in_step=False)
+        in_step = cut(mine, 15, group, in_step=True)
+        out[name] = {
+            "index": mine.tensor("index"),
+            "state": state(made),
+            "statistics": statistics,
+            "own": own,
+            "in_step": in_step,
+        }
+    uneven = engine(value_head(), group, compute_dtype=torch.float16)
+    uneven.train(samples if rank == 0 else samples.select([]), VALUE_LOSS, 15, learning_rate=1.0)
+    out["without samples"] = {"state": state(uneven)}
+    torch.save(out, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]))
