@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from namespaces import Hosts, missing
+from ranks import RankServers
 from two_starts import TwoStarts
 
 
@@ -34,7 +35,9 @@ def make_hosts(can_make_hosts: None, tmp_path: Path) -> Iterator[Callable[..., H
 
 
 @pytest.fixture(scope="session")
-def two_starts(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoStarts]:
+def two_starts(
+    can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory, servers: RankServers
+) -> Iterator[TwoStarts]:
     """A job on two hosts whose hostnames stand for a loopback address, started twice."""
     with Hosts(tmp_path_factory.mktemp("two_starts") / "hosts", rate=None, resolvable=False) as hosts:
-        yield TwoStarts(hosts)
+        yield TwoStarts(hosts, servers)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from limits import patience
 from namespaces import Hosts
+from ranks import SEARCHED, Ranks, RankServers
 
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,7 @@ class HostsJob:
         environment: beside this process's.
         name: of its logs, which lie in `hosts.folder`.
         launcher: Accelerate's; without it one process on each host, with the variables that every launcher sets.
+        servers: fork the launchers, which fork their ranks, or these processes; else all are started.
     """
 
     def __init__(
@@ -48,16 +50,16 @@ class HostsJob:
         config: Path | None = None,
         name: str = "job",
         launcher: bool = True,
+        servers: RankServers | None = None,
     ) -> None:
-        paths = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "multiprocess"), str(ROOT)]
         given = {
             "TRL_REALLOC_PLAN": "flatten",
             "DS_ACCELERATOR": "cpu",
             "TRL_REALLOC_CACHE": str(hosts.folder / "tmp" / "cache"),
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join((SEARCHED, str(ROOT / "tests" / "multiprocess"))),
         }
         self.logs = [hosts.folder / f"{name}-{host.number}.log" for host in hosts]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Ranks] = []
         for host, path in zip(hosts, self.logs, strict=True):
             command, own = [sys.executable], {**os.environ, **given, **(environment or {})}
             if launcher:
@@ -66,7 +68,11 @@ class HostsJob:
                 own |= {"RANK": str(host.number), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(hosts))}
                 own |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
             with path.open("w") as log:
-                self.processes.append(host.popen([*command, *script], log, own))
+                if servers is None:
+                    self.processes.append(host.popen([*command, *script], log, own))
+                else:
+                    own["TMPDIR"] = host.environment["TMPDIR"]
+                    self.processes.append(servers.alone([*command, *script][1:], path, own, host.number, host.init))
 
     def wait(self, seconds: float) -> list[int | None]:
         """Exit codes by host; `None` where it still runs after that time on an idle machine."""

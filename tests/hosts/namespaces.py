@@ -138,6 +138,7 @@ class Host(Namespace):
         self.out, self.tmp = private / "out", private / "tmp"
         for path in (self.out, self.tmp, folder / "out", folder / "tmp"):
             path.mkdir(parents=True, exist_ok=True)
+        self.environment = {"TMPDIR": str(folder / "tmp")}
         (private / "hosts").write_text(hosts_file)
         (private / "boot_id").write_text(f"{uuid.uuid4()}\n")
         super().__init__(private, _HOST, {"NAME": name, "SHARED": str(folder)})
@@ -146,7 +147,7 @@ class Host(Namespace):
         self, command: Sequence[str], log: IO[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a command on this host, in a session of its own. It ends with the host at the latest."""
-        own = {**(os.environ if environment is None else environment), "TMPDIR": str(self.shared / "tmp")}
+        own = {**(os.environ if environment is None else environment), **self.environment}
         return subprocess.Popen(
             self.enter(command), env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )

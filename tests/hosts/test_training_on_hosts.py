@@ -11,6 +11,7 @@ import pytest
 import tiny
 from jobs import HostsJob
 from namespaces import Hosts
+from ranks import RankServers
 from two_starts import SCRIPT, TRAINED, TwoStarts, plan, share
 
 
@@ -53,27 +54,28 @@ def test_two_hosts_train_as_one_process_does(two_starts: TwoStarts, alone: list[
 
 
 def test_two_hosts_of_two_processes_train_as_one_process_does(
-    make_hosts: Callable[..., Hosts], alone: list[dict[str, float]]
+    make_hosts: Callable[..., Hosts], alone: list[dict[str, float]], servers: RankServers
 ) -> None:
     hosts = make_hosts(resolvable=False)
     runs = {name: {"plan": of, **share(4)} for name, of in ON_TWO_EACH.items()}
-    job = HostsJob(hosts, [SCRIPT, str(hosts.folder / "out"), json.dumps(runs)], 2)
+    job = HostsJob(hosts, [SCRIPT, str(hosts.folder / "out"), json.dumps(runs)], 2, servers=servers)
     assert job.wait(400) == [0, 0], job.text()[-6000:]
     _check(json.loads((hosts[0].out / "outcomes.json").read_text()), job.text(), 2, alone)
 
 
 def test_hosts_that_cannot_reach_each_other_end_in_a_sentence_and_not_in_a_wait(
-    make_hosts: Callable[..., Hosts],
+    make_hosts: Callable[..., Hosts], servers: RankServers
 ) -> None:
     """As where the hostname resolves to the address of a container's bridge."""
     hosts = make_hosts()
     for host in hosts:
         bridge = f"ip link add other0 type bridge; ip address add 10.77.{host.number + 1}.1/24 dev other0"
         host.sh(f"{bridge}; ip link set other0 up")
-    script = "import sys, trl_realloc; trl_realloc.PPOConfig(output_dir=sys.argv[1])"
-    job = HostsJob(
-        hosts, ["-c", script, str(hosts.folder / "out")], environment={"GLOO_SOCKET_IFNAME": "other0"}, launcher=False
-    )
+    script = hosts.folder / "script.py"
+    script.write_text("import sys, trl_realloc; trl_realloc.PPOConfig(output_dir=sys.argv[1])")
+    chosen = {"GLOO_SOCKET_IFNAME": "other0"}
+    command = [str(script), str(hosts.folder / "out")]
+    job = HostsJob(hosts, command, environment=chosen, launcher=False, servers=servers)
     ended = job.wait(150)
     assert None not in ended and 0 not in ended, job.text()[-4000:]
     for path in job.logs:

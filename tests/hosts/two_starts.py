@@ -14,6 +14,7 @@ from typing import Any
 
 from jobs import HostsJob
 from namespaces import Hosts
+from ranks import RankServers
 
 
 EPISODES = 16  # of an update, however many processes share them
@@ -72,6 +73,7 @@ class TwoStarts:
 
     Args:
         hosts: with disks as the second start left them.
+        servers: fork the jobs' processes.
 
     Attributes:
         first, second: for each host the outcome of every run.
@@ -79,8 +81,8 @@ class TwoStarts:
         logs: of each start, all hosts'.
     """
 
-    def __init__(self, hosts: Hosts) -> None:
-        self.hosts, self.logs = hosts, []
+    def __init__(self, hosts: Hosts, servers: RankServers) -> None:
+        self.hosts, self.servers, self.logs = hosts, servers, []
         self.out = hosts.folder / "out"
         runs = {name: {"plan": of, **share(2)} for name, of in TRAINED.items()}
         self.first = self._start({**runs, "stopped": SAVED})
@@ -93,7 +95,8 @@ class TwoStarts:
         )
 
     def _start(self, runs: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
-        job = HostsJob(self.hosts, [SCRIPT, str(self.out), json.dumps(runs)], name=f"start{len(self.logs)}")
+        script, name = [SCRIPT, str(self.out), json.dumps(runs)], f"start{len(self.logs)}"
+        job = HostsJob(self.hosts, script, name=name, servers=self.servers)
         assert job.wait(400) == [0, 0], job.text()[-6000:]
         self.logs.append(job.text())
         return [json.loads((host.out / "outcomes.json").read_text()) for host in self.hosts]

@@ -94,7 +94,7 @@ class Job:
             return
         command = [*_launcher(processes, config, restarts), str(HERE / script), *arguments]
         if servers is not None:
-            self.process = servers.launcher(command[1], command[2:], log, environment)
+            self.process = servers.alone(command, log, environment)
             return
         self.process = subprocess.Popen(
             [sys.executable, *command], env=environment, stdout=self.log, stderr=self.log, start_new_session=True

@@ -120,14 +120,14 @@ class RankServers:
             members.append((server, server.fork(script, arguments, {**environment, **variables}, log)))
         return Ranks(members, grace_s)
 
-    def launcher(
-        self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], host: int = 0
+    def alone(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str], number: int = 0, host: int = 0
     ) -> Ranks:
-        """A launcher, as `python -m module arguments`, which forks its ranks (`forked_launch`). `host`: see
-        `RankServer.fork`."""
-        server = self.servers[0]
-        pid = server.fork(HERE / "forked_launch.py", [module, *arguments], environment, log, host, launches=True)
-        return Ranks([(server, pid)])
+        """One process, as `python command`: a script, or `-m` and the module of a launcher, which forks its ranks
+        (`forked_launch`). `number`: of the server. `host`: see `RankServer.fork`."""
+        server, launches = self.servers[number % 2], command[0] == "-m"
+        script, *arguments = (str(HERE / "forked_launch.py"), *command[1:]) if launches else command
+        return Ranks([(server, server.fork(Path(script), arguments, environment, log, host, launches))])
 
     def close(self) -> None:
         for server in self.servers:
