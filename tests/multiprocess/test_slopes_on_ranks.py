@@ -30,8 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_every_engine_steps_by_slopes_as_one_process_does_by_the_loss(run: Callable[..., Path]) -> None:
-    # cold, because ranks of servers have imported torch before it computes in float64
-    folder = run("slopes_rank.py", 2, {"cases": CASES}, "ranks", limit_s=300, cold=True)
+    folder = run("slopes_rank.py", 2, {"cases": CASES}, "ranks", limit_s=300)
     for name, case in CASES.items():
         found = json.loads((folder / f"{name}.json").read_text())
         assert found["parameters"] < 1e-9 and found["norms"] < 1e-9, (name, found)
