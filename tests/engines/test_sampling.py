@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from engine_forks import EngineForks
 from generating import LENGTH, SAMPLING, VOCABULARY, buckets, llama, requests, samples, tokens
 from holding import held, holdable
 from rescoring import wait_for
@@ -30,6 +32,7 @@ from transformers import (
 )
 
 from trl_realloc.engines.base import Completion, EngineError, GenerationRequest, Sampling, Updates
+from trl_realloc.engines.generation import engine_process
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
@@ -68,7 +71,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+def engine(tmp_path_factory: pytest.TempPathFactory, forks: EngineForks) -> Iterator[VLLMEngine]:
     """As a run starts it, with a tokenizer. The model's config has another eos token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     letters().save_pretrained(folder)
@@ -76,7 +79,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, "engine_kwargs": {"block_size": BLOCK}}
     options = VLLMOptions(torch.device("cpu"), LENGTH, vllm={**settings, "tokenizer": folder})
     plan = flatten(Cluster(1, 2))  # of two ranks, this is the first
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, mock.patch.object(engine_process, "spawn", forks.spawn):
         yield holdable(lambda: start_vllm(plan, "actor.generate", 0, llama(0).config, options, stack), folder)
 
 
