@@ -8,8 +8,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from engine_forks import EngineForks
 
 from trl_realloc.common.ports import reserve_port
 from trl_realloc.engines.base import EngineError
@@ -100,15 +102,14 @@ def test_the_reason_of_a_failed_worker_is_found_in_the_part_of_the_log_that_is_i
 @pytest.mark.vllm
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
-def test_an_engine_whose_worker_fails_says_why(start: Callable[..., VLLMEngine]) -> None:
+def test_an_engine_whose_worker_fails_says_why(start: Callable[..., VLLMEngine], forks: EngineForks) -> None:
     """Its port is taken by somebody who does not ask: vLLM's worker cannot listen."""
     cores = sorted(os.sched_getaffinity(0))
-    engine = start(forked=False, tensor_parallel_size=2, cpu_cores=[cores[0], cores[-1]])
+    with mock.patch.object(forks, "spawn", wraps=forks.spawn) as spawn:
+        engine = start(tensor_parallel_size=2, cpu_cores=[cores[0], cores[-1]])
     pid = engine._process.pid
-    variables = dict(
-        entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry
-    )
-    port = int(variables["VLLM_PORT"])
+    _, environment, *_ = spawn.call_args.args
+    port = int(environment["VLLM_PORT"])
     assert port not in given_away()
     workers: list[int] = []
     while not workers:  # they have got the port, and import

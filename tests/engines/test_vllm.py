@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -344,42 +345,62 @@ def test_a_killed_worker_ends_its_engine(pair: VLLMEngine, model: LlamaForCausal
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_nothing_outlives_a_killed_parent(processes: int, tmp_path: Path) -> None:
-    """Killed with -9 while the engine starts (2 processes), and while it generates (1)."""
+def test_nothing_outlives_a_killed_parent(processes: int, tmp_path: Path, forks: EngineForks) -> None:
+    """Killed with -9 while the engine starts (2 processes), and while it generates (1, whose parent and engine are
+    forked)."""
     llama(0).config.save_pretrained(tmp_path)
     generate = processes == 1
     script = f"""
-        import sys, torch
+        import sys, time, torch
+        from pathlib import Path
+        from trl_realloc.engines.child_process import die_with_parent
+        from trl_realloc.engines.generation import engine_process
         from trl_realloc.engines.generation.vllm import VLLMEngine
+        die_with_parent(int(sys.argv[1]))
+        if {generate}:
+            from engine_forks import EngineForks
+            engine_process.spawn = EngineForks.forked().spawn
         engine = VLLMEngine({str(tmp_path)!r}, max_model_len={LENGTH}, tensor_parallel_size={processes},
                             cpu_cores=[0] * {processes}, kv_cache_gib=0.25)
-        print(engine._process.pid, flush=True)
+        Path({str(tmp_path)!r}, "session").write_text(f"{{engine._process.pid}}\\n")
         if {generate}:
             from transformers import AutoConfig, AutoModelForCausalLM
             from trl_realloc.engines.base import GenerationRequest, Sampling
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(tmp_path)!r}))
             engine.load([list(model.named_parameters())], 1)
             samples = engine.generate([GenerationRequest(i, (1, 2), i) for i in range(5000)], Sampling(200, 1.0))
-            print(next(samples).index, flush=True)
-        sys.stdin.read()
+            next(samples)
+            Path({str(tmp_path)!r}, "generates").touch()
+        time.sleep(600)
         """
-    shared_before = names()
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert parent.stdout is not None
-        session = int(parent.stdout.readline())
+    (tmp_path / "parent_of_engine.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, "-m", "parent_of_engine", str(os.getpid())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    shared_before, log = names(), tmp_path / "log"
+    with log.open("w+b") as file:
         if generate:
-            assert parent.stdout.readline()
+            parent: Any = forks.spawn(command, environment, file, [])
         else:
-            deadline = time.monotonic() + 60
-            while len(session_members(session)) < 4 and time.monotonic() < deadline:  # host, tracker, two workers
-                time.sleep(0.05)
+            parent = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    deadline = time.monotonic() + patience(60)
+
+    def wait_until(happened: Callable[[], bool]) -> None:
+        while not happened():
+            assert parent.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+
+    try:
+        told = tmp_path / "session"
+        wait_until(lambda: told.exists() and told.read_text().endswith("\n"))
+        session = int(told.read_text())
+        if generate:
+            wait_until((tmp_path / "generates").exists)
+        else:
+            wait_until(lambda: len(session_members(session)) >= 4)  # host, tracker, two workers
         assert session_members(session)
     finally:
         parent.kill()
-        parent.communicate()
+        parent.wait()
     assert_gone(session, shared_before)
 
 
