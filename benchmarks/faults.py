@@ -43,6 +43,12 @@ START_S = 900.0  # until the fault, or the end of a run without one; the machine
 MARK = "TRL_REALLOC_FAULTS_JOB"
 
 
+def start(command: list[str], environment: dict[str, str], log: Path) -> Any:
+    """A process in a session of its own. The test of these faults forks one."""
+    with log.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+
+
 class Job:
     """One launch, with a temporary folder and an output folder of its own."""
 
@@ -90,16 +96,16 @@ class Job:
             MARK: self.mark,
         }
         self.log = log
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [*command, json.dumps(settings)], env=environment, stdout=file, stderr=file, start_new_session=True
-            )
+        self.process = start([*command, json.dumps(settings)], environment, log)
 
     def members(self) -> list[int]:
+        """The processes of this job, by their environment; forked ones by a file of the mark's name in their memory."""
         found = []
         for entry in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                if f"{MARK}={self.mark}\0".encode() in Path("/proc", entry, "environ").read_bytes():
+                process = Path("/proc", entry)
+                in_environment = f"{MARK}={self.mark}\0".encode() in (process / "environ").read_bytes()
+                if in_environment or f"{self.mark}\n" in (process / "maps").read_text():
                     found.append(int(entry))
         return found
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import shared_memory
 from limits import patience
-from ranks import RankServers
+from ranks import MARK_FILE, Ranks, RankServers
 from test_plans import plan
 from test_streamed import CONFIG, MIGRATION, ONE_ENGINE, TWO_ENGINES
 
@@ -117,11 +116,20 @@ def test_with_its_launcher_the_whole_job_ends(
     assert not shared_memory.left(shared_before, 5.0)
 
 
-def test_an_exception_on_one_rank_inside_a_collective_call_ends_the_job_with_its_cause(tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_inside_a_collective_call_ends_the_job_with_its_cause(
+    tmp_path: Path, servers: RankServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others wait in a collective that never ends. One row of `benchmarks/faults.py`, but for its seconds."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import faults
 
+    def forked(command: list[str], environment: dict[str, str], log: Path) -> Ranks:
+        mark = Path(environment[faults.MARK])
+        mark.write_bytes(b"\0")
+        log.touch()
+        return servers.alone(command[1:], log, {**environment, MARK_FILE: str(mark)})
+
+    monkeypatch.setattr(faults, "start", forked)
     row = faults.run(faults.Row("flatten", "error", "actor.train"), tmp_path, None)
     assert row.seconds is not None and not row.left, row
     host = socket.gethostname()
