@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import LlamaConfig
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.plan.dataflow import Role
+from trl_realloc.planner.space import TrainingSplits
 from trl_realloc.profiling import profile_cache
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels, specs_of
@@ -85,3 +87,12 @@ def test_measuring_is_expected_to_take_as_long_as_its_short_runs_and_the_starts_
     assert cost(None, 0.0) > OVERHEAD_S
     assert cost(None, 30.0) == pytest.approx(cost(None, 0.0) + 2 * 30.0), "the short runs' engines and the run's own"
     assert cost(1e-4, 0.0) == math.inf, "no device holds the models of the short runs"
+
+
+def test_training_is_not_measured_in_splits_that_the_optimizer_does_not_allow(tmp_path: Path) -> None:
+    job = replace(make(tmp_path, 8.0), splits=TrainingSplits(elements=False))
+    plans = {plan.name: plan for plan in plans_of(job, short_runs(job, elements_of_short_runs(job)))}
+    assert set(plans) == {"flatten", "tp 2 pp 1", "tp 1 pp 2"}, "no ZeRO stage"
+    assert plans["tp 2 pp 1"]["actor.train"].strategy.tp == 1
+    assert plans["tp 2 pp 1"]["reference.forward"].strategy.tp == 2
+    assert plans["tp 1 pp 2"]["actor.train"].strategy.pp == 2

@@ -14,14 +14,20 @@ from torch import nn
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
+from trl_realloc.planner.space import TrainingSplits
+from trl_realloc.profiling.job import Job
+from trl_realloc.runtime.launch.hosts import Process
+from trl_realloc.trainer import ppo_trainer, setup
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.optimizer_sharding import (
+    OptimizerSharding,
     check_sharding,
     named_maker,
     user_maker,
     works_by_element,
     works_by_parameter,
 )
+from trl_realloc.trainer.plan_request import PlanRequest
 
 
 CPU = torch.device("cpu")
@@ -97,10 +103,10 @@ def test_adafactor_is_refused_where_a_plan_cuts_parameters(
 ) -> None:
     args = tiny.arguments(tmp_path, optim="adafactor")
     if not refused:
-        check_sharding(args, None, _plan(**training))
+        check_sharding(OptimizerSharding(args, None), _plan(**training))
         return
     with pytest.raises(ConfigError, match=f"optim='adafactor' does not step each element .*{refused}.*zero_stage: 0"):
-        check_sharding(args, None, _plan(**training))
+        check_sharding(OptimizerSharding(args, None), _plan(**training))
 
 
 @pytest.mark.parametrize("training", [{"dp": 2, "pp": 2}, {"dp": 4, "zero_stage": 1}])
@@ -109,4 +115,24 @@ def test_an_optimizer_with_a_norm_of_everything_is_refused_where_parameters_are_
 ) -> None:
     given = Normed([nn.Parameter(torch.ones(3, 2))])
     with pytest.raises(ConfigError, match="Normed does not step each parameter by itself, so critic.train under"):
-        check_sharding(tiny.arguments(tmp_path), given, _plan(engine="megatron", **training))
+        check_sharding(OptimizerSharding(tiny.arguments(tmp_path), given), _plan(engine="megatron", **training))
+
+
+@pytest.mark.parametrize(
+    ("named", "splits"), [("adamw_torch", TrainingSplits()), ("adafactor", TrainingSplits(elements=False))]
+)
+def test_the_planner_is_told_what_the_optimizer_allows(
+    named: str, splits: TrainingSplits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def plan_job(job: Job, **_: Any) -> None:
+        raise Asked(job.splits)
+
+    request = PlanRequest(None, Cluster(1, 1), "transformers", [Process("a", "a", 0, 0, 0)], None)
+    monkeypatch.setattr(ppo_trainer, "read_plan_request", lambda *_: request)
+    monkeypatch.setattr(setup, "plan_job", plan_job)
+    with pytest.raises(Asked) as asked:
+        tiny.trainer(tmp_path, optim=named)
+    assert asked.value.args == (splits,)

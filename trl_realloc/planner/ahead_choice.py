@@ -173,7 +173,7 @@ def _versions(most: int) -> list[int]:
 def _separate_presets(problem: Problem, *, exact: bool) -> Iterator[PricedPlan]:
     """The preset `separate`, under each ZeRO stage."""
     space = problem.space
-    for stage in space.zero_stages if space.graph.trained_roles else ():
+    for stage in space.training_stages if space.graph.trained_roles else ():
         plan = separate(space.cluster, zero_stage=stage, graph=space.graph)
         name = "separate" if stage == 0 else f"separate, ZeRO-{stage}"
         yield problem.priced_plan(problem.state_of(plan.assignments), name, exact=exact)

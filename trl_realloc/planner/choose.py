@@ -22,7 +22,7 @@ from .priced_plan import PricedPlan
 from .problem import Problem
 from .search import search
 from .simulate import Overlap
-from .space import Space
+from .space import Space, TrainingSplits
 from .stream_choice import StreamChoice, choose_streams
 
 
@@ -49,6 +49,7 @@ def choose(
     max_staleness: int = 0,
     fuses: bool = True,
     streams: bool = True,
+    splits: TrainingSplits | None = None,
     seed: int = 0,
     time_limit_s: float = 5.0,
 ) -> Decision:
@@ -64,6 +65,7 @@ def choose(
         max_staleness: the largest staleness of a plan.
         fuses: two calls may train in fused pipelines.
         streams: samples may stream.
+        splits: how the optimizer allows training calls to be split; by default in every way.
         time_limit_s: of the search; where a staleness is allowed, of a second search too. Pricing what it has found,
             and looking for fused training and streams, take up to 1.25 times as long after it, and one step each at
             least; listing and pricing the candidates before it is not limited.
@@ -80,6 +82,7 @@ def choose(
         "deterministic": deterministic,
         "fuses": fuses,
         "may_stream": streams,
+        "splits": splits or TrainingSplits(),
         "seed": seed,
         "time_limit_s": time_limit_s,
     }
@@ -176,7 +179,18 @@ def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, opt
         would = (
             f"{size} of these devices would do." if size else f"{MOST_DEVICES} of these devices would not do either."
         )
-        raise PlanError(*error.problems, would) from None
+        raise PlanError(*error.problems, *_unsplit(options["splits"]), would) from None
+
+
+def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
+    """What of a training call the optimizer does not allow to be split, in a sentence; none if it allows all."""
+    if splits.elements:
+        return ()
+    further = "" if splits.parameters else ", nor distributed over pipeline stages"
+    return (
+        f"The optimizer needs whole parameters, so the state of what trains is not sharded by ZeRO or tp{further}; "
+        f"with an optimizer such as adamw_torch it can be.",
+    )
 
 
 def _choose(
@@ -191,15 +205,17 @@ def _choose(
     deterministic: bool,
     fuses: bool,
     may_stream: bool,
+    splits: TrainingSplits,
     seed: int,
     time_limit_s: float,
 ) -> Decision:
     stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
     able = (generation_engine, *engines)
-    space = Space(pricing.cluster, graph, specs, pricing, able, offload=pricing.memory is not None, zero_stages=stages)
+    may_rest = pricing.memory is not None
+    space = Space(pricing.cluster, graph, specs, pricing, able, offload=may_rest, zero_stages=stages, splits=splits)
     problem = Problem(space, space.candidates(), Overlap.of_runs(graph, barrier=barrier))
     is_small = pricing.cluster.size <= MANY
-    presets, alternatives = _price_presets(problem, stages, generation_engine, is_small=is_small)
+    presets, alternatives = _price_presets(problem, generation_engine, is_small=is_small)
     starts = [tuple(preset.calls.values()) for preset in presets]
     result = search(problem, seed=seed, time_limit_s=time_limit_s, starts=starts)
     deadline = time.perf_counter() + PRICED_SHARE * time_limit_s
@@ -265,7 +281,7 @@ def _streamed(plans: Sequence[PricedPlan], deadline: float, deterministic: bool)
 
 
 def _price_presets(
-    problem: Problem, stages: Sequence[int], generation_engine: str, *, is_small: bool
+    problem: Problem, generation_engine: str, *, is_small: bool
 ) -> tuple[list[PricedPlan], list[Alternative]]:
     """The presets that fit in memory, each under its fastest ZeRO stage; and those that do not fit."""
     fitting: list[PricedPlan] = []
@@ -273,7 +289,7 @@ def _price_presets(
     cluster, graph = problem.space.cluster, problem.space.graph
     for name, preset in presets_of(graph).items():
         by_stage = []
-        for stage in stages:
+        for stage in problem.space.training_stages:
             label = name if stage == 0 else f"{name}, ZeRO-{stage}"
             plan = preset(cluster, generation_engine=generation_engine, zero_stage=stage, graph=graph)
             if problem.space.pricing.vllm_sleeps:

@@ -87,6 +87,7 @@ class OverlapWorth:
             deterministic=self.deterministic,
             barrier=True,
             fuses=False,
+            splits=space.splits,
             time_limit_s=self.time_limit_s,
         )
         return found.streams.whole if found.streams is not None else found.best

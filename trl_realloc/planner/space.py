@@ -37,6 +37,24 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class TrainingSplits:
+    """How the optimizer of a run allows the parameters of a training call to be split.
+
+    Args:
+        elements: a parameter may be split, or lie in a flat tensor with others: ZeRO of the engine `zero`, and tp.
+        parameters: whole parameters may be distributed over several optimizers: ZeRO of megatron, and pp.
+    """
+
+    elements: bool = True
+    parameters: bool = True
+
+    def allow(self, engine: str, tp: int = 1, pp: int = 1, zero_stage: int = 0) -> bool:
+        """Whether a call may train so."""
+        flattens, distributes = zero_stage and engine == "zero", zero_stage and engine != "zero"
+        return (self.elements or not (tp > 1 or flattens)) and (self.parameters or not (pp > 1 or distributes))
+
+
+@dataclass(frozen=True)
 class Space:
     """The set of assignments that the search chooses from.
 
@@ -45,6 +63,7 @@ class Space:
         deep_generation: whether generation may use pipeline stages. The systems in the papers do. No engine here does.
         offload: whether frozen roles may be kept in host memory between their calls.
         zero_stages: ZeRO stages that the `zero` engine may use.
+        splits: how the optimizer allows training calls to be split.
         smallest_mesh: smallest number of devices in a mesh.
         train_width: largest tp x dp of a training call. `None`: no limit.
         deepest: largest pp. `None`: no limit.
@@ -64,6 +83,12 @@ class Space:
     train_width: int | None = None
     deepest: int | None = None
     micro_per_stage: int | None = None
+    splits: TrainingSplits = TrainingSplits()
+
+    @property
+    def training_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that a training call of the engine `zero` may have."""
+        return tuple(stage for stage in self.zero_stages if self.splits.allow("zero", zero_stage=stage))
 
     def candidates(self) -> dict[str, list[Candidate]]:
         """The candidates of each call, by the name of the call. Each list is sorted by seconds.
@@ -124,10 +149,10 @@ class Space:
                 continue
             deep = self.deep_generation and call.kind is CallKind.GENERATE
             degrees = (*ability.degrees, *(("pp",) if deep else ()))
-            for dp, tp, pp in self._degrees(call, mesh.size, degrees):
+            for dp, tp, pp in self._degrees(call, engine, mesh.size, degrees):
                 if engine == "megatron" and tp == pp == 1 and "zero" in self.engines:
                     continue  # the `zero` engine has the same layout
-                for stage in self._stages(call, ability.zero_stages, dp):
+                for stage in self._stages(call, engine, dp):
                     for tokens in self._micro_batches(call, dp, pp):
                         strategy = ParallelStrategy(dp, tp, pp, stage, tokens)
                         if engine != "vllm" or not self.pricing.vllm_sleeps:
@@ -137,7 +162,7 @@ class Space:
                         if self._may_drop(call, engine, stage):
                             yield Assignment(mesh, strategy, engine, drop=True)
 
-    def _degrees(self, call: Call, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+    def _degrees(self, call: Call, engine: str, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:
         # A tensor-parallel group is within a node. On several nodes, tp divides the number of devices per node.
         for tp in _divisors(min(size, self.cluster.devices_per_node)) if "tp" in degrees else (1,):
             for pp in _divisors(size // tp) if "pp" in degrees and size % tp == 0 else (1,):
@@ -145,6 +170,8 @@ class Space:
                 if self.deepest is not None and pp > self.deepest:
                     continue
                 if call.trains and self.train_width is not None and tp * dp > self.train_width:
+                    continue
+                if call.trains and not self.splits.allow(engine, tp, pp):
                     continue
                 if rest or (dp > 1 and "dp" not in degrees) or dp > self.pricing.workload.episodes:
                     continue
@@ -155,10 +182,12 @@ class Space:
                 ):
                     yield dp, tp, pp
 
-    def _stages(self, call: Call, able: Sequence[int], dp: int) -> Iterator[int]:
-        for stage in able:
+    def _stages(self, call: Call, engine: str, dp: int) -> Iterator[int]:
+        for stage in ENGINE_ABILITIES[engine].zero_stages:
             if stage in self.zero_stages or stage == 0:
                 if stage and dp == 1:
+                    continue
+                if call.trains and not self.splits.allow(engine, zero_stage=stage):
                     continue
                 if call.trains or stage in (0, 3):
                     yield stage

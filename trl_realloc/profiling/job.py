@@ -23,6 +23,7 @@ from ..planner.cost import Pricing
 from ..planner.decision import Decision
 from ..planner.device_memory import HEADROOM, DeviceMemory, gpu_memory
 from ..planner.profile import Profile
+from ..planner.space import TrainingSplits
 from ..planner.specification import rates_of
 from ..planner.workload import Workload
 from ..realloc.memory import MOMENTS
@@ -48,6 +49,7 @@ class Job:
         max_staleness: the largest staleness of a plan.
         streams: whether samples may stream.
         graph: of the run.
+        splits: how the run's optimizer allows training calls to be split. The same on all ranks.
         check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
     """
 
@@ -65,6 +67,7 @@ class Job:
     max_staleness: int = 0
     streams: bool = True
     graph: DataflowGraph = field(default_factory=ppo_graph)
+    splits: TrainingSplits = TrainingSplits()
     check: Callable[[ExecutionPlan], None] = any_plan
 
     def choose(self, profile: Profile, workload: Workload | None = None, *, time_limit_s: float) -> Decision:
@@ -86,6 +89,7 @@ class Job:
             deterministic=self.deterministic,
             max_staleness=self.max_staleness,
             streams=self.streams,
+            splits=self.splits,
             time_limit_s=time_limit_s,
         )
 

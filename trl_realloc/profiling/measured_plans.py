@@ -5,6 +5,7 @@ may choose. A plan that a device's memory does not hold is left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..common.errors import PlanError
 from ..plan.assignment import Assignment, ParallelStrategy
@@ -57,7 +58,7 @@ def _is_of_use(plan: ExecutionPlan, job: Job, pricing: Pricing) -> bool:
 def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
     """Without splits; with scoring and training under each tensor degree that all models support, and in pipelines of
     two stages; with training under each ZeRO stage, where the planner considers them; and, where `thorough`, with
-    generation under each tensor degree."""
+    generation under each tensor degree. Training is whole where the optimizer does not allow the split."""
     cluster = job.cluster
     graph = job.measured_graph
     yield flatten(cluster, generation_engine=job.engine, graph=graph)
@@ -66,7 +67,7 @@ def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
     for tp, pp in [*((tp, 1) for tp in tensor), (1, 2)]:
         if per_node % (tp * pp) == 0 and "megatron" in job.engines and _can_split(job, tp, pp):
             yield _split(job, tp, pp)
-    for stage in filter(None, job.zero_stages):
+    for stage in filter(None, job.zero_stages if job.splits.elements else ()):
         # the samples are those of the first plan, so the engine does not generate
         plan = flatten(cluster, generation_engine="transformers", zero_stage=stage, graph=graph)
         yield ExecutionPlan(cluster, plan.assignments, plan.graph, f"ZeRO-{stage}")
@@ -98,5 +99,7 @@ def _split(job: Job, tp: int, pp: int) -> ExecutionPlan:
     mesh, graph = job.cluster.mesh, job.measured_graph
     split = Assignment(mesh, ParallelStrategy(mesh.size // (tp * pp), tp, pp), "megatron")
     whole = Assignment(mesh, ParallelStrategy(mesh.size), "transformers")
-    assignments = {c.name: whole if c.kind is CallKind.GENERATE else split for c in graph.calls}
+    training = split if job.splits.allow("megatron", tp, pp) else replace(whole, engine="zero")
+    of_kind = {CallKind.GENERATE: whole, CallKind.FORWARD: split, CallKind.TRAIN: training}
+    assignments = {c.name: of_kind[c.kind] for c in graph.calls}
     return ExecutionPlan(job.cluster, assignments, graph, f"tp {tp} pp {pp}")

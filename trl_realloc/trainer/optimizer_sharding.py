@@ -7,6 +7,7 @@ What an assignment shards is defined in `plan.assignment`. Optimizers are made i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
+from ..planner.space import TrainingSplits
 from .config_checks import ConfigError
 from .optimizers import make_optimizer, with_groups
 
@@ -31,13 +33,32 @@ TOLERANCE = 1e-4  # for rounding, relative to the largest change of a parameter
 Make = Callable[[Sequence[Sequence[nn.Parameter]]], torch.optim.Optimizer]
 
 
-def check_sharding(
-    args: PPOConfig | PolicyConfig, optimizer: torch.optim.Optimizer | None, plan: ExecutionPlan
-) -> None:
-    """Refuse a plan that shards parameters which the optimizer needs whole.
+class OptimizerSharding:
+    """What the optimizer of a run allows, as it is seen on small matrices the first time that it is asked for.
 
     Args:
         optimizer: the user's optimizer, or `None` for the one that `args` name.
+    """
+
+    def __init__(self, args: PPOConfig | PolicyConfig, optimizer: torch.optim.Optimizer | None) -> None:
+        self._device = args.device
+        if optimizer is None:
+            self._make, self._groups = named_maker(args), 1
+            self.name = f"optim={str(getattr(args.optim, 'value', args.optim))!r}"
+        else:
+            self._make, self._groups = user_maker(optimizer), len(optimizer.param_groups)
+            self.name = type(optimizer).__name__
+
+    @cached_property
+    def splits(self) -> TrainingSplits:
+        """How training calls may be split."""
+        given = self._make, self._groups, self._device
+        by_element = works_by_element(*given)
+        return TrainingSplits(by_element, by_element or works_by_parameter(*given))
+
+
+def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
+    """Refuse a plan that shards parameters which the optimizer needs whole.
 
     Raises:
         ConfigError: names the optimizer, the call and what shards its parameters.
@@ -47,24 +68,19 @@ def check_sharding(
     distributed = {name: setting for name, a in trained.items() if (setting := parameter_distribution(a))}
     if not sharded and not distributed:
         return
-    make, count = (named_maker(args), 1) if optimizer is None else (user_maker(optimizer), len(optimizer.param_groups))
-    kind = (
-        type(optimizer).__name__
-        if optimizer is not None
-        else f"optim={str(getattr(args.optim, 'value', args.optim))!r}"
-    )
+    kind, splits = sharding.name, sharding.splits
     way_out = (
         "would not train as on one device; give it replicas (engine zero with zero_stage: 0, as plan: flatten does), "
         "or use an optimizer such as adamw_torch."
     )
-    for name, setting in sharded.items():
-        if not works_by_element(make, count, args.device):
+    if not splits.elements:
+        for name, setting in sharded.items():
             raise ConfigError(
                 f"{kind} does not step each element by itself (it factors, projects, quantises in blocks, or uses "
                 f"norms of whole tensors), so {name} under {setting} {way_out}"
             )
-    for name, setting in distributed.items():
-        if not works_by_parameter(make, count, args.device):
+    if not splits.parameters:
+        for name, setting in distributed.items():
             raise ConfigError(f"{kind} does not step each parameter by itself, so {name} under {setting} {way_out}")
 
 

@@ -48,6 +48,7 @@ from .config_checks import ConfigError
 from .grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype
 from .input_checks import check_positions
 from .job_builder import compute_dtype
+from .optimizer_sharding import OptimizerSharding
 from .optimizers import LearningRates, check_optimizer, without_parameters, without_whole
 from .plan_request import PlanRequest, read_plan_request
 from .policy_job import make_policy_job, turn_makers
@@ -143,7 +144,8 @@ def prepare_policy(
     )
     adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
     settings = None if optimizer is None else without_parameters(optimizer)  # kept for the whole run
-    check = partial(check_plan_of_run, args, configs, adapted, settings, request.processes)
+    sharding = OptimizerSharding(args, settings)
+    check = partial(check_plan_of_run, args, configs, adapted, sharding, request.processes)
     if has_adapters(model) and Role.REFERENCE in graph.roles:
         check = partial(_check_with_adapters, check)
     if request.plan is not None:
@@ -159,7 +161,7 @@ def prepare_policy(
     check_moves(args, request.plan, stays)
     job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
     streams = not turn_makers(inputs) and stays is None
-    job = replace(job, check=check, max_staleness=args.max_staleness, streams=streams)
+    job = replace(job, check=check, splits=sharding.splits, max_staleness=args.max_staleness, streams=streams)
     job_plan = (
         plan_job(job, measure_first=plugin.measure == "first")
         if request.plan is None

@@ -34,7 +34,7 @@ from .accelerate_plugin import ReallocationPlugin
 from .grpo_config import PolicyConfig
 from .input_checks import SpecialTokens
 from .job_builder import compute_dtype, ppo_job, sampling_temperature
-from .optimizer_sharding import check_sharding
+from .optimizer_sharding import OptimizerSharding, check_sharding
 from .optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_parameters
 from .plan_checks import check_plan
 from .plan_request import PlanRequest
@@ -107,7 +107,8 @@ def prepare(
     adapted = [Role.ACTOR] if inputs.peft_config is not None or has_adapters(inputs.model) else []
     # kept for the whole run, without the loaded models that `inputs` holds
     settings = None if inputs.optimizer is None else without_parameters(inputs.optimizer)
-    check = partial(check_plan_of_run, args, configs, adapted, settings, request.processes)
+    sharding = OptimizerSharding(args, settings)
+    check = partial(check_plan_of_run, args, configs, adapted, sharding, request.processes)
     if request.plan is not None:
         check(request.plan)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
@@ -120,7 +121,7 @@ def prepare(
     context_length = prompts.longest + args.response_length
     input_checks.check_positions(configs, context_length)
     job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
-    job = replace(job, check=check)
+    job = replace(job, check=check, splits=sharding.splits)
     measures = plugin.measure == "first"
     job_plan = plan_job(job, measure_first=measures) if request.plan is None else known_estimate(job, request.plan)
     plan = job_plan.plan
@@ -166,7 +167,7 @@ def check_plan_of_run(
     args: PPOConfig | PolicyConfig,
     configs: Mapping[Role, Sequence[Any]],
     adapted: Sequence[Role],
-    optimizer: torch.optim.Optimizer | None,
+    sharding: OptimizerSharding,
     processes: Sequence[Process],
     plan: ExecutionPlan,
 ) -> None:
@@ -176,7 +177,7 @@ def check_plan_of_run(
         PlanError, ValueError: names what is not allowed.
     """
     check_plan(args, plan, configs, adapted)
-    check_sharding(args, optimizer, plan)
+    check_sharding(sharding, plan)
     check_gpus(processes, plan)
 
 
