@@ -15,7 +15,7 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, gradient_bytes, state_bytes
-from .activation_memory import working_bytes
+from .activation_memory import engine_peak, working_bytes
 from .call_cost import CallCost, StageSeconds, TrainingStage
 from .corrections import Corrections
 from .device_memory import DeviceMemory
@@ -30,6 +30,32 @@ PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a ge
 
 
 @dataclass(frozen=True)
+class EngineRoom:
+    """What a vLLM engine does with its share of a device, in bytes.
+
+    Args:
+        share: of the device's memory.
+        weights: of the engine's part of the model.
+        peak: of its largest forward.
+        request: keys and values of the longest request that it may get.
+    """
+
+    share: float
+    weights: float
+    peak: float
+    request: float
+
+    @property
+    def cache(self) -> float:
+        return self.share - self.weights - self.peak
+
+    @property
+    def needed(self) -> float:
+        """The smallest share under which the engine starts."""
+        return self.weights + self.peak + self.request
+
+
+@dataclass(frozen=True)
 class Pricing:
     """The cost model of a job: cluster, workload, unit costs and memory.
 
@@ -37,6 +63,7 @@ class Pricing:
         memory: of a device. `None` if unknown; then no plan is refused for its memory.
         vllm_share: fraction of a device's memory that a vLLM engine reserves.
         vllm_sleeps: whether vLLM engines give it back between their calls. `None`: only if no plan fits otherwise.
+        context_length: tokens of the longest request that an engine may get; `None`: of the workload's longest sample.
         moments: bytes of optimizer state for each trained element, without the float32 master weight.
         default_cap: largest number of tokens of one forward if the plan has no `micro_batch_tokens`. `None`: no cap.
         corrections: of the estimates, by the runs before.
@@ -48,6 +75,7 @@ class Pricing:
     memory: DeviceMemory | None = None
     vllm_share: float = 0.3
     vllm_sleeps: bool | None = None
+    context_length: int | None = None
     moments: int = MOMENTS
     default_cap: int | None = None
     corrections: Corrections = field(default_factory=Corrections)
@@ -303,11 +331,25 @@ class Pricing:
             return slots, weights, slots * cache
         if self.memory is None:
             return share, weights, share * cache
-        reserved = self.memory.total * self.vllm_share
-        slots = int((reserved - weights) / cache) if cache else share
-        if slots < 1:  # no room for a sample: it counts as more than the device, so that the memory check refuses it
+        room = self.engine_room(spec, assignment, share)
+        assert room is not None, "the memory is known"
+        slots = int(room.cache / cache) if cache else share
+        if slots < 1 or room.share < room.needed:
+            # no room for a request: it counts as more than the device, so that the memory check refuses it
             return 1, max(weights, self.memory.total) + cache, 0.0
-        return min(share, slots), reserved, 0.0
+        return min(share, slots), room.share, 0.0
+
+    def engine_room(self, spec: ModelSpec, assignment: Assignment, share: int) -> EngineRoom | None:
+        """What a vLLM engine that generates `share` samples does with its share of a device; `None` where the device's
+        memory is not known."""
+        if self.memory is None:
+            return None
+        strategy = assignment.strategy
+        weights = _part(spec, strategy) * spec.bytes_per_element
+        of_token = spec.kv_bytes_per_token / strategy.pp / min(strategy.tp, max(spec.kv_heads, 1))
+        longest = self.context_length or self.workload.longest
+        peak = engine_peak(spec, strategy.tp, share, longest) if self.memory.is_gpu else 0.0
+        return EngineRoom(self.memory.total * self.vllm_share, weights, peak, longest * of_token)
 
     # --- memory and shared processors --------------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ class DeviceMemory:
         """Bytes that a plan may take, contexts and communicators included."""
         return self.total * (1 - self.headroom)
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU's, on which a process has a context."""
+        return self.context > 0
+
     def check_engine(self, share: float) -> None:
         """Refuse a share of the device that a vLLM engine cannot reserve beside the contexts of its own process and its
         rank's, even where nothing else is on the device.

@@ -131,6 +131,7 @@ class Job:
             memory=self.memory,
             vllm_share=self.vllm_share,
             vllm_sleeps=self.vllm_sleeps,
+            context_length=self.options.context_length,
             moments=MOMENTS,
             default_cap=CACHED_TOKENS if memory_bytes(self.options.device) is None else None,
             corrections=profile.corrections,
