@@ -37,6 +37,11 @@ def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float
     return activations + 4 * min(samples, tokens) * spec.outputs
 
 
+def kept_casts(spec: ModelSpec) -> float:
+    """Bytes of the weights that generation by Transformers under autocast keeps cast until it ends."""
+    return spec.elements * spec.activation_bytes if spec.activation_bytes < spec.bytes_per_element else 0.0
+
+
 def working_bytes(
     spec: ModelSpec,
     tokens: float,

@@ -85,8 +85,11 @@ class AnalyticRates:
         return 2 * self.layer(spec, tokens, squared, tp)
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
+        return self._head(spec, tokens, tp, spec.bytes_per_element) * (2 if backward else 1)
+
+    def _head(self, spec: ModelSpec, tokens: float, tp: int, element_bytes: int) -> float:
         flops = 2 * tokens * spec.head_elements / self._flops(spec)
-        return max(flops, spec.head_elements * spec.bytes_per_element / self._read) / tp * (2 if backward else 1)
+        return max(flops, spec.head_elements * element_bytes / self._read) / tp
 
     @property
     def decodes_whole(self) -> bool:
@@ -96,10 +99,10 @@ class AnalyticRates:
         pairs = 4 * spec.heads * spec.head_dim * samples * cached
         compute = max((2 * samples * spec.layer_elements + pairs) / self._flops(spec) / tp, self.device.decode_launch)
         cache = samples * cached * spec.kv_bytes_per_token / max(spec.layers, 1) / min(tp, max(spec.kv_heads, 1))
-        return compute, (spec.layer_elements * spec.bytes_per_element / tp + cache) / self._read
+        return compute, (spec.layer_elements * _decoded_bytes(spec) / tp + cache) / self._read
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
-        return self.head(spec, samples, tp)
+        return self._head(spec, samples, tp, _decoded_bytes(spec))
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
         # Reads the gradient, reads and writes the float32 weight and two moments, and writes the weight once more.
@@ -122,3 +125,8 @@ class AnalyticRates:
     def changed(self, **values: float) -> AnalyticRates:
         """A copy with other values of the fields of `device`."""
         return replace(self, device=replace(self.device, **values))  # type: ignore[arg-type]
+
+
+def _decoded_bytes(spec: ModelSpec) -> int:
+    """Bytes of an element that a decode step reads: generation under autocast keeps its weights cast."""
+    return min(spec.bytes_per_element, spec.activation_bytes)

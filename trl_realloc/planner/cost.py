@@ -15,7 +15,7 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, gradient_bytes, state_bytes
-from .activation_memory import engine_peak, working_bytes
+from .activation_memory import engine_peak, kept_casts, working_bytes
 from .call_cost import CallCost, StageSeconds, TrainingStage
 from .corrections import Corrections
 from .device_memory import DeviceMemory
@@ -320,7 +320,8 @@ class Pricing:
         """The batch and the memory of an engine that generates `share` samples.
 
         Returns:
-            Number of samples decoded at once, static bytes, and bytes of cache that are added while generating.
+            Number of samples decoded at once, static bytes, and bytes that are added while generating: of the cache
+            and, by Transformers, of the weights that autocast keeps cast.
         """
         strategy = assignment.strategy
         weights = _part(spec, strategy) * spec.bytes_per_element
@@ -328,7 +329,7 @@ class Pricing:
         cache /= min(strategy.tp, max(spec.kv_heads, 1))
         if assignment.engine == "transformers":
             slots = min(share, max(1, int(self.workload.forward_tokens / self.workload.longest)))
-            return slots, weights, slots * cache
+            return slots, weights, slots * cache + kept_casts(spec)
         if self.memory is None:
             return share, weights, share * cache
         room = self.engine_room(spec, assignment, share)

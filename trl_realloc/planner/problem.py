@@ -187,10 +187,19 @@ class Problem:
             for at, candidate in enumerate(state):
                 if device in candidate.assignment.mesh:
                     static += 0.0 if self._shares(at, candidate, stays) else candidate.cost.static
-                    transient = max(transient, candidate.cost.transient)
+                    transient = max(transient, self._transient(state, at, stays))
             if static + transient > most:
                 most, fullest = static + transient, device
         return most, fullest
+
+    def _transient(self, state: State, at: int, stays: set[int]) -> float:
+        """Bytes that a call adds while it runs. Generation by Transformers in the model that ZeRO stage 3 trains
+        gathers all its parameters."""
+        candidate, home = state[at], self._home[at]
+        is_in_place = at in stays and candidate.assignment.engine == "transformers" and not candidate.assignment.drop
+        if is_in_place and home is not None and state[home].assignment.strategy.zero_stage == 3:
+            return candidate.cost.transient + sum(spec.bytes for spec in self.space.specs.get(self.names[at], ()))
+        return candidate.cost.transient
 
     def _shares(self, at: int, candidate: Candidate, stays: set[int]) -> bool:
         """Whether a call computes on the parameters that its role's training holds."""
@@ -213,7 +222,7 @@ class Problem:
         """Bytes that a device holds, by what holds them (`Estimate.holds`)."""
         on_device = [(at, c) for at, c in enumerate(state) if device in c.assignment.mesh]
         holds = {self.names[at]: c.cost.static for at, c in on_device if not self._shares(at, c, stays)}
-        adds = {self.names[at]: c.cost.transient for at, c in on_device}
+        adds = {self.names[at]: self._transient(state, at, stays) for at, _ in on_device}
         if self._fused and device in state[self._fused[0]].assignment.mesh:
             adds[joined(self.fused)] = self.fused_cost(state).cost.transient
         name = max(adds, key=lambda name: adds[name])
