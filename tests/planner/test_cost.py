@@ -194,6 +194,20 @@ def test_tensor_parallelism_splits_24_of_34_bytes_of_a_layers_activations() -> N
     assert layers[1] / layers[0] == pytest.approx((10 + 24 / 8) / 34)
 
 
+def test_layer_inputs_that_are_kept_for_recomputation_have_the_parameters_dtype() -> None:
+    """Under autocast the embedding gives the residual stream its float32."""
+    spec = llama(7, "score")
+    narrow, wide = (
+        [
+            working_bytes(each, 1000.0, ParallelStrategy(), pricing().rates, work(), backward=True, held=held)
+            for held in (0, 1)
+        ]
+        for each in (spec, replace(spec, bytes_per_element=4))
+    )
+    assert narrow[1] - narrow[0] == 2 * 1000 * spec.hidden * spec.layers
+    assert wide[1] - wide[0] == 4 * 1000 * spec.hidden * spec.layers
+
+
 @given(stage=st.integers(0, 3), dp=st.sampled_from([2, 4, 8]))
 def test_each_zero_stage_holds_less(stage: int, dp: int) -> None:
     held = price("actor.train", on(dp, "zero", zero_stage=stage)).static

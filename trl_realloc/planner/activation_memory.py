@@ -57,7 +57,7 @@ def working_bytes(
 
     The bytes of a layer are as measured. If they were not measured, they are 34 bytes per token and channel at 16 bits
     without the attention matrix. Of these tensor parallelism splits 24 (Korthikanti et al. 2022, equations 1 and 2). If
-    activations are recomputed, only the input of a layer is kept.
+    activations are recomputed, only the input of a layer is kept, in the parameters' dtype if that is wider.
     Under autocast each layer's weights are cast to 16 bits, and without recomputation kept for the backward.
     Logits take two float32 copies; many are computed in slices where the model can (`ModelSpec.whole_logits`).
 
@@ -72,7 +72,9 @@ def working_bytes(
     cast = 0.0
     if spec.activation_bytes < spec.bytes_per_element:
         cast = spec.activation_bytes * spec.layer_elements / strategy.tp
-    kept = 2 * tokens * width * layers if workload.recompute else (one_layer + cast) * (layers - 1)
+    # layers hand on the parameters' dtype where it is wider: autocast leaves the residual stream as it is
+    layer_input = tokens * spec.hidden * max(spec.activation_bytes, spec.bytes_per_element)
+    kept = layer_input * layers if workload.recompute else (one_layer + cast) * (layers - 1)
     answered = tokens * workload.mean_response / workload.mean_length
     elements = answered * spec.outputs / strategy.tp
     logits = 8 * elements
