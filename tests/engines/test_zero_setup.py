@@ -21,21 +21,32 @@ from trl_realloc.engines.training.deepspeed_compat import initializing
 from trl_realloc.engines.training.packed_forward import PolicyHead
 from trl_realloc.engines.training.zero import ZeroEngine
 from trl_realloc.engines.training.zero_setup import cast_parameters, deepspeed_config
+from trl_realloc.plan.assignment import REDUCE_BUCKET
 
 
 LAUNCHED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
 
 
 def test_what_scores_under_zero_3_has_no_optimizer_to_offload_and_keeps_no_parameter_whole() -> None:
-    zero = deepspeed_config(3, LAUNCHED, 1.0, trains=False)["zero_optimization"]
+    zero = deepspeed_config(3, LAUNCHED, 1.0, trained=0)["zero_optimization"]
     assert zero["stage"] == 3 and "offload_optimizer" not in zero
     assert zero["stage3_param_persistence_threshold"] == 0
 
 
 def test_what_trains_keeps_the_launchers_offload_and_precision() -> None:
-    config = deepspeed_config(2, LAUNCHED, 1.0, trains=True)
-    assert config["zero_optimization"] == LAUNCHED["zero_optimization"]
+    config = deepspeed_config(2, LAUNCHED, 1.0, trained=100)
+    assert config["zero_optimization"] == {**LAUNCHED["zero_optimization"], "reduce_bucket_size": 100}
     assert config["bf16"] == {"enabled": True}
+
+
+def test_buckets_of_gradients_are_smaller_than_deepspeeds_own_where_the_user_names_no_size() -> None:
+    def size(user: Any, trained: int = 7_000_000_000) -> int:
+        number: int = deepspeed_config(3, user, 1.0, trained=trained)["zero_optimization"]["reduce_bucket_size"]
+        return number
+
+    assert size(None) == size({"zero_optimization": {"reduce_bucket_size": "auto"}}) == REDUCE_BUCKET < 500_000_000
+    assert size({"zero_optimization": {"reduce_bucket_size": 1000}}) == 1000
+    assert size(None, 1234) == 1234
 
 
 def test_a_copy_is_cast_as_deepspeed_casts_what_it_trains_not_the_frequencies_of_its_rotary_embedding(

@@ -14,7 +14,7 @@ from llamas import llama, pricing, specs, work
 
 from trl_realloc.engines.mesh_group import split_ranks
 from trl_realloc.plan.algorithm_graphs import ppo_graph
-from trl_realloc.plan.assignment import MOST_LOGITS, Assignment, ParallelStrategy
+from trl_realloc.plan.assignment import MOST_LOGITS, REDUCE_BUCKET, Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
@@ -28,6 +28,7 @@ from trl_realloc.planner.profile import Observation, Profile
 from trl_realloc.planner.reallocation_cost import move_seconds, quick_move_seconds
 from trl_realloc.planner.space import Space
 from trl_realloc.planner.specification import rates_of
+from trl_realloc.planner.zero_memory import LIVE
 from trl_realloc.realloc.layout import layout_of
 from trl_realloc.realloc.schedule import make_schedule
 
@@ -218,7 +219,19 @@ def test_each_zero_stage_holds_less(stage: int, dp: int) -> None:
         2: 2 + 2 / dp + 12 / dp,
         3: (2 + 2 + 12) / dp,
     }[stage]
-    assert held == pytest.approx(elements * expected)
+    assert held == pytest.approx(elements * expected + (2 * REDUCE_BUCKET if stage == 3 else 0))
+
+
+def test_deepspeeds_buffers_are_counted() -> None:
+    """A bucket of gradients, all the time under stage 3, and up to a billion gathered elements of parameters."""
+    training = [price("actor.train", on(8, "zero", zero_stage=stage)).transient for stage in range(4)]
+    assert [more - training[0] for more in training[1:]] == [2 * REDUCE_BUCKET, 2 * REDUCE_BUCKET, 2 * LIVE]
+    scoring = [price("reference.forward", on(8, "zero", zero_stage=stage)).transient for stage in (0, 3)]
+    assert scoring[1] - scoring[0] == 2 * LIVE
+    small = [price("reference.forward", on(8, "zero", zero_stage=stage), 1).transient for stage in (0, 3)]
+    assert small[1] - small[0] == 2 * min(LIVE, llama(1).elements)
+    megatron = [price("actor.train", on(8, zero_stage=stage)).transient for stage in (0, 1)]
+    assert megatron[0] == megatron[1]
 
 
 def test_a_long_tail_costs_more_than_its_mean() -> None:

@@ -22,6 +22,7 @@ from .device_memory import DeviceMemory
 from .hardware import Link, Rates
 from .workload import Workload
 from .zero_communication import DataParallelGroup
+from .zero_memory import backward_bucket, gathered_bytes, held_bucket
 
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
@@ -152,7 +153,7 @@ class Pricing:
         micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, strategy), strategy.pp)
         parts = self.forward_of(spec, assignment, tokens, squared)
         size = _part(spec, strategy) * spec.bytes_per_element / (strategy.dp if strategy.zero_stage == 3 else 1)
-        working = self._working(spec, tokens / micro, strategy, backward=False)
+        working = self._working(spec, tokens / micro, strategy, backward=False) + gathered_bytes(spec, assignment)
         if assignment.offload or assignment.drop:
             parts["load"] = ALLOCATE if assignment.drop else size / rates.host_bandwidth
             return CallCost(parts, 0.0, working + size)
@@ -221,8 +222,11 @@ class Pricing:
         parts = {name: work.updates * seconds for name, seconds in parts.items()}
         static = size / (dp if stage == 3 else 1) + gradients / (dp if stage >= 2 else 1)
         static += elements * state_bytes(spec.bytes_per_element, assignment, self.moments) / (dp if stage else 1)
+        static += held_bucket(spec, assignment)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
-        return CallCost(parts, static, self._working(spec, tokens, strategy, backward=True, held=held))
+        working = self._working(spec, tokens, strategy, backward=True, held=held)
+        working += backward_bucket(spec, assignment) + gathered_bytes(spec, assignment)
+        return CallCost(parts, static, working)
 
     def _training_micro_batches(self, assignment: Assignment) -> tuple[int, float, float]:
         """Of a mini-batch of one replica: the micro-batches, and the tokens and squared lengths of each."""

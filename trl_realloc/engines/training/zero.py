@@ -77,7 +77,8 @@ class ZeroEngine:
 
         self.head, self.group, self.device, self.stage = head, group, device, stage
         self.frozen = make_optimizer is None
-        settings = deepspeed_config(stage, config, max_grad_norm, trains=not self.frozen)
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in head.parameters() if p.requires_grad]
+        settings = deepspeed_config(stage, config, max_grad_norm, trained=0 if self.frozen else sum(sizes))
         self._sends_partitions = stage == 3 and has_plain_partitions(settings)
         self.compute_dtype = None if parameter_dtype(settings) else compute_dtype
         # inside DeepSpeed's forward, which turns off autocast that is on around it (torch_autocast.py:128). On a CPU it

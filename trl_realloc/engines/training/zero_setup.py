@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...plan.assignment import REDUCE_BUCKET
 from ..mesh_group import MeshGroup
 
 
@@ -52,25 +53,27 @@ class Topology:
 
 
 def deepspeed_config(
-    stage: int, user_config: Mapping[str, Any] | None, max_grad_norm: float, trains: bool
+    stage: int, user_config: Mapping[str, Any] | None, max_grad_norm: float, trained: int
 ) -> dict[str, Any]:
     """The config of an engine, from the user's DeepSpeed config (that of `accelerate launch`): ZeRO options, offload,
-    precision and clipping are the user's; batch sizes, optimizer and scheduler are the trainer's.
+    precision and clipping are the user's; batch sizes, optimizer and scheduler are the trainer's. Gradients are reduced
+    in smaller buckets than DeepSpeed's own (`REDUCE_BUCKET`, or all trained elements) where the user names no size.
 
     Args:
         user_config: `None` for DeepSpeed's defaults.
-        trains: whether the engine has an optimizer. DeepSpeed fails if the config offloads an optimizer that is not
-            there.
+        trained: elements of the trained parameters; 0 for an engine without an optimizer. DeepSpeed fails if the config
+            offloads an optimizer that is not there.
     """
     config = _without_auto(copy.deepcopy(dict(user_config or {})))
     for key in ("train_batch_size", "optimizer", "scheduler"):
         config.pop(key, None)
     zero = config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
-    if not trains:
+    if not trained:
         zero.pop("offload_optimizer", None)
         # otherwise small parameters would stay full beside their partitions, and a reallocation fills the partitions
         # only
         zero["stage3_param_persistence_threshold"] = 0
+    zero.setdefault("reduce_bucket_size", max(1, min(REDUCE_BUCKET, trained)))
     config["train_micro_batch_size_per_gpu"] = config["gradient_accumulation_steps"] = 1
     config.setdefault("gradient_clipping", max(max_grad_norm, 0.0))
     config.setdefault("steps_per_print", 1 << 60)
