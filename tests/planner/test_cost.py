@@ -161,6 +161,22 @@ def test_a_micro_batch_half_as_large_takes_half_the_activations() -> None:
     assert small.transient == pytest.approx(large.transient / 2, rel=0.05)
 
 
+@pytest.mark.parametrize("call", ["actor.train", "reference.forward"])
+def test_memory_is_priced_for_a_full_micro_batch_and_time_for_the_mean_of_all(call: str) -> None:
+    """First-fit fills the first micro-batch up to the budget, whatever is left for the last one."""
+    budget = work().tokens / 8
+    one, more = (
+        price(call, on(8, "zero", micro_batch_tokens=int(budget)), workload=work(episodes=episodes))
+        for episodes in (128, 129)
+    )
+    assert more.transient == pytest.approx(one.transient)
+    assert price(call, on(8, "zero", micro_batch_tokens=100)).transient == pytest.approx(
+        price(call, on(8, "zero", micro_batch_tokens=256)).transient
+    ), "a sample of 256 tokens is not divided"
+    stages = [price(call, on(8, pp=4, micro_batch_tokens=tokens)).transient for tokens in (4096, 100_000)]
+    assert stages[0] == stages[1], "a pipeline has at least a micro-batch for each stage"
+
+
 def test_an_engine_whose_weights_do_not_fit_in_its_share_fits_on_no_device() -> None:
     """A 13B in 16 bits has 26 GB, and 0.3 of 80 GB are 24."""
     prices = pricing(1)
@@ -271,9 +287,7 @@ def test_logits_that_cannot_be_computed_in_slices_are_priced_whole() -> None:
         spec, assignment, graph_call = llama(7), on(8, "zero", dp=8), ppo_graph().call(call)
         sliced = rows.price(graph_call, [spec], assignment).transient
         whole = rows.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient
-        tokens = rows.workload.tokens / 8 / (rows.workload.mini_batches if call == "actor.train" else 1)
-        micro = tokens / -(-tokens // (1 << 15))
-        logits = each * micro * 1024 / (1024 + 128) * 32000
+        logits = each * (1 << 15) * 1024 / (1024 + 128) * 32000
         assert whole > sliced and whole > logits
         few = replace(rows, default_cap=1 << 10)
         assert few.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient < whole

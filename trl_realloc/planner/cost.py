@@ -150,10 +150,10 @@ class Pricing:
     def _forward(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         tokens, squared = work.tokens / strategy.dp, work.episodes * work.mean_square / strategy.dp
-        micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, strategy), strategy.pp)
         parts = self.forward_of(spec, assignment, tokens, squared)
         size = _part(spec, strategy) * spec.bytes_per_element / (strategy.dp if strategy.zero_stage == 3 else 1)
-        working = self._working(spec, tokens / micro, strategy, backward=False) + gathered_bytes(spec, assignment)
+        largest = self._largest_micro_batch(CallKind.FORWARD, tokens, strategy)
+        working = self._working(spec, largest, strategy, backward=False) + gathered_bytes(spec, assignment)
         if assignment.offload or assignment.drop:
             parts["load"] = ALLOCATE if assignment.drop else size / rates.host_bandwidth
             return CallCost(parts, 0.0, working + size)
@@ -224,7 +224,8 @@ class Pricing:
         static += elements * state_bytes(spec.bytes_per_element, assignment, self.moments) / (dp if stage else 1)
         static += held_bucket(spec, assignment)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
-        working = self._working(spec, tokens, strategy, backward=True, held=held)
+        largest = self._largest_micro_batch(CallKind.TRAIN, micro * tokens, strategy)
+        working = self._working(spec, largest, strategy, backward=True, held=held)
         working += backward_bucket(spec, assignment) + gathered_bytes(spec, assignment)
         return CallCost(parts, static, working)
 
@@ -241,7 +242,9 @@ class Pricing:
         one micro-batch, as `price` has it."""
         micro, tokens, squared = self._training_micro_batches(assignment)
         seconds = self._stage(spec, assignment, tokens, squared, train=True)
-        working, kept = (self._working(spec, tokens, assignment.strategy, backward=True, held=held) for held in (0, 1))
+        strategy = assignment.strategy
+        largest = self._largest_micro_batch(CallKind.TRAIN, micro * tokens, strategy)
+        working, kept = (self._working(spec, largest, strategy, backward=True, held=held) for held in (0, 1))
         return TrainingStage(micro, seconds, kept - working, working)
 
     # --- generation --------------------------------------------------------------------------------------------------
@@ -357,6 +360,15 @@ class Pricing:
         return EngineRoom(self.memory.total * self.vllm_share, weights, peak, longest * of_token)
 
     # --- memory and shared processors --------------------------------------------------------------------------------
+
+    def _largest_micro_batch(self, kind: CallKind, tokens: float, strategy: ParallelStrategy) -> float:
+        """Tokens of the largest micro-batch of a replica's samples: they are packed first-fit, up to the budget, so the
+        first one is full and the last one may be small. A sample is never divided.
+
+        Args:
+            tokens: of all samples.
+        """
+        return max(min(self.budget(kind, strategy), tokens / strategy.pp), self.workload.longest)
 
     def _working(
         self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
