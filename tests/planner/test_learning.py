@@ -32,6 +32,7 @@ from trl_realloc.planner.measured_rates import MeasuredRates
 from trl_realloc.planner.measured_update import MeasuredUpdate
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Profile
+from trl_realloc.planner.stream_cost import StreamPrices
 
 
 CLUSTER = Cluster(1, 4)
@@ -170,11 +171,21 @@ def test_reward_functions_which_have_no_estimate_get_the_seconds_that_they_took(
         ]
         evidence.add(MeasuredUpdate.of(spans, LENGTHS))
     corrections = evidence.corrections()
-    assert corrections.functions == {"reward.forward": 7.0}
-    cost = replace(costs, corrections=corrections).price(
-        ppo_graph().call("reward.forward"), (), plan("flatten")["reward.forward"]
+    assert corrections.functions == {"reward.forward": 4 * 7.0}, "of the whole batch, of which a replica has a quarter"
+    call, prices = ppo_graph().call("reward.forward"), replace(costs, corrections=corrections)
+    for preset, seconds in (("flatten", 7.0), ("interleave", 14.0), ("separate", 14.0)):
+        assert prices.price(call, (), plan(preset)["reward.forward"]).parts["functions"] == seconds
+
+
+@pytest.mark.parametrize(("preset", "expected"), [("flatten", 7.0), ("separate", 14.0)])
+def test_reward_functions_take_as_long_with_streams_as_their_devices_have_samples(preset: str, expected: float) -> None:
+    prices = StreamPrices.of(
+        replace(plan(preset), streams=Streams()),
+        {**SPECS, "reward.forward": ()},
+        pricing(Corrections(functions={"reward.forward": 28.0}, handover=0.0)),
     )
-    assert cost.parts["functions"] == 7.0
+    share = 64 // plan(preset)["reward.forward"].strategy.dp
+    assert prices.score("reward.forward", [[100] * share], loads=False) == pytest.approx(expected)
 
 
 def test_a_call_that_takes_no_time_by_estimate_has_a_place_in_the_timeline() -> None:

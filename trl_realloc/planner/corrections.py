@@ -32,7 +32,8 @@ class Corrections:
         layouts: by call and layout (`layout_name`), a factor relative to that of `calls`. Other layouts of the call
             have the median of these.
         moves: by the call that receives the parameters, the factor of a reallocation's seconds.
-        functions: by call, the seconds of reward functions, for which there is no estimate.
+        functions: by call, the seconds of reward functions on the whole batch, for which there is no estimate. Each of
+            dp replicas takes a share of 1 / dp of them.
         handover: seconds that each call takes to receive and send samples; `None` where no run has shown them.
     """
 
@@ -76,6 +77,7 @@ class Corrections:
 
         Args:
             factors: by call, of the estimates without corrections.
+            functions: by call, the seconds of a replica's share.
         """
         calls = dict(self.calls)
         layouts = {name: dict(known) for name, known in self.layouts.items()}
@@ -84,7 +86,8 @@ class Corrections:
             if layout not in known:
                 known[layout] = factor / calls[name] if name in calls and known else 1.0
             calls[name] = factor / known[layout]
-        return Corrections(calls, layouts, {**self.moves, **moves}, {**self.functions, **functions}, handover)
+        whole = {**self.functions, **of_batch(plan, functions)}
+        return Corrections(calls, layouts, {**self.moves, **moves}, whole, handover)
 
     def described(self, least: float = 0.05) -> str:
         """The factors that differ from 1 by more than `least`, as text: `actor.train x 3.02`. Empty without any."""
@@ -92,6 +95,15 @@ class Corrections:
         whole |= {f"reallocation to {name}": factor for name, factor in self.moves.items()}
         texts = [f"{name} x {factor:.3g}" for name, factor in whole.items() if abs(factor - 1) > least]
         return ", ".join([*texts, *(f"{name} {seconds:.3g} s" for name, seconds in self.functions.items())])
+
+
+def of_batch(plan: ExecutionPlan, functions: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of reward functions on the whole batch, by call.
+
+    Args:
+        functions: by call, the seconds of a replica's share.
+    """
+    return {name: plan[name].strategy.dp * seconds for name, seconds in functions.items()}
 
 
 def layout_name(assignment: Assignment) -> str:

@@ -90,7 +90,7 @@ class Pricing:
         else:
             cost += CallCost({"handover": handover})
         functions = self.corrections.functions.get(call.name) if not specs else None
-        return cost if functions is None else cost + CallCost({"functions": functions})
+        return cost if functions is None else cost + CallCost({"functions": functions / assignment.strategy.dp})
 
     def work(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
         """The cost of a call without corrections, and without receiving and sending its samples."""

@@ -97,11 +97,10 @@ class PlanEvidence:
             for name in self.plan.order
             if all(work[name] == 0 for _, work in self._updates)
         }
-        known = Corrections(functions=functions)
-        factors = self._factors(known)
+        factors = self._factors(functions)
         if has_host_loop(self.plan.graph):  # what that loop does between calls, as its reward functions, has no span
             return self._learned(factors, functions, self.before.handover)
-        handovers = [self._handover(update.seconds, work, factors, known) for update, work in self._updates]
+        handovers = [self._handover(update.seconds, work, factors, functions) for update, work in self._updates]
         return self._learned(factors, functions, median(handovers))
 
     def _learned(
@@ -111,27 +110,29 @@ class PlanEvidence:
         moves = {name.partition(" -> ")[2]: factor for name, factor in factors.items() if " -> " in name}
         return self.before.learned(self.plan, calls, moves, functions, handover)
 
-    def _factors(self, known: Corrections) -> dict[str, float]:
+    def _factors(self, functions: Mapping[str, float]) -> dict[str, float]:
         """By call and by reallocation, the factor of the estimate with which the plan's timeline has the measured
-        seconds."""
+        seconds.
+
+        Args:
+            functions: seconds of a replica's share of the calls that run reward functions.
+        """
         factors: dict[str, float] = {}
         for _ in range(ROUNDS if self.pricing.rates.sharing else 1):
             ratios: dict[str, list[float]] = defaultdict(list)
             for update, work in self._updates:
-                for name, (start, end) in self._times(work, factors, known, 0.0).items():
+                for name, (start, end) in self._times(work, factors, functions, 0.0).items():
                     measured = update.spans.get(name, 0.0)
-                    if measured > 0 and end > start and name not in known.functions:
+                    if measured > 0 and end > start and name not in functions:
                         ratios[name].append(measured / (end - start))
             factors |= {name: bounded(factors.get(name, 1.0) * median(rows)) for name, rows in ratios.items()}
         return factors
 
     def _times(
-        self, work: Mapping[str, float], factors: Mapping[str, float], known: Corrections, handover: float
+        self, work: Mapping[str, float], factors: Mapping[str, float], functions: Mapping[str, float], handover: float
     ) -> dict[str, tuple[float, float]]:
         """(start, end) of every call and reallocation of an iteration."""
-        seconds = {
-            name: known.functions.get(name, factors.get(name, 1.0) * own) + handover for name, own in work.items()
-        }
+        seconds = {name: functions.get(name, factors.get(name, 1.0) * own) + handover for name, own in work.items()}
         names = {edge.target: f"{edge.source} -> {edge.target}" for edge in self.plan.reallocations}
         moves = {target: own * factors.get(names[target], 1.0) for target, own in self._moves.items()}
         tasks = tasks_of(self.plan, seconds, moves)
@@ -140,13 +141,13 @@ class PlanEvidence:
         return {task.name: of_task for task, of_task in zip(tasks, times, strict=True)}
 
     def _handover(
-        self, seconds: float, work: Mapping[str, float], factors: Mapping[str, float], known: Corrections
+        self, seconds: float, work: Mapping[str, float], factors: Mapping[str, float], functions: Mapping[str, float]
     ) -> float:
         """Seconds that each call would take to receive and send samples, so that the iteration takes `seconds` from the
         start of its first call, when that has its samples."""
 
         def iteration(handover: float) -> float:
-            times = self._times(work, factors, known, handover).values()
+            times = self._times(work, factors, functions, handover).values()
             return max(end for _, end in times) - min(start for start, _ in times) - handover
 
         without = iteration(0.0)

@@ -163,11 +163,11 @@ class StreamPrices:
         return sum(self._corrected(scoring, each) for each in parts) if tokens else 0.0
 
     def _functions(self, scoring: str, samples: float) -> float:
-        """Of reward functions, which were measured for a replica's share of the batch."""
+        """Of reward functions on so many samples."""
         if self.specs.get(scoring):
             return 0.0
         whole = self.pricing.corrections.functions.get(scoring, 0.0)
-        return whole * samples * self.plan[scoring].strategy.dp / self.pricing.workload.episodes
+        return whole * samples / self.pricing.workload.episodes
 
     def _handover(self, assignment: Assignment) -> float:
         known = self.pricing.corrections.handover

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
-from .corrections import Corrections, bounded
+from .corrections import Corrections, bounded, of_batch
 from .cost import Pricing
 from .measured_update import MeasuredUpdate
 from .stream_cost import StreamPrices
@@ -62,7 +62,7 @@ class StreamedEstimates:
             functions, work: as in `functions`.
         """
         calls = {name: factors.get(name, 1.0) for name in self.plan.order}
-        corrections = Corrections(calls, functions=functions, handover=0.0)
+        corrections = Corrections(calls, functions=of_batch(self.plan, functions), handover=0.0)
         workload = self.pricing.workload.of_lengths(update.lengths)
         pricing = replace(self.pricing, workload=workload, corrections=corrections)
         prices = StreamPrices.of(self.plan, self.specs, pricing)
