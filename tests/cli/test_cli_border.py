@@ -465,7 +465,7 @@ def test_a_recipe_that_this_machine_cannot_run_is_refused_with_the_way_to_plan_i
 def test_a_plan_for_measured_gpus_fits_their_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _edited("profile.json", lambda profile: profile.update(is_accelerator=True, memory=1e6))(folder)
     assert main(READERS["profile.json"]) == 2
-    assert "a device has 0 GB for a plan" in capsys.readouterr().err
+    assert "has 0.0 GB of a device" in capsys.readouterr().err
 
 
 def test_a_profile_of_two_nodes_is_planned_for_two_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

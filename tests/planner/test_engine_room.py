@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from llamas import llama, pricing, work
+from llamas import llama, pricing, specs, work
 
+from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.planner.activation_memory import engine_peak
+from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory, gpu_memory
 
@@ -18,13 +20,13 @@ from trl_realloc.planner.device_memory import DeviceMemory, gpu_memory
 GENERATE = ppo_graph().call("actor.generate")
 
 
-def engines(tp: int) -> Assignment:
-    return Assignment(DeviceMesh(0, 8), ParallelStrategy(8 // tp, tp), "vllm")
+def engines(tp: int, size: int = 8) -> Assignment:
+    return Assignment(DeviceMesh(0, size), ParallelStrategy(size // tp, tp), "vllm")
 
 
-def fits(prices: Pricing, tp: int = 1, billions: int = 7) -> bool:
+def fits(prices: Pricing, tp: int = 1, billions: int = 7, size: int = 8) -> bool:
     assert prices.memory is not None
-    return prices.price(GENERATE, [llama(billions)], engines(tp)).static <= prices.memory.total
+    return prices.price(GENERATE, [llama(billions)], engines(tp, size)).static <= prices.memory.total
 
 
 def test_an_engine_needs_room_for_the_longest_request_that_it_may_get() -> None:
@@ -53,3 +55,29 @@ def test_on_a_gpu_the_largest_forward_is_not_cache(tp: int) -> None:
     assert kept == pytest.approx(tokens * (14 / tp + 6) * 4096 + 4 * 16 * 32000)
     assert engine_peak(spec, tp, 1024, 131_072) > 3.9 * kept, "of requests that are longer than a forward"
     assert gpu.slots(spec, engines(tp), 10_000) < other.slots(spec, engines(tp), 10_000)
+
+
+def refusal(prices: Pricing, billions: int = 70) -> str:
+    with pytest.raises(PlanError) as refused:
+        choose(specs(billions, 7), prices, time_limit_s=0.1)
+    return str(refused.value)
+
+
+def test_a_refusal_names_the_share_or_the_nodes_that_an_engine_needs() -> None:
+    """A 70B in 16 bits has 138 GB, and 0.3 of 80 GB are 24."""
+    four, one = (replace(pricing(1, size), memory=gpu_memory(80e9)) for size in (4, 1))
+    said = refusal(four)
+    assert said.startswith("actor.generate fits on no mesh of 1 node of 4 devices: a vLLM engine has 24.0 GB")
+    assert "of these devices would" not in said
+    share = float(said.partition("; vllm_gpu_memory_utilization ")[2].split()[0])
+    enough, less = (replace(four, vllm_share=each) for each in (share, share - 0.01))
+    assert fits(enough, 4, 70, size=4) and not fits(less, 4, 70, size=4)
+    assert "nodes of 8 devices (tp 8" in said and fits(pricing(1, 8), 8, 70)
+    alone = refusal(one)
+    assert "nodes of 8 devices" in alone and "; vllm_gpu" not in alone, "no share of one device holds it"
+    narrow = refusal(replace(one, vllm_share=0.001))
+    assert "no share of such devices is enough" in narrow
+
+
+def test_where_the_engine_has_room_a_refusal_names_a_number_of_devices() -> None:
+    assert "of these devices would do" in refusal(replace(pricing(1, 8), memory=gpu_memory(80e9)))

@@ -17,6 +17,7 @@ from ..plan.presets import presets_of, with_sleeping_engines
 from .ahead_choice import StalenessChoice, choose_staleness
 from .cost import Pricing
 from .decision import Alternative, Decision, too_large, why_slower
+from .engine_refusal import SmallShareError
 from .fused_choice import FusedChoice, choose_fused
 from .priced_plan import PricedPlan
 from .problem import Problem
@@ -71,7 +72,8 @@ def choose(
             least; listing and pricing the candidates before it is not limited.
 
     Raises:
-        PlanError: the models fit on no plan; names the smallest cluster on which they fit.
+        PlanError: the models fit on no plan; names the smallest cluster on which they fit, or what a vLLM engine's
+            share of a device lacks.
     """
     options: dict[str, Any] = {
         "graph": graph or ppo_graph(),
@@ -175,6 +177,8 @@ def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, opt
         if pricing.vllm_sleeps is None and pricing.memory is not None and generation_engine == "vllm":
             with contextlib.suppress(PlanError):
                 return _choose(specs, replace(pricing, vllm_sleeps=True), **options)
+        if isinstance(error, SmallShareError):
+            raise
         size = smallest_cluster(specs, pricing, options)
         would = (
             f"{size} of these devices would do." if size else f"{MOST_DEVICES} of these devices would not do either."

@@ -341,11 +341,14 @@ class Pricing:
             return share, weights, share * cache
         room = self.engine_room(spec, assignment, share)
         assert room is not None, "the memory is known"
-        slots = int(room.cache / cache) if cache else share
-        if slots < 1 or room.share < room.needed:
-            # no room for a request: it counts as more than the device, so that the memory check refuses it
+        if room.share < room.needed:  # it counts as more than the device, so that the memory check refuses it
             return 1, max(weights, self.memory.total) + cache, 0.0
-        return min(share, slots), room.share, 0.0
+        return min(share, max(1, int(room.cache / cache)) if cache else share), room.share, 0.0
+
+    @property
+    def longest_request(self) -> float:
+        """Tokens of the longest request that an engine may get."""
+        return max(self.context_length or 0, self.workload.longest)
 
     def engine_room(self, spec: ModelSpec, assignment: Assignment, share: int) -> EngineRoom | None:
         """What a vLLM engine that generates `share` samples does with its share of a device; `None` where the device's
@@ -355,7 +358,7 @@ class Pricing:
         strategy = assignment.strategy
         weights = _part(spec, strategy) * spec.bytes_per_element
         of_token = spec.kv_bytes_per_token / strategy.pp / min(strategy.tp, max(spec.kv_heads, 1))
-        longest = self.context_length or self.workload.longest
+        longest = self.longest_request
         peak = engine_peak(spec, strategy.tp, share, longest) if self.memory.is_gpu else 0.0
         return EngineRoom(self.memory.total * self.vllm_share, weights, peak, longest * of_token)
 

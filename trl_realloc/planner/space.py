@@ -18,6 +18,7 @@ from ..plan.dataflow import Call, CallKind, DataflowGraph
 from ..plan.model_spec import ModelSpec
 from .call_cost import CallCost
 from .cost import Pricing
+from .engine_refusal import check_share
 
 
 MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
@@ -94,7 +95,8 @@ class Space:
         """The candidates of each call, by the name of the call. Each list is sorted by seconds.
 
         Raises:
-            PlanError: a call fits on no mesh. The message states the least memory that the call needs.
+            PlanError: a call fits on no mesh. The message states the least memory that the call needs, or what the
+                share of its vLLM engine lacks.
         """
         return {name: self._of_call(self.graph.call(name)) for name in self.graph.order}
 
@@ -114,6 +116,9 @@ class Space:
                 by_size[mesh.size] = undominated(self._fitting(priced))
             candidates += [Candidate(replace(c.assignment, mesh=mesh), c.cost) for c in by_size[mesh.size]]
         if not candidates:
+            if call.kind is CallKind.GENERATE:
+                tried = [a for size in by_size for a in self._assignments(call, DeviceMesh(0, size))]
+                check_share(call, self.specs.get(call.name, ()), self.pricing, tried)
             usable = self.pricing.memory.usable if self.pricing.memory else 0.0
             raise PlanError(
                 f"{call.name} fits on no mesh of {self.cluster}: it takes {least / 1e9:.1f} GB of a device at least, "
