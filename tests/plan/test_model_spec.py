@@ -71,6 +71,14 @@ def test_a_tied_embedding_is_held_by_the_first_and_the_last_stage() -> None:
     assert apart.stages_of(apart.by_name["lm_head.weight"], 3) == (2,)
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_a_config_file_does_not_say_of_its_embedding_is_the_familys_default(family: str) -> None:
+    config = config_of(family)
+    stored = {key: value for key, value in config.to_dict().items() if key != "tie_word_embeddings"}
+    assert ModelSpec.from_config(stored, bytes_per_element=2).tied == config.tie_word_embeddings
+    assert not ModelSpec.from_config({**stored, "tie_word_embeddings": False}, bytes_per_element=2).tied
+
+
 @pytest.mark.parametrize(
     ("tp", "pp", "told"),
     [

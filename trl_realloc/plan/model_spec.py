@@ -112,7 +112,7 @@ class ModelSpec:
             head_dim=int(values.get("head_dim") or hidden // heads),
             hidden=hidden,
             vocabulary=int(values["vocab_size"]),
-            tied=head == "lm" and bool(values.get("tie_word_embeddings", False)),
+            tied=head == "lm" and bool(values.get("tie_word_embeddings", family in TIED)),
         )
         make = _gpt_neox if family == "gpt_neox" else _llama_like
         return ModelSpec(**{**spec.__dict__, "parameters": tuple(make(spec, values, head))})
@@ -341,3 +341,4 @@ def _head(spec: ModelSpec, head: Head) -> Iterator[ParameterSpec]:
 
 
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox"})
+TIED = frozenset({"gemma"})  # families whose config.json says nothing of tie_word_embeddings where it is true
