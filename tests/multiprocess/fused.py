@@ -22,11 +22,12 @@ from whole_state import whole_state
 
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
-from trl_realloc.engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup
+from trl_realloc.engines.mesh_group import FusedGroups, MeshGroup
 from trl_realloc.engines.training.fused_training import FusedMiniBatch, FusedShare, FusedTraining, Orders, StageTask
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training.stage_figures import FusedShape
+from trl_realloc.plan.fused import MESSAGE_GROUPS
 from trl_realloc.runtime.fused_orders import FusedOrders
 
 

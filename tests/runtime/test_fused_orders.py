@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from trl_realloc.engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup, SplitGroups
+from trl_realloc.engines.mesh_group import FusedGroups, MeshGroup, SplitGroups
 from trl_realloc.engines.training.fused_training import StageTask
 from trl_realloc.engines.training.stage_figures import FusedShape, StageFigures
 from trl_realloc.engines.training.stage_times import StageTimes, TokenFit
+from trl_realloc.plan.fused import MESSAGE_GROUPS
 from trl_realloc.planner.fused_check import check, serial_time
 from trl_realloc.runtime import fused_orders
 from trl_realloc.runtime.fused_orders import FusedOrders

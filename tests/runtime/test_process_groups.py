@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,14 @@ import torch.distributed as dist
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten, separate
+from trl_realloc.planner.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.device_memory import DeviceMemory
+from trl_realloc.planner.hardware import DEVICES
+from trl_realloc.planner.problem import estimate_plan
+from trl_realloc.planner.workload import Workload
 from trl_realloc.runtime.process_groups import (
     from_first_rank,
     make_fused_groups,
@@ -86,3 +94,39 @@ def test_no_group_is_a_part_of_a_default_group_that_is_bound_to_a_device(monkeyp
     finally:
         world.bound_device_id = None
         dist.destroy_process_group()
+
+
+PLANS = {
+    "flatten": flatten(Cluster(1, 4)),
+    "separate, ZeRO": separate(Cluster(1, 4), zero_stage=2),
+    "one device": flatten(Cluster(1, 1)),
+    "fused": FUSED,
+    "split": replace(FUSED, fused=()),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_planner_counts_the_communicators_that_a_run_makes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, limit, made = PLANS[name], timedelta(seconds=1), list[list[int]]()
+
+    def make(ranks: list[int] | None = None, backend: str | None = None, **_: Any) -> None:
+        if backend is None and ranks is not None and len(ranks) > 1:
+            made.append(ranks)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "new_group", make)
+    monkeypatch.setattr("trl_realloc.runtime.process_groups.is_accelerator", lambda device: True)
+    try:
+        make_groups(plan, 0, limit)
+        make_fused_groups(plan, 0, limit, make_split_groups(plan, 0, limit))
+        make_reallocation_groups(plan, 0, limit)
+    finally:
+        dist.destroy_process_group()
+    of_job = int(plan.cluster.size > 1)
+    rates = AnalyticRates(DEVICES["h100"])
+    pricing = Pricing(plan.cluster, Workload(8, 4, (4,)), rates, memory=DeviceMemory(80e9, 0.0, 0.0, 1.0))
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_attention_heads": 4, "vocab_size": 100}
+    spec = ModelSpec.from_config(config, bytes_per_element=2)
+    holds = estimate_plan(plan, dict.fromkeys(plan.order, (spec,)), pricing).estimate.holds
+    assert holds.get("communicators", 0.0) == sum(0 in ranks for ranks in made) + of_job

@@ -33,7 +33,7 @@ from standin_device.batches import training_batch  # noqa: E402
 from trl_realloc.algorithms.nonfinite import NonFiniteError  # noqa: E402
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss  # noqa: E402
 from trl_realloc.engines.device import group_device  # noqa: E402
-from trl_realloc.engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup, SplitGroups, split_ranks  # noqa: E402
+from trl_realloc.engines.mesh_group import FusedGroups, MeshGroup, SplitGroups, split_ranks  # noqa: E402
 from trl_realloc.engines.models import load_classifier, load_policy, seeded  # noqa: E402
 from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
@@ -42,6 +42,7 @@ from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E4
 from trl_realloc.plan.batching import balance  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402
 from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
+from trl_realloc.plan.fused import MESSAGE_GROUPS  # noqa: E402
 from trl_realloc.plan.model_spec import ModelSpec  # noqa: E402
 from trl_realloc.profiling.auto_plan import JobPlan  # noqa: E402
 from trl_realloc.profiling.machine import links  # noqa: E402

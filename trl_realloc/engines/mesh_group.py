@@ -189,9 +189,6 @@ class FusedGroups:
         return self.messages[(2 * channel + link % 2) % len(self.messages)]
 
 
-MESSAGE_GROUPS = 8  # 4 channels x 2: a stage's links to its two neighbours take turns
-
-
 def split_ranks(ranks: tuple[int, ...], tp: int, pp: int) -> Mapping[str, list[tuple[int, ...]]]:
     """The ranks of all `dp`, `tp`, `pp` and `ends` groups of a mesh, in the order in which every rank creates them."""
     inner = tp * pp

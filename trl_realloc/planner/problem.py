@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.assignment import Assignment, in_place
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.fused import Fused, joined, together
+from ..plan.fused import MESSAGE_GROUPS, Fused, joined, together
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
 from ..realloc.layout import layout_of
@@ -231,16 +231,22 @@ class Problem:
         return {name: size for name, size in holds.items() if size}
 
     def _communicators(self, state: State, stays: set[int], device: int) -> int:
-        """The number of NCCL communicators that a device is in, as `runtime.process_groups` makes them."""
-        groups: set[object] = set()
+        """The number of NCCL communicators that a device is in: the job's own, and those that `runtime.process_groups`
+        makes."""
+        if self.space.cluster.size == 1:
+            return 0
+        groups: set[object] = {"of all ranks"}
+        if self._fused and device in state[self._fused[0]].assignment.mesh:
+            groups |= {("messages", number) for number in range(MESSAGE_GROUPS)}
         for candidate in state:
             mesh, strategy = candidate.assignment.mesh, candidate.assignment.strategy
             if device not in mesh or mesh.size == 1:
                 continue
             groups.add(mesh)
             if candidate.assignment.engine == "megatron":
-                degrees = {"dp": strategy.dp, "tp": strategy.tp, "pp": strategy.pp, "ends": strategy.pp}
-                groups |= {(kind, mesh, strategy.tp, strategy.pp) for kind, size in degrees.items() if size > 1}
+                sizes = {"dp": strategy.dp, "tp": strategy.tp, "pp": strategy.pp, "ends": strategy.pp}
+                sizes["mesh"] = mesh.size  # beside the group of the same devices that other engines use
+                groups |= {(kind, mesh, strategy.tp, strategy.pp) for kind, size in sizes.items() if size > 1}
         for source, target in self._edges:
             meshes = state[source].assignment.mesh, state[target].assignment.mesh
             if target not in stays and any(device in mesh for mesh in meshes):

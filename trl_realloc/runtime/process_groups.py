@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from ..common.errors import PlanError
 from ..engines.device import group_device, is_accelerator
-from ..engines.mesh_group import MESSAGE_GROUPS, FusedGroups, MeshGroup, SplitGroups, split_ranks
+from ..engines.mesh_group import FusedGroups, MeshGroup, SplitGroups, split_ranks
 from ..plan.cluster import DeviceMesh
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.fused import MESSAGE_GROUPS
 
 
 def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> Any:
