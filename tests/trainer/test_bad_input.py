@@ -187,9 +187,7 @@ def test_an_attention_that_mixes_the_samples_of_a_row_has_no_pipeline() -> None:
         config._attn_implementation = attention
         check_layouts(deep, {role: [config] for role in Role}, [])
     config._attn_implementation = "eager"
-    with pytest.raises(
-        PlanError, match="actor.train: its attention is eager, .* use pp: 1"
-    ):
+    with pytest.raises(PlanError, match="actor.train: its attention is eager, .* use pp: 1"):
         check_layouts(deep, {role: [config] for role in Role}, [])
 
 

@@ -109,6 +109,18 @@ def test_adafactor_is_refused_where_a_plan_cuts_parameters(
         check_sharding(OptimizerSharding(args, None), _plan(**training))
 
 
+def test_adagrad_is_refused_under_deepspeed_which_makes_it_anew_without_its_groups(tmp_path: Path) -> None:
+    sharding = OptimizerSharding(tiny.arguments(tmp_path, optim="adagrad"), None)
+    for training in ({"engine": "zero", "dp": 4}, {"engine": "megatron", "dp": 2, "tp": 2, "zero_stage": 1}):
+        check_sharding(sharding, _plan(**training))
+    assert sharding.splits == TrainingSplits(by_deepspeed=False)
+    assert not sharding.splits.allow("zero", zero_stage=1) and sharding.splits.allow("megatron", tp=2, zero_stage=1)
+    with pytest.raises(
+        ConfigError, match="DeepSpeed does not keep the groups of optim='adagrad', so critic.train under"
+    ):
+        check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=2))
+
+
 @pytest.mark.parametrize("training", [{"dp": 2, "pp": 2}, {"dp": 4, "zero_stage": 1}])
 def test_an_optimizer_with_a_norm_of_everything_is_refused_where_parameters_are_dealt_out(
     tmp_path: Path, training: dict[str, Any]

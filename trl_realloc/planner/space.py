@@ -44,14 +44,18 @@ class TrainingSplits:
     Args:
         elements: a parameter may be split, or lie in a flat tensor with others: ZeRO of the engine `zero`, and tp.
         parameters: whole parameters may be distributed over several optimizers: ZeRO of megatron, and pp.
+        by_deepspeed: DeepSpeed can make the optimizer of its flat tensors.
     """
 
     elements: bool = True
     parameters: bool = True
+    by_deepspeed: bool = True
 
     def allow(self, engine: str, tp: int = 1, pp: int = 1, zero_stage: int = 0) -> bool:
         """Whether a call may train so."""
         flattens, distributes = zero_stage and engine == "zero", zero_stage and engine != "zero"
+        if flattens and not self.by_deepspeed:
+            return False
         return (self.elements or not (tp > 1 or flattens)) and (self.parameters or not (pp > 1 or distributes))
 
 

@@ -54,7 +54,10 @@ class OptimizerSharding:
         """How training calls may be split."""
         given = self._make, self._groups, self._device
         by_element = works_by_element(*given)
-        return TrainingSplits(by_element, by_element or works_by_parameter(*given))
+        weights = [[nn.Parameter(torch.zeros(1, device=self._device))] for _ in range(self._groups)]
+        # DeepSpeed 0.19.8 makes it anew from its defaults, without its groups (stage_1_and_2.py:946)
+        is_adagrad = by_element and isinstance(self._make(weights), torch.optim.Adagrad)
+        return TrainingSplits(by_element, by_element or works_by_parameter(*given), not is_adagrad)
 
 
 def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
@@ -73,6 +76,11 @@ def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
         "would not train as on one device; give it replicas (engine zero with zero_stage: 0, as plan: flatten does), "
         "or use an optimizer such as adamw_torch."
     )
+    staged = [name for name in sharded if trained[name].engine == "zero"]
+    if staged and not splits.by_deepspeed:
+        raise ConfigError(
+            f"DeepSpeed does not keep the groups of {kind}, so {staged[0]} under {sharded[staged[0]]} {way_out}"
+        )
     if not splits.elements:
         for name, setting in sharded.items():
             raise ConfigError(
