@@ -18,6 +18,7 @@ from trl_realloc.engines.generation.vllm_support import (
     cpu_head_sizes,
     engine_argument_names,
     engine_argument_problems,
+    engine_slots,
     is_vllm_available,
     why_not_served,
 )
@@ -52,6 +53,8 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one(arguments: dict[str
         ("tensor_parallel_size", "set tp of the call"),
         ("model", "give the trainer another model"),
         ("seed", "set the run's seed"),
+        ("speculative_config", "a draft model would have none"),
+        ("quantization", "the weights in the training's dtype"),
         ("data_parallel_size", "set dp of the call"),
         ("gpu_memory_utilization", "set vllm_gpu_memory_utilization"),
         ("trust_remote_code", "whose family Transformers has"),
@@ -149,3 +152,9 @@ def test_a_cache_of_unknown_size_has_a_gibibyte() -> None:
     assert cpu_cache_bytes(config(model_type="gemma3"), "float32", samples=1, tokens=1) == MOST_CPU_CACHE
     kwargs = {"block_size": 256}
     assert cpu_cache_bytes(config(), "float32", samples=1, tokens=1, engine_kwargs=kwargs) == MOST_CPU_CACHE
+
+
+def test_an_engine_decodes_no_more_samples_at_once_than_vllm_takes() -> None:
+    assert [engine_slots(samples, {}) for samples in (1, 1000, 10_000)] == [1, 1000, 1024]
+    assert engine_slots(10_000, {"engine_kwargs": {"max_num_batched_tokens": 256}}) == 256
+    assert engine_slots(10_000, {"engine_kwargs": None}) == 1024

@@ -16,10 +16,12 @@ from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
+    ApertusConfig,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     PretrainedConfig,
@@ -44,6 +46,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "tied llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL),
     "tied gemma3": Gemma3TextConfig(**SMALL, head_dim=8),
+    "apertus, whose activations have buffers": ApertusConfig(**SMALL),
+    "gemma4, whose layers have scales": Gemma4TextConfig(
+        **SMALL, head_dim=8, global_head_dim=8, num_global_key_value_heads=1
+    ),
     "gpt2": GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, pad_token_id=0, bos_token_id=1, eos_token_id=2),
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1, "head_dim": 8}

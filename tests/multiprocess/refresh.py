@@ -58,7 +58,7 @@ def move(is_narrow: bool) -> dict[str, Any]:
         Cluster(1, 2),
         rank,
         holder=engine,
-        sink=GeneratorSink(picky, lambda tensors: tensors, cpu) if rank == 1 else None,  # type: ignore[arg-type]
+        sink=GeneratorSink(picky, lambda tensors: tensors, cpu, {}) if rank == 1 else None,  # type: ignore[arg-type]
         options=TransferOptions(bucket_bytes=4096),
     )
     told: list[Any] = []

@@ -171,6 +171,9 @@ class Assignment:
 # Training on 5,800 tokens took 0.90 s in forwards of 512 to 1,024 tokens, 1.15 s in two of 4,096 (3.5-million-parameter
 # Llama, 2 cores).
 CACHED_TOKENS = 1024
+# Samples that a vLLM engine decodes at once, unless a user says otherwise: vLLM's own largest default. It refuses more
+# than the tokens of one of its forwards, and captures no graph for so many.
+MOST_SLOTS = 1024
 
 # Of an accelerator: most logits of a forward that are in memory whole, in elements (1 GiB in bfloat16), and of a slice,
 # 440 rows of a vocabulary of 152,000, so that products are of matrices.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..plan.assignment import Assignment, ParallelStrategy, sleeps
+from ..plan.assignment import MOST_SLOTS, Assignment, ParallelStrategy, sleeps
 from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.model_spec import ModelSpec
@@ -338,12 +338,13 @@ class Pricing:
             slots = min(share, max(1, int(self.workload.forward_tokens / self.workload.longest)))
             return slots, weights, slots * cache + kept_casts(spec)
         if self.memory is None:
+            share = min(share, MOST_SLOTS)
             return share, weights, share * cache
         room = self.engine_room(spec, assignment, share)
         assert room is not None, "the memory is known"
         if room.share < room.needed:  # it counts as more than the device, so that the memory check refuses it
             return 1, max(weights, self.memory.total) + cache, 0.0
-        return min(share, max(1, int(room.cache / cache)) if cache else share), room.share, 0.0
+        return min(share, MOST_SLOTS, max(1, int(room.cache / cache)) if cache else share), room.share, 0.0
 
     @property
     def longest_request(self) -> float:

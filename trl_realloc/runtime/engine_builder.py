@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..engines.base import EngineError, InPlaceEngine, ScoringEngine, TrainingEngine
 from ..engines.device import is_accelerator, release_cached_memory
 from ..engines.generation.transformers import TransformersEngine
@@ -20,7 +22,7 @@ from ..engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, V
 from ..engines.training.replica_sync import copy_tensors, equalize, follow
 from ..engines.training.replicated import ReplicatedEngine
 from ..engines.training.tensor_parallel import local
-from ..engines.training.weight_export import checkpoint_names
+from ..engines.training.weight_export import checkpoint_names, persistent_buffers
 from ..engines.training.zero import ZeroEngine
 from ..engines.training.zero_setup import cast_parameters, parameter_dtype
 from ..engines.transformers_compat import recompute_activations
@@ -285,6 +287,12 @@ class EngineBuilder:
     def _reallocation(self, call: str, groups: ReallocationGroups) -> Reallocation:
         role, generator = self.placement.role_of(call), self.placement.generators.get(call)
         sink: Sink | None = None
+        trained = self.placement.trained(role)
+        buffers: dict[str, Tensor] = {}
+        if self.plan[call].engine == "vllm":  # each stage of a pipeline has its own
+            own = {} if trained is None else persistent_buffers(trained.head.model)
+            of_ranks = from_every_rank({name: buffer.cpu() for name, buffer in own.items()}, groups.control)
+            buffers = {name: buffer for each in of_ranks for name, buffer in each.items()}
         if call in self.placement.copies:
             (copied,) = self.engines[call]
             sink = EngineSink(copied) if generator is None else CopiedEngineSink(copied, generator)
@@ -292,12 +300,13 @@ class EngineBuilder:
             make_shell = self.roles[role].shell
             assert make_shell is not None, "a role that generates in an engine has a shell"
             device = self.options.device if groups.tensors is None else groups.device
-            sink = GeneratorSink(generator, partial(checkpoint_names, make_shell()), device)
+            buffers = {name: buffer.to(device) for name, buffer in buffers.items()}
+            sink = GeneratorSink(generator, partial(checkpoint_names, make_shell()), device, buffers)
         return Reallocation(
             groups,
             self.plan.cluster,
             self.rank,
-            holder=self.placement.trained(role),
+            holder=trained,
             sink=sink,
             options=self.options.transfer,
         )

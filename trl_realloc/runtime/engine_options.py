@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engines.generation.vllm_support import engine_slots
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
@@ -64,10 +65,10 @@ class EngineOptions:
     log_folder: Path | None = None
 
     def for_plan(self, plan: ExecutionPlan, episodes: int) -> EngineOptions:
-        """These options with room in every vLLM engine for all samples that it has at once, of `episodes` samples."""
+        """These options with room in every vLLM engine for the samples that it has at once, of `episodes` samples."""
         generations = plan.graph.calls_of(CallKind.GENERATE)
         slots = max([1, *(engine_samples(plan, name, episodes) for name in generations)])
-        return replace(self, vllm={**self.vllm, "max_num_seqs": slots})
+        return replace(self, vllm={**self.vllm, "max_num_seqs": engine_slots(slots, self.vllm)})
 
     @property
     def transfer(self) -> TransferOptions:

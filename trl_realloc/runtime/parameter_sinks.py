@@ -7,6 +7,7 @@ When they are sent is in `reallocation`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +122,7 @@ class GeneratorSink(FullTensorSink):
     Args:
         to_checkpoint_names: renames a bucket from the module's names to those of the family's checkpoints.
         device: of the memory of a bucket.
+        buffers: the model's persistent buffers, which no transfer has.
     """
 
     def __init__(
@@ -128,9 +130,10 @@ class GeneratorSink(FullTensorSink):
         generator: GenerationEngine,
         to_checkpoint_names: Callable[[list[tuple[str, Tensor]]], Bucket],
         device: torch.device,
+        buffers: Mapping[str, Tensor],
     ) -> None:
         super().__init__(device)
-        self.generator, self.to_checkpoint_names = generator, to_checkpoint_names
+        self.generator, self.to_checkpoint_names, self.buffers = generator, to_checkpoint_names, buffers
 
     def narrower(self, dtypes: Mapping[str, torch.dtype]) -> Mapping[str, torch.dtype]:
         return self.generator.narrower(dtypes)
@@ -140,14 +143,10 @@ class GeneratorSink(FullTensorSink):
         return self.generator.version
 
     def receive(self, stream: Iterator[Parts], version: int) -> None:
+        sent = ([(name, tensor) for name, [(_, tensor)] in parts.items()] for parts in stream)
+        others = [list(self.buffers.items())] if self.buffers else []
         try:
-            self.generator.load(
-                (
-                    self.to_checkpoint_names([(name, tensor) for name, [(_, tensor)] in parts.items()])
-                    for parts in stream
-                ),
-                version,
-            )
+            self.generator.load(map(self.to_checkpoint_names, chain(sent, others)), version)
         finally:
             for _ in stream:  # otherwise the senders would wait for a rank whose engine refused a tensor
                 pass

@@ -18,6 +18,7 @@ from ..common.errors import unknown_keys
 from ..engines.device import is_accelerator
 from ..engines.generation.vllm_support import (
     engine_argument_problems,
+    engine_slots,
     is_vllm_available,
     why_not_served,
     why_not_this_class,
@@ -241,7 +242,8 @@ def _engine_settings(args: Any, vllm: Mapping[str, Any], engines: int, ranks: in
     """Arguments of `VLLMEngine` that are not in the plan. An engine has room for its share of a generation batch."""
     rows = int(args.per_device_train_batch_size) * int(_setting(args, "steps_per_generation", 1)) * ranks
     own = {name: value for name, value in vllm.items() if name != "max_model_len" and value is not None}
-    return {"max_num_seqs": max(1, -(-rows // engines))} | vllm_settings(args) | own
+    given = vllm_settings(args) | own
+    return {"max_num_seqs": engine_slots(max(1, -(-rows // engines)), given)} | given
 
 
 def _close_own(trainer: Any) -> None:

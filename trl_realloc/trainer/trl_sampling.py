@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -82,10 +83,10 @@ def generation_config(model: Any) -> Any:
     """The generation config of a model that is loaded or given by name; `None` if it has none."""
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except OSError:  # a checkpoint without the file
-        return None
+    for file in ({}, {"config_file_name": "config.json", "_from_model_config": True}):  # as Transformers looks for it
+        with contextlib.suppress(OSError):
+            return GenerationConfig.from_pretrained(model, **file)
+    return None
 
 
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:

@@ -211,10 +211,13 @@ class RunningRequests:
             given.marks.change(drawn[name], version)
 
     def _give(self, request: Request) -> None:
-        name = next(self._names)
+        name, most = next(self._names), request.limit - request.begun
+        arguments = self._arguments
+        if arguments.get("min_tokens", 0) > most:  # the context has no room for so many, and vLLM would refuse it
+            arguments = {**arguments, "min_tokens": most}
         params = SamplingParams(
-            **self._arguments,
-            max_tokens=request.limit - request.begun,
+            **arguments,
+            max_tokens=most,
             **seed_arguments(request.seed, request.begun, self._by_seed, self._by_position),
         )
         prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": self._keys.salt}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import shown, unknown_keys
+from ...plan.assignment import MOST_SLOTS
 from ...plan.model_spec import FAMILIES, ModelSpec
 
 
@@ -67,6 +68,17 @@ def why_not_this_class(model: Any) -> str | None:
         f"vLLM would generate by its own implementation of {base.config.model_type!r}, not by the class "
         f"{kind.__name__} of {kind.__module__}"
     )
+
+
+def engine_slots(samples: int, settings: Mapping[str, Any]) -> int:
+    """How many of its samples an engine decodes at once; the others wait.
+
+    Args:
+        settings: of the engine, with the user's `engine_kwargs`. vLLM decodes no more samples than it has tokens in a
+            forward.
+    """
+    tokens = (settings.get("engine_kwargs") or {}).get("max_num_batched_tokens")
+    return min(samples, MOST_SLOTS, tokens if isinstance(tokens, int) and tokens > 0 else MOST_SLOTS)
 
 
 def cpu_cache_bytes(
@@ -134,6 +146,8 @@ RESERVED: Mapping[str, str] = {
     "device_ids": "an engine runs on the devices of its mesh; set the mesh of the call that generates, in the plan",
     "gpu_memory_utilization": "it has a setting of its own; set vllm_gpu_memory_utilization",
     **dict.fromkeys(("enable_sleep_mode", "enable_cumem_allocator"), "set vllm_enable_sleep_mode"),
+    "quantization": "the engine gets the weights in the training's dtype, and vLLM checks that all its own have come",
+    "speculative_config": "an engine gets the weights of the policy alone, and a draft model would have none",
     **dict.fromkeys(("logprobs_mode", "logits_processors", "generation_config"), _SAMPLING),
     **dict.fromkeys(("override_generation_config", "diffusion_config"), _SAMPLING),
     **dict.fromkeys(("enable_lora", "default_mm_loras"), _ADAPTERS),

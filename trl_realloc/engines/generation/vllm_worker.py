@@ -87,7 +87,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
                 (name, _view(memory, dtype, shape, offset).to(self.device, copy=True))
                 for name, dtype, shape, offset in update_info.tensors
             )
-            self._loaded |= self.model.load_weights(weights) or self._expected
+            loaded = self.model.load_weights(weights)
+            self._loaded |= self._expected if loaded is None else loaded  # some models do not say
             if update_info.handle is not None:
                 torch.cuda.synchronize(self.device)  # finish copying before the bucket is filled again
         except Exception:

@@ -18,7 +18,7 @@ from ..base import BUCKET_BYTES, Bucket
 from ..buckets import in_buckets
 from ..device import is_accelerator
 from . import deepspeed_compat
-from .weight_export import buckets, checkpoint_names
+from .weight_export import buckets, checkpoint_names, persistent_buffers
 
 
 # of modules that wrap others, in the names of parameters
@@ -64,6 +64,8 @@ def _unsharded(model: Any, device: torch.device, bucket_bytes: int) -> Iterator[
     named = model.named_parameters()
     for bucket in in_buckets(named, lambda item: item[1].numel() * item[1].element_size(), bucket_bytes):
         yield checkpoint_names(model, [(_clean_name(name), _full(parameter, device)) for name, parameter in bucket])
+    if others := persistent_buffers(model):
+        yield checkpoint_names(model, [(_clean_name(name), _full(buffer, device)) for name, buffer in others.items()])
 
 
 def _full(parameter: Tensor, device: torch.device) -> Tensor:

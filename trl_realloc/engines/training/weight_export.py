@@ -47,7 +47,8 @@ def buckets(
     merged: bool = True,
     names: Collection[str] | None = None,
 ) -> Iterator[Bucket]:
-    """Yield the model's parameters as full tensors, in buckets of at most `bucket_bytes` or of one larger tensor.
+    """Yield the model's parameters as full tensors, in buckets of at most `bucket_bytes` or of one larger tensor. Under
+    checkpoint names its persistent buffers come too, in a bucket of their own.
 
     The tensors may be the live parameters: a receiver copies what it keeps. Collective if `gather` is.
 
@@ -63,6 +64,20 @@ def buckets(
     for bucket in in_buckets(weights, lambda weight: _full_bytes(weight.sources[0]), bucket_bytes):
         with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
             yield rename([(weight.name, weight.compute()) for weight in bucket])
+    if merged and (others := persistent_buffers(model)):
+        yield checkpoint_names(model, list(others.items()))
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of the model has beside parameters, by its names in the base model without adapters: a scale of
+    each layer, the bias of a router."""
+    named: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                whole = f"{prefix}.{name}" if prefix else name
+                named[_clean(re.sub(r"(\.base_layer)+\.", ".", whole))] = buffer.detach()
+    return named
 
 
 def whole_pieces(exported: Iterator[Bucket]) -> Iterator[list[Piece]]:
