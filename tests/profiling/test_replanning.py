@@ -12,6 +12,7 @@ from trl_realloc import Cluster
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
+from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.profiling import replanning
 from trl_realloc.profiling.auto_plan import JobPlan
@@ -179,3 +180,6 @@ def test_engines_suit_a_plan_that_overlaps_otherwise_and_has_room_in_them() -> N
     assert suits(plan, replace(plan, streams=Streams(migration=Migration(0.2))), 16)
     assert not suits(plan, replace(plan, streams=Streams(migration=Migration(0.5))), 16), "8 samples for places of 4"
     assert not suits(plan, PRESETS["interleave"](Cluster(1, 4), generation_engine="vllm"), 16)
+    ahead = replace(PRESETS["separate"](Cluster(1, 4), generation_engine="vllm"), staleness=Staleness(1))
+    assert suits(ahead, ahead, 16)
+    assert not suits(ahead, replace(ahead, streams=Streams()), 16), "what runs ahead has its order from the plan"

@@ -100,6 +100,17 @@ def test_of_replicas_every_element_is_kept_once_and_each_device_keeps_its_share(
         assert max(held.values()) <= 1.2 * spec.elements / 8
 
 
+def test_of_hundreds_of_replicas_some_keep_a_parameter_and_all_a_share() -> None:
+    spec = llama()
+    layout = layout_of(Assignment(DeviceMesh(0, 256), ParallelStrategy(dp=256), "zero"), spec)
+    kept = held_once({device: layout.parts(device) for device in layout.devices})
+    check_covers(Layout.of_parts(spec, kept))
+    for name in spec.by_name:
+        assert sum(name in parts for parts in kept.values()) <= 64
+    held = [sum(volume(box) for boxes in parts.values() for box in boxes) for parts in kept.values()]
+    assert sum(held) == spec.elements and max(held) < spec.elements / 20
+
+
 @given(st.lists(shapes, min_size=1, max_size=4), st.integers(0, 5), st.integers(1, 9))
 def test_zero_3_deals_every_parameter_out_evenly(held: list[tuple[int, ...]], first: int, size: int) -> None:
     spec = ModelSpec.of_shapes([(f"p{i}", shape) for i, shape in enumerate(held)], bytes_per_element=4)

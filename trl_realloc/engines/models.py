@@ -45,7 +45,7 @@ def read_config(model: PreTrainedModel | str, argument: str) -> Any:
     """
     if not isinstance(model, str):
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), model.config.dtype)
-        return _untied(_in_dtype(model.config, dtype)) if is_untied(model) else _in_dtype(model.config, dtype)
+        return untied(_in_dtype(model.config, dtype)) if is_untied(model) else _in_dtype(model.config, dtype)
     _check_form(model, argument)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -102,7 +102,8 @@ def attending_by(config: Any, attention: str | None) -> Any:
     return config
 
 
-def _untied(config: Any) -> Any:
+def untied(config: Any) -> Any:
+    """A copy of a config that says that head and embedding are two parameters."""
     config = copy.deepcopy(config)
     untie(config)
     return config

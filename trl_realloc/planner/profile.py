@@ -7,7 +7,7 @@ observations; `measured_rates` fits unit costs to them.
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -124,9 +124,12 @@ class Profile:
         head["corrections"] = asdict(self.corrections)
         head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(row)) for row in self.observations)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        # containers on several hosts with one home may have the same process number
+        handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        temporary = Path(name)
         try:
-            temporary.write_text(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n', encoding="utf-8")
+            with open(handle, "w", encoding="utf-8") as writer:
+                writer.write(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n')
             temporary.replace(file)
         finally:
             temporary.unlink(missing_ok=True)

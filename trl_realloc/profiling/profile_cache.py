@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from ..common.errors import PlanError
 from ..common.files import cache_folder
 from ..common.notices import notice, working
 from ..engines.device import is_accelerator, release_cached_memory
+from ..engines.transformers_compat import attention_name
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.corrections import Corrections
 from ..planner.profile import Observation, Profile, model_key
@@ -72,6 +74,10 @@ def cache_path(job: Job) -> Path:
         ),
         "adapters": str(job.models.peft_config),
         "cluster": str(job.cluster),
+        "attention": sorted(
+            {str(attention_name(config)) for configs in job.models.configs.values() for config in configs}
+        ),
+        "engines": {name: str(job.options.vllm.get(name)) for name in ("engine_kwargs", "repeatable_sampling")},
         "recompute": job.options.gradient_checkpointing,
         "format": sorted({**Observation.__dataclass_fields__, **Profile.__dataclass_fields__}),
     }
@@ -120,11 +126,12 @@ def _read(path: Path, job: Job) -> Profile | None:
         PlanError: on every rank, if it was made on other hardware than rank 0's. That of other hosts may differ.
     """
     profile: Profile | PlanError | None = None
-    if job.rank == 0 and path.is_file():
+    if job.rank == 0 and path.is_file() and os.access(path, os.R_OK):
         try:
             profile = Profile.load(path)
         except PlanError:  # damaged, or of another version
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
     if isinstance(profile, Profile):
         try:
             profile.check_hardware(hardware(job.options.device))
@@ -181,8 +188,13 @@ def keep_corrections(profile: Profile, job: Job) -> None:
 
 
 def _keep(profile: Profile, path: Path, rank: int) -> None:
+    """Save a profile on rank 0, unless another job has measured more meanwhile."""
     if rank != 0:
         return
+    with contextlib.suppress(PlanError):  # there is none, or a damaged one
+        found = Profile.load(path)
+        if found.observations and (not profile.observations or (found.complete and not profile.complete)):
+            return
     try:
         profile.save(path)
     except OSError as error:  # a read-only home: the run continues, and the next one measures again

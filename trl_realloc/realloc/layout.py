@@ -6,6 +6,7 @@ Pure: no process group, so a layout of 1,024 devices can be made on a laptop. Wh
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,9 +120,12 @@ def split_box(box: Box, most: int) -> Iterator[Box]:
         yield from split_box((*box[:dim], (start, min(start + step, high)), *box[dim + 1 :]), most)
 
 
+MOST_KEEPERS = 64  # of a box; each piece is sent to all that hold the box
+
+
 def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dict[str, list[Box]]]:
     """What each device keeps so that every element is kept once. A box that several devices hold is divided among
-    them, by elements as evenly as whole rows allow.
+    them, by elements as evenly as whole rows allow; among some `MOST_KEEPERS` of them if they are more.
 
     Args:
         parts: device -> parameter name -> boxes. Boxes of a parameter are equal or do not overlap.
@@ -135,8 +139,11 @@ def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dic
     kept: dict[int, dict[str, list[Box]]] = {device: {} for device in parts}
     # what has one holder first, because the rest can balance the loads afterwards
     for (name, box), devices in sorted(holders.items(), key=lambda item: len(item[1])):
-        for part in split_box(box, max(1, -(-volume(box) // len(devices)))):
-            device = min(devices, key=loads.__getitem__)
+        keepers = devices
+        if len(devices) > MOST_KEEPERS:
+            keepers = heapq.nsmallest(MOST_KEEPERS, devices, key=loads.__getitem__)
+        for part in split_box(box, max(1, -(-volume(box) // len(keepers)))):
+            device = min(keepers, key=loads.__getitem__)
             loads[device] += volume(part)
             kept[device].setdefault(name, []).append(part)
     return kept

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..engines.base import ScoringEngine, TrainingEngine
-from ..engines.models import blank, persistent_buffers, without_dropout
+from ..engines.models import blank, persistent_buffers, shell, untied, without_dropout
 from ..engines.training_state import MASTER, TensorSpec, TrainingState
 from ..plan.execution_plan import ExecutionPlan
 from ..realloc.layout import Box, held_once
@@ -236,8 +236,27 @@ def _on_host(parts: Parts, boxes: Mapping[str, Sequence[Box]], state: TrainingSt
     return copies
 
 
+def fixed_models(placement: Placement) -> Iterator[str]:
+    """The calls of this rank's models that a new placement cannot make, because they are not what their config says:
+    models with adapters, and a user's own class."""
+    for call, _, engine in placement.home_engines():
+        if _config_of(engine, placement.roles[placement.role_of(call)].kind == "policy") is None:
+            yield call
+
+
+def _config_of(engine: ScoringEngine, is_policy: bool) -> Any:
+    """The config of which a model with this engine's parameters is made: the model's, or one that says that its head is
+    not tied. `None` if there is none."""
+    config, names = engine.head.model.config, set(engine.parameter_specs)
+    for candidate in (config, untied(config)):
+        if {name for name, _ in shell(candidate, is_policy).named_parameters()} == names:
+            return candidate
+    return None
+
+
 def _describe(engine: ScoringEngine, is_policy: bool) -> ModelDescription:
-    model = engine.head.model
+    model, config = engine.head.model, _config_of(engine, is_policy)
+    assert config is not None, "the plan of a run with other models stays (`fixed_models`)"
     dtypes = {name: spec.dtype for name, spec in engine.parameter_specs.items()}
     extra = {name: getattr(model, name) for name in EXTRA_ATTRIBUTES if hasattr(model, name)}
-    return ModelDescription(model.config, is_policy, dtypes, persistent_buffers(model), extra)
+    return ModelDescription(config, is_policy, dtypes, persistent_buffers(model), extra)

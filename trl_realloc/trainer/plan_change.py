@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ..common.notices import notice
 from ..plan.dataflow import Role
 from ..plan.timeline import Span
 from ..profiling.auto_plan import JobPlan, measured_plan
@@ -23,7 +24,8 @@ from ..runtime.drawn_samples import DrawnSamples
 from ..runtime.executor import Executor
 from ..runtime.failures.alarm import Alarm
 from ..runtime.placement import Placement
-from ..runtime.run_state import RunState
+from ..runtime.process_groups import from_every_rank
+from ..runtime.run_state import RunState, fixed_models
 from .accelerate_plugin import ReallocationPlugin
 from .optimizer_sharding import can_be_sharded
 from .optimizers import make_optimizer
@@ -115,6 +117,7 @@ class PlanChangeMixin:
         """Close the engines and build those of another plan, with the same parameters, optimizer states and random
         states. Engines that suit the other plan too are kept."""
         if not suits(self.setup.plan, job_plan.plan, self.setup.job.workload.episodes):
+            self._save_unsaved()  # a new engine may not start
             self._rebuild(lambda: job_plan)
             return
         self.executor.follow(job_plan.plan)
@@ -124,6 +127,11 @@ class PlanChangeMixin:
     def _rebuild(self, next_plan: Callable[[], JobPlan]) -> None:
         """Move to the plan that `next_plan` returns. It is called on all ranks together, while no engine exists and the
         run's state is in host memory."""
+        of_ranks = from_every_rank(list(fixed_models(self.placement)), self.placement.control)
+        if fixed := [name for of_rank in of_ranks for name in of_rank]:
+            notice(f"the run keeps its plan: the model of {fixed[0]} cannot be made again from its config alone")
+            self.replanner = self.measuring = None
+            return
         self.alarm.at(f"the move to another plan after update {self.state.global_step}")
         self._stop_early()
         self.executor.exchange.flush()

@@ -43,6 +43,7 @@ class PolicyPlanChangeMixin(PlanChangeMixin):
     control: Any
     model: Any
     calls: HostCalls
+    callback_handler: Any
     _mode_kept: Callable[[], contextlib.AbstractContextManager[None]]
 
     trains_by_accelerate = False  # then there is no plan to change
@@ -109,6 +110,7 @@ class PolicyPlanChangeMixin(PlanChangeMixin):
         for name in EXTRA_ATTRIBUTES:
             if hasattr(module, name):
                 setattr(self.model, name, getattr(module, name))
+        self.callback_handler.model = self.model  # which would keep the old one
         self._first_generation = self.calls.generation
         self.setup = replace(self.setup, model_before_start=self.model)
 

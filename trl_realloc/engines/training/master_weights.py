@@ -56,8 +56,11 @@ class MasterWeights:
         if not is_low(parameter):
             return parameter
         master = nn.Parameter(parameter.detach().float())
+        reference = weakref.ref(master)  # a script that holds the model would else hold its master weights
 
         def add(low: Tensor) -> None:
+            master = reference()
+            assert master is not None, "the engine that trains the parameter has its master weight"
             assert low.grad is not None, "the hook runs after a gradient is accumulated"
             gradient = low.grad.float()
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
