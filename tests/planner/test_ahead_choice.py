@@ -21,6 +21,7 @@ from trl_realloc.planner.ahead_choice import choose_staleness, saving
 from trl_realloc.planner.ahead_problem import AheadProblem, Split, splits
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.device_memory import DeviceMemory
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
@@ -92,7 +93,7 @@ def test_engines_that_the_user_lets_sleep_do_not_run_ahead() -> None:
 
 def test_a_division_that_has_no_memory_for_the_models_is_not_chosen() -> None:
     models = specs(13, 13, GRAPH)
-    prices = replace(pricing(1, 8, BALANCED), vllm_share=0.5)
+    prices = replace(pricing(1, 8, BALANCED), vllm_share=0.5, memory=DeviceMemory(84e9))
     limit_s = patience(1.0)  # in less the search finds no plan that fits
     whole = choose(models, prices, graph=GRAPH, time_limit_s=limit_s).best
     choice = choose_staleness(replace(whole.space, pricing=prices), whole, 1, time_limit_s=limit_s)

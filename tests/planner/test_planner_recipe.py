@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llamas import SMALL, llama, pricing
+from llamas import SMALL, llama, pricing, work
 
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
@@ -51,14 +51,16 @@ def test_what_is_trained_is_priced_in_float32_and_what_is_frozen_as_its_checkpoi
 
 
 def test_what_training_holds_of_a_parameter_in_both_dtypes() -> None:
-    """float32: weight, gradient, two moments, and the weights of a layer cast to 16 bits; bfloat16: weight, and in
-    float32 gradient, master and two moments. Gradients are reduced in float32 in both."""
+    """float32: weight, gradient, two moments, the weights of a layer cast to 16 bits, and the layers' inputs in
+    float32; bfloat16: weight, and in float32 gradient, master and two moments. Gradients are reduced in float32 in
+    both."""
     low = llama(7)
     wide = replace(low, bytes_per_element=4, activation_bytes=2)
     call, mesh = ppo_graph().call("actor.train"), Cluster(1, 8).mesh
     costs = [pricing().price(call, [s], Assignment(mesh, ParallelStrategy(8), "zero")) for s in (wide, low)]
     assert [cost.static / low.elements for cost in costs] == [16.0, 18.0]
-    assert costs[0].transient - costs[1].transient == 2 * low.layer_elements
+    inputs = 2 * work().tokens / 8 * low.hidden * low.layers
+    assert costs[0].transient - costs[1].transient == 2 * low.layer_elements + inputs
     assert costs[0].parts["data"] == costs[1].parts["data"]
 
 
