@@ -32,6 +32,15 @@ from trl_realloc.engines.child_process import die_with_parent, without_launcher
 
 
 MODULES = ("vllm_compat", "vllm_sampler", "vllm_worker")  # not those that a test changes at an engine's start
+# what vLLM imports when an engine starts: half of the time that a forked engine then takes
+_OF_AN_ENGINE = (
+    "vllm.entrypoints.openai.cli_args",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+)
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_BYTES, _MOST_FDS = 1 << 17, 64
 _HIGH = 1 << 10  # descriptors of an engine are below
@@ -58,6 +67,9 @@ def imports() -> None:
         current_platform.is_cpu()
         for name in MODULES:
             importlib.import_module(f"trl_realloc.engines.generation.{name}")
+        for name in _OF_AN_ENGINE:
+            with contextlib.suppress(ImportError):  # other releases have others
+                importlib.import_module(name)
     finally:
         torch._dynamo.config.disable = False
 
