@@ -13,6 +13,7 @@ import yaml
 from llamas import SMALL
 
 from trl_realloc.cli.main import main
+from trl_realloc.cli.recipe_planning import choose_for_recipe
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster
@@ -20,6 +21,7 @@ from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.planner.recipe import Recipe, read_recipe
 from trl_realloc.planner.recipe_settings import DEFAULTS_OF
+from trl_realloc.planner.space import TrainingSplits
 
 
 EIGHT = Cluster(1, 8)
@@ -154,6 +156,15 @@ def test_a_recipe_is_planned_for_a_cluster_and_its_plan_is_one_of_grpo(
     assert ExecutionPlan.load(output).graph == grpo_graph(reward_models=False)
     assert main(["show", str(output), "--devices", "8"]) == 0
     assert "actor.forward" in capsys.readouterr().out
+
+
+def test_a_recipe_is_planned_as_its_optimizer_and_its_longest_request_allow(tmp_path: Path) -> None:
+    given = read(tmp_path, num_generations=8, optim="adafactor", vllm_max_model_length=4096)
+    best = choose_for_recipe(given, "h100:8", None, None, None, 0.5).best
+    assert best.space.pricing.context_length == 4096
+    assert best.space.splits == TrainingSplits(elements=False)
+    trained = best.plan["actor.train"]
+    assert trained.strategy.tp == 1 and not (trained.engine == "zero" and trained.strategy.zero_stage)
 
 
 def test_the_defaults_are_those_of_the_configurations() -> None:

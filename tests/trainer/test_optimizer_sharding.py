@@ -14,6 +14,7 @@ from torch import nn
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
+from trl_realloc.planner.recipe_settings import training_splits
 from trl_realloc.planner.space import TrainingSplits
 from trl_realloc.profiling.job import Job
 from trl_realloc.runtime.launch.hosts import Process
@@ -78,6 +79,12 @@ def test_an_optimizer_is_seen_to_step_each_element_or_each_parameter_by_itself(n
 def test_named_optimizers_are_seen_the_same_way(tmp_path: Path, named: str, by_element: bool) -> None:
     maker = named_maker(tiny.arguments(tmp_path, optim=named, weight_decay=0.1))
     assert works_by_element(maker, 1, CPU) is by_element and works_by_parameter(maker, 1, CPU)
+
+
+@pytest.mark.parametrize("named", ["adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor"])
+def test_a_recipe_is_planned_with_what_a_test_of_its_optimizer_finds(tmp_path: Path, named: str) -> None:
+    """The names of Transformers that need no further package."""
+    assert training_splits(named) == OptimizerSharding(tiny.arguments(tmp_path, optim=named), None).splits
 
 
 def _plan(**training: Any) -> ExecutionPlan:

@@ -107,6 +107,7 @@ def choose_for_recipe(
         engines=recipe.trainers,
         deterministic=recipe.deterministic,
         max_staleness=recipe.max_staleness,
+        splits=recipe.splits,
         time_limit_s=time_limit,
     )
 
@@ -137,7 +138,15 @@ def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | Non
     names = ("vllm_gpu_memory_utilization", "memory_headroom", "vllm_enable_sleep_mode")
     share, headroom, sleeps = (recipe.settings[key] for key in names)
     of_device = None if memory is None else gpu_memory(memory, headroom)
-    return Pricing(machine, recipe.workload(machine), rates, memory=of_device, vllm_share=share, vllm_sleeps=sleeps)
+    return Pricing(
+        machine,
+        recipe.workload(machine),
+        rates,
+        memory=of_device,
+        vllm_share=share,
+        vllm_sleeps=sleeps,
+        context_length=recipe.context_length,
+    )
 
 
 def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None:

@@ -17,7 +17,15 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, Head, ModelSpec
 from ..plan.staleness import uncorrected
-from .recipe_settings import DEFAULTS_OF, algorithm_of, group_workload, read_booleans, recomputes
+from .recipe_settings import (
+    DEFAULTS_OF,
+    algorithm_of,
+    group_workload,
+    read_booleans,
+    recomputes,
+    training_splits,
+)
+from .space import TrainingSplits
 from .workload import Workload
 
 
@@ -57,6 +65,17 @@ class Recipe:
     def trainers(self) -> tuple[str, ...]:
         """The engines that may score and train in the run: megatron does not scale losses, as fp16 needs."""
         return ("zero",) if self.settings["fp16"] else ("zero", "megatron")
+
+    @property
+    def splits(self) -> TrainingSplits:
+        """How the recipe's optimizer allows training calls to be split."""
+        return training_splits(str(self.settings["optim"]))
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of the longest request that an engine may get, where the recipe says it."""
+        tokens: int | None = self.settings.get("vllm_max_model_length")
+        return tokens
 
     @property
     def deterministic(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from ..common.errors import PlanError, shown, suggest
 from ..plan.cluster import Cluster
 from .device_memory import HEADROOM
+from .space import TrainingSplits
 from .workload import Workload
 
 
@@ -24,6 +25,7 @@ _SHARED: Mapping[str, Any] = {
     "bf16": True,
     "fp16": False,
     "full_determinism": False,
+    "optim": "adamw_torch_fused",
 }
 
 # A recipe's settings that the planner reads, with the defaults of `PPOConfig`, `GRPOConfig` and `RLOOConfig`.
@@ -46,6 +48,7 @@ _GROUPS: Mapping[str, Any] = {
     "steps_per_generation": None,
     "generation_batch_size": None,
     "use_vllm": None,
+    "vllm_max_model_length": None,
     "max_staleness": 0,
 }
 DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
@@ -73,6 +76,8 @@ _ELSEWHERE = {
     "reinforce++": "GRPO with scale_rewards: batch divides by the deviation of the whole batch as it does",
     "dpo": "it generates nothing; TRL's DPOTrainer trains by it",
 }
+# in the name of an `optim` that factors, quantises in blocks, or divides by a norm of each parameter
+_NEED_WHOLE_PARAMETERS = ("adafactor", "8bit", "4bit", "stable_adamw")
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 
@@ -83,6 +88,13 @@ _PPO = ("sft_model_path", "reward_model_path", "value_model_path", "num_ppo_epoc
 _RLOO = ("normalize_advantages", "reward_clip_range")
 _GRPO = ("num_generations", "max_completion_length", "num_iterations", "steps_per_generation", "generation_batch_size")
 _GRPO_ALONE = ("loss_type", "scale_rewards", "importance_sampling_level")
+
+
+def training_splits(optim: str) -> TrainingSplits:
+    """How a named optimizer allows training calls to be split. A run finds it by a test of the optimizer itself
+    (`trainer.optimizer_sharding`), which needs torch."""
+    whole = any(word in optim for word in _NEED_WHOLE_PARAMETERS)
+    return TrainingSplits(elements=not whole, by_deepspeed=optim != "adagrad")
 
 
 def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], list[str]]:
