@@ -35,6 +35,16 @@ def test_no_training_call_is_split_as_the_optimizer_does_not_allow(splits: Train
     assert [plan.name for plan in _separate_presets(Problem(space, {}), exact=False)] == ["separate"]
 
 
+def test_what_trains_under_another_adapter_than_plain_lora_is_not_split_by_tp() -> None:
+    splits = TrainingSplits(tensor=False)
+    candidates = Space(PRICES.cluster, ppo_graph(), MODELS, PRICES, splits=splits).candidates()
+    strategies = [c.assignment.strategy for name in TRAINED for c in candidates[name]]
+    assert {strategy.tp for strategy in strategies} == {1} and any(strategy.zero_stage for strategy in strategies)
+    prices = replace(pricing(1, 1), memory=DeviceMemory(50e9))
+    with pytest.raises(PlanError, match="An adapter that is not plain LoRA is not split by tp"):
+        choose(specs(70, 7), prices, splits=splits, generation_engine="transformers", time_limit_s=0.1)
+
+
 def test_the_planner_proposes_plans_that_the_optimizer_allows_and_no_others() -> None:
     """With these models it would shard the optimizer's state."""
     split = choose(MODELS, PRICES, time_limit_s=0.5).best.plan

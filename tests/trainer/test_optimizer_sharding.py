@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from peft import IA3Config, LoraConfig
 from torch import nn
 
+from trl_realloc.engines.models import adapter_configs
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
@@ -28,6 +31,7 @@ from trl_realloc.trainer.optimizer_sharding import (
     works_by_element,
     works_by_parameter,
 )
+from trl_realloc.trainer.plan_checks import check_adapters_split
 from trl_realloc.trainer.plan_request import PlanRequest
 
 
@@ -126,6 +130,30 @@ def test_adagrad_is_refused_under_deepspeed_which_makes_it_anew_without_its_grou
         ConfigError, match="DeepSpeed does not keep the groups of optim='adagrad', so critic.train under"
     ):
         check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=2))
+
+
+@pytest.mark.parametrize(
+    ("config", "is_split"),
+    [
+        (LoraConfig(), True),
+        (LoraConfig(use_dora=True), False),
+        (LoraConfig(trainable_token_indices=[1]), False),
+        (IA3Config(), False),
+        (None, True),
+    ],
+)
+def test_an_adapter_that_tp_cannot_split_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, config: Any, is_split: bool
+) -> None:
+    adapters = adapter_configs("a name", config)
+    check_adapters_split(adapters, _plan(engine="megatron", dp=2, tp=2))  # the critic has none
+    made = flatten(Cluster(1, 4), generation_engine="transformers").to_dict()
+    made["calls"]["actor.train"] = {"mesh": "0-3", "engine": "megatron", "dp": 2, "tp": 2}
+    plan = ExecutionPlan.from_dict(made)
+    with nullcontext() if is_split else pytest.raises(ConfigError, match="actor.train has tp 2.*'default' cannot be"):
+        check_adapters_split(adapters, plan)
+    splits = OptimizerSharding(tiny.arguments(tmp_path), None).splits_with(adapters)
+    assert splits == TrainingSplits(tensor=is_split)
 
 
 @pytest.mark.parametrize("training", [{"dp": 2, "pp": 2}, {"dp": 4, "zero_stage": 1}])

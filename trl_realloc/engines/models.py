@@ -359,6 +359,16 @@ def has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def adapter_configs(model: Any, peft_config: Any) -> dict[str, Any]:
+    """The PEFT configs of the adapters that a trained model has or gets, by their names.
+
+    Args:
+        peft_config: of the adapter that it gets, if any.
+    """
+    own = dict(model.peft_config) if has_adapters(model) else {}
+    return own if peft_config is None else {**own, "default": peft_config}
+
+
 def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.Module], Any]:
     """The context in which the policy's module computes the reference: with its adapters disabled, or with the adapter
     `ref_adapter` active."""

@@ -66,7 +66,7 @@ def choose(
         max_staleness: the largest staleness of a plan.
         fuses: two calls may train in fused pipelines.
         streams: samples may stream.
-        splits: how the optimizer allows training calls to be split; by default in every way.
+        splits: how the optimizer and the adapters allow training calls to be split; by default in every way.
         time_limit_s: of the search; where a staleness is allowed, of a second search too. Pricing what it has found,
             and looking for fused training and streams, take up to 1.25 times as long after it, and one step each at
             least; listing and pricing the candidates before it is not limited.
@@ -187,11 +187,13 @@ def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, opt
 
 
 def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
-    """What of a training call the optimizer does not allow to be split, in a sentence; none if it allows all."""
+    """What of a training call may not be split, in sentences; none if all of it may."""
+    adapter = () if splits.tensor else ("An adapter that is not plain LoRA is not split by tp.",)
     if splits.elements:
-        return ()
+        return adapter
     further = "" if splits.parameters else ", nor distributed over pipeline stages"
     return (
+        *adapter,
         f"The optimizer needs whole parameters, so the state of what trains is not sharded by ZeRO or tp{further}; "
         f"with an optimizer such as adamw_torch it can be.",
     )

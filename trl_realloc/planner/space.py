@@ -39,22 +39,26 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TrainingSplits:
-    """How the optimizer of a run allows the parameters of a training call to be split.
+    """How the optimizer and the adapters of a run allow the parameters of a training call to be split.
 
     Args:
         elements: a parameter may be split, or lie in a flat tensor with others: ZeRO of the engine `zero`, and tp.
         parameters: whole parameters may be distributed over several optimizers: ZeRO of megatron, and pp.
         by_deepspeed: DeepSpeed can make the optimizer of its flat tensors.
+        tensor: the engine megatron can split by tp what the policy trains: whole models and plain LoRA.
     """
 
     elements: bool = True
     parameters: bool = True
     by_deepspeed: bool = True
+    tensor: bool = True
 
     def allow(self, engine: str, tp: int = 1, pp: int = 1, zero_stage: int = 0) -> bool:
         """Whether a call may train so."""
         flattens, distributes = zero_stage and engine == "zero", zero_stage and engine != "zero"
         if flattens and not self.by_deepspeed:
+            return False
+        if tp > 1 and not self.tensor:
             return False
         return (self.elements or not (tp > 1 or flattens)) and (self.parameters or not (pp > 1 or distributes))
 
@@ -68,7 +72,7 @@ class Space:
         deep_generation: whether generation may use pipeline stages. The systems in the papers do. No engine here does.
         offload: whether frozen roles may be kept in host memory between their calls.
         zero_stages: ZeRO stages that the `zero` engine may use.
-        splits: how the optimizer allows training calls to be split.
+        splits: how the optimizer and the adapters allow training calls to be split.
         smallest_mesh: smallest number of devices in a mesh.
         train_width: largest tp x dp of a training call. `None`: no limit.
         deepest: largest pp. `None`: no limit.

@@ -49,7 +49,7 @@ class Job:
         max_staleness: the largest staleness of a plan.
         streams: whether samples may stream.
         graph: of the run.
-        splits: how the run's optimizer allows training calls to be split. The same on all ranks.
+        splits: how the run's optimizer and adapters allow training calls to be split. The same on all ranks.
         check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
     """
 

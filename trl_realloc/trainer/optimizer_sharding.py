@@ -6,13 +6,15 @@ What an assignment shards is defined in `plan.assignment`. Optimizers are made i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..engines.training.tensor_parallel import splits_adapter
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.space import TrainingSplits
@@ -58,6 +60,10 @@ class OptimizerSharding:
         # DeepSpeed 0.19.8 makes it anew from its defaults, without its groups (stage_1_and_2.py:946)
         is_adagrad = by_element and isinstance(self._make(weights), torch.optim.Adagrad)
         return TrainingSplits(by_element, by_element or works_by_parameter(*given), not is_adagrad)
+
+    def splits_with(self, adapters: Mapping[str, Any]) -> TrainingSplits:
+        """How training calls may be split with these adapters of the policy, PEFT configs by their names."""
+        return replace(self.splits, tensor=all(splits_adapter(config) for config in adapters.values()))
 
 
 def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:

@@ -15,6 +15,7 @@ from ..common.errors import PlanError, Problems
 from ..engines.generation.vllm_support import MIN_TEMPERATURE
 from ..engines.training import deepspeed_compat
 from ..engines.training.packed_attention import may_pack
+from ..engines.training.tensor_parallel import splits_adapter
 from ..engines.training.zero_setup import scales_losses
 from ..engines.transformers_compat import attention_name
 from ..plan.assignment import Assignment
@@ -89,6 +90,23 @@ def check_plan(
             f"neither saved nor resumed; set offload_optimizer.device to cpu or none, or use more devices."
         )
     check_layouts(plan, configs, adapted, compute_dtype(args))
+
+
+def check_adapters_split(adapters: Mapping[str, Any], plan: ExecutionPlan) -> None:
+    """Refuse a plan that splits the policy's training by tp where an adapter cannot be.
+
+    Args:
+        adapters: the PEFT configs of the policy's adapters, by their names.
+
+    Raises:
+        ConfigError: names the adapter.
+    """
+    whole = [name for name, config in adapters.items() if not splits_adapter(config)]
+    if whole and (tp := plan["actor.train"].strategy.tp) > 1:
+        raise ConfigError(
+            f"actor.train has tp {tp}, and the adapter {whole[0]!r} cannot be split by tp, as plain LoRA can (without "
+            f"use_dora, trainable_token_indices and target_parameters); use plain LoRA, or tp: 1."
+        )
 
 
 def check_layouts(

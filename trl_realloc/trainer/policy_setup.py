@@ -19,6 +19,7 @@ from ..common.notices import notice
 from ..engines.base import Sampling
 from ..engines.generation.sampling_checks import why_not_moved
 from ..engines.models import (
+    adapter_configs,
     adapts_head,
     attending_by,
     check_trains,
@@ -142,10 +143,10 @@ def prepare_policy(
         padding_side="left",
         trust_remote_code=args.trust_remote_code,
     )
-    adapted = [Role.ACTOR] if peft_config is not None or has_adapters(model) else []
+    adapters = adapter_configs(model, peft_config)
     settings = None if optimizer is None else without_parameters(optimizer)  # kept for the whole run
     sharding = OptimizerSharding(args, settings)
-    check = partial(check_plan_of_run, args, configs, adapted, sharding, request.processes)
+    check = partial(check_plan_of_run, args, configs, adapters, sharding, request.processes)
     if has_adapters(model) and Role.REFERENCE in graph.roles:
         check = partial(_check_with_adapters, check)
     if request.plan is not None:
@@ -161,7 +162,9 @@ def prepare_policy(
     check_moves(args, request.plan, stays)
     job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
     streams = not turn_makers(inputs) and stays is None
-    job = replace(job, check=check, splits=sharding.splits, max_staleness=args.max_staleness, streams=streams)
+    job = replace(
+        job, check=check, splits=sharding.splits_with(adapters), max_staleness=args.max_staleness, streams=streams
+    )
     job_plan = (
         plan_job(job, measure_first=plugin.measure == "first")
         if request.plan is None

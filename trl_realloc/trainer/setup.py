@@ -17,7 +17,7 @@ from torch import nn
 from ..algorithms.ppo import PPO
 from ..algorithms.rewards import Rewards
 from ..engines.base import Sampling
-from ..engines.models import adapts_head, check_trains, has_adapters, read_config, shell
+from ..engines.models import adapter_configs, adapts_head, check_trains, read_config, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
@@ -36,7 +36,7 @@ from .input_checks import SpecialTokens
 from .job_builder import compute_dtype, ppo_job, sampling_temperature
 from .optimizer_sharding import OptimizerSharding, check_sharding
 from .optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_parameters
-from .plan_checks import check_plan
+from .plan_checks import check_adapters_split, check_plan
 from .plan_request import PlanRequest
 from .ppo_config import PPOConfig
 from .prompt_data import PromptData, read_prompts
@@ -104,11 +104,11 @@ def prepare(
         ConfigError, DataError, ModelError, PlanError, RewardError, ValueError: an input that cannot be used.
     """
     inputs, tokens, rewards, configs = _check_inputs(args, request, inputs)
-    adapted = [Role.ACTOR] if inputs.peft_config is not None or has_adapters(inputs.model) else []
+    adapters = adapter_configs(inputs.model, inputs.peft_config)
     # kept for the whole run, without the loaded models that `inputs` holds
     settings = None if inputs.optimizer is None else without_parameters(inputs.optimizer)
     sharding = OptimizerSharding(args, settings)
-    check = partial(check_plan_of_run, args, configs, adapted, sharding, request.processes)
+    check = partial(check_plan_of_run, args, configs, adapters, sharding, request.processes)
     if request.plan is not None:
         check(request.plan)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
@@ -121,7 +121,7 @@ def prepare(
     context_length = prompts.longest + args.response_length
     input_checks.check_positions(configs, context_length)
     job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
-    job = replace(job, check=check, splits=sharding.splits)
+    job = replace(job, check=check, splits=sharding.splits_with(adapters))
     measures = plugin.measure == "first"
     job_plan = plan_job(job, measure_first=measures) if request.plan is None else known_estimate(job, request.plan)
     plan = job_plan.plan
@@ -166,17 +166,21 @@ def frozen_in_part(*models: Any) -> bool:
 def check_plan_of_run(
     args: PPOConfig | PolicyConfig,
     configs: Mapping[Role, Sequence[Any]],
-    adapted: Sequence[Role],
+    adapters: Mapping[str, Any],
     sharding: OptimizerSharding,
     processes: Sequence[Process],
     plan: ExecutionPlan,
 ) -> None:
     """Refuse a plan that the models, the optimizer or the visible GPUs do not allow.
 
+    Args:
+        adapters: the PEFT configs of the policy's adapters, by their names.
+
     Raises:
         PlanError, ValueError: names what is not allowed.
     """
-    check_plan(args, plan, configs, adapted)
+    check_plan(args, plan, configs, [Role.ACTOR] if adapters else [])
+    check_adapters_split(adapters, plan)
     check_sharding(sharding, plan)
     check_gpus(processes, plan)
 

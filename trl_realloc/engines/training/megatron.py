@@ -42,7 +42,7 @@ from .packed_forward import (
 from .part_gather import PartGather
 from .pipeline import MiniBatch, Pipeline, keep_stage
 from .replicated import set_learning_rate
-from .tensor_parallel import box_of, is_split, local, split_tensors, vocabulary_start
+from .tensor_parallel import box_of, is_split, local, split_tensors, splits_adapter, vocabulary_start
 from .token_logprobs import TokenLogprobs
 from .vocab_parallel import SplitLogprobs
 from .weight_export import check_names, checkpoint_names, whole_pieces
@@ -316,10 +316,7 @@ def check_model(model: Any, tp: int, pp: int) -> None:
     head = "lm" if base.get_output_embeddings() is not None else "score"
     ModelSpec.from_config(base.config, head, bytes_per_element=4).check_strategy(tp, pp)  # type: ignore[arg-type]
     for name, config in getattr(model, "peft_config", {}).items():
-        unsupported = ("use_dora", "trainable_token_indices", "target_parameters")
-        is_lora = str(config.peft_type).rpartition(".")[2] == "LORA"
-        is_plain = is_lora and not any(getattr(config, key, None) for key in unsupported)
-        if tp > 1 and not is_plain:
+        if tp > 1 and not splits_adapter(config):
             raise EngineError(f"engine megatron cannot split the adapter {name!r} by tp; use plain LoRA, or tp: 1.")
 
 

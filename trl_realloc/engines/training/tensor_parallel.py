@@ -49,6 +49,17 @@ def split_tensors(model: Any, group: MeshGroup) -> frozenset[str]:
     return frozenset(f"{name}.{leaf}" for name in partial for leaf, _ in model.get_submodule(name).named_parameters())
 
 
+def splits_adapter(config: Any) -> bool:
+    """Whether the parameters of an adapter can be split with the weights that they adapt, as those of plain LoRA can.
+
+    Args:
+        config: PEFT config of the adapter.
+    """
+    unsupported = ("use_dora", "trainable_token_indices", "target_parameters")
+    is_lora = str(config.peft_type).rpartition(".")[2] == "LORA"
+    return is_lora and not any(getattr(config, key, None) for key in unsupported)
+
+
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """For each parameter the modules that have it, with its name in each; in the order of `named_parameters`."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
