@@ -54,9 +54,10 @@ def test_on_a_gpu_the_largest_forward_is_not_cache(tp: int) -> None:
     tokens = 16 * work().longest
     assert kept == pytest.approx(tokens * (14 / tp + 6) * 4096 + 4 * 16 * 32000)
     assert engine_peak(spec, tp, 1024, 131_072) > 3.9 * kept, "of requests that are longer than a forward"
-    long = work(prompt_tokens=4096)
+    long = work(prompt_tokens=1024)
     slots = [replace(prices, workload=long).slots(spec, engines(tp), 10_000) for prices in (gpu, other)]
     assert slots[0] < slots[1] < MOST_SLOTS
+    assert engine_peak(spec, tp, 10_000, 5000) == engine_peak(spec, tp, MOST_SLOTS, 5000)
 
 
 def refusal(prices: Pricing, billions: int = 70) -> str:

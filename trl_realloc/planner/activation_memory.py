@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ..plan.assignment import LOGITS_SLICE, MOST_LOGITS, ParallelStrategy
+from ..plan.assignment import LOGITS_SLICE, MOST_LOGITS, MOST_SLOTS, ParallelStrategy
 from ..plan.model_spec import ModelSpec
 from .hardware import Rates
 from .workload import Workload
@@ -29,9 +29,10 @@ def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float
     each sample.
 
     Args:
-        samples: that the engine may decode at once (`max_num_seqs`).
+        samples: that the engine gets; it decodes `MOST_SLOTS` at once at most.
         longest: tokens of the longest request.
     """
+    samples = min(samples, MOST_SLOTS)
     tokens = min(BATCHED, samples * longest)
     activations = tokens * (OF_FORWARD_SPLIT / tp + OF_FORWARD_WHOLE) * spec.hidden * spec.activation_bytes / 2
     return activations + 4 * min(samples, tokens) * spec.outputs

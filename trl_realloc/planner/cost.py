@@ -337,14 +337,14 @@ class Pricing:
         if assignment.engine == "transformers":
             slots = min(share, max(1, int(self.workload.forward_tokens / self.workload.longest)))
             return slots, weights, slots * cache + kept_casts(spec)
+        share = min(share, MOST_SLOTS)
         if self.memory is None:
-            share = min(share, MOST_SLOTS)
             return share, weights, share * cache
         room = self.engine_room(spec, assignment, share)
         assert room is not None, "the memory is known"
         if room.share < room.needed:  # it counts as more than the device, so that the memory check refuses it
             return 1, max(weights, self.memory.total) + cache, 0.0
-        return min(share, MOST_SLOTS, max(1, int(room.cache / cache)) if cache else share), room.share, 0.0
+        return min(share, max(1, int(room.cache / cache)) if cache else share), room.share, 0.0
 
     @property
     def longest_request(self) -> float:
