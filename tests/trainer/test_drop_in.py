@@ -385,19 +385,19 @@ def test_early_stopping_stops(tmp_path: Path) -> None:
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     made = tiny.trainer(
         tmp_path,
-        given={"eval_dataset": tiny.prompts(4)},
+        given={"eval_dataset": tiny.prompts(4), "reward_model": tiny.always_one},
         max_steps=3,
         eval_strategy="steps",
         eval_steps=1,
         save_strategy="steps",
         save_steps=1,
         load_best_model_at_end=True,
-        metric_for_best_model="eval_objective/kl",
-        greater_is_better=False,
+        metric_for_best_model="eval_objective/scores",
+        missing_eos_penalty=None,
     )
     made.train()
     best = AutoModelForCausalLM.from_pretrained(made.state.best_model_checkpoint)
-    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1"), "the KL grows with every update"
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1"), "no later one is better"
     assert all(torch.equal(p, made.policy_model.get_parameter(n)) for n, p in best.named_parameters())
 
 

@@ -70,12 +70,16 @@ def test_resuming_where_there_is_no_checkpoint_is_refused(tmp_path: Path) -> Non
 def test_a_run_goes_on_without_the_best_checkpoint_if_nobody_has_it_any_more(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         **{"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1},
-        **{"load_best_model_at_end": True, "metric_for_best_model": "eval_objective/kl", "greater_is_better": False},
+        **{
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_objective/scores",
+            "missing_eos_penalty": None,
+        },
     }
-    given = {"eval_dataset": tiny.prompts(8)}
+    given = {"eval_dataset": tiny.prompts(8), "reward_model": tiny.always_one}
     first = tiny.trainer(tmp_path, given=given, **changes)
     first.train()
-    assert first.state.best_model_checkpoint == str(tmp_path / "checkpoint-1"), "the KL grows with every update"
+    assert first.state.best_model_checkpoint == str(tmp_path / "checkpoint-1"), "no later one is better"
     shutil.rmtree(tmp_path / "checkpoint-1")
     again = tiny.trainer(tmp_path, given=given, **{**changes, "max_steps": 3})
     again.train(resume_from_checkpoint=True)

@@ -88,6 +88,11 @@ def short(completions: list[str], **columns: Any) -> list[float]:
     return [-abs(len(text.split()) - 3) / 3 for text in completions]
 
 
+def always_one(completions: list[str], **columns: Any) -> list[float]:
+    """A reward by which no completion is better than another."""
+    return [1.0] * len(completions)
+
+
 def arguments(folder: Path, **changes: Any) -> PPOConfig:
     return PPOConfig(
         output_dir=str(folder),
