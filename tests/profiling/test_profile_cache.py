@@ -64,8 +64,11 @@ def test_other_attention_and_other_settings_of_engines_are_measured_apart(job: J
     config = tiny.config()
     known = replace(job, models=replace(job.models, configs={Role.ACTOR: [config]}))
     paths = {cache_path(known)}
+    config._attn_implementation = "sdpa"  # as Transformers does when it loads the model
+    assert cache_path(known) in paths
     config._attn_implementation = "eager"
-    paths.add(cache_path(known))
+    assert cache_path(known) in paths, "of one job it stays"
+    paths.add(cache_path(replace(job, models=replace(job.models, configs={Role.ACTOR: [config]}))))
     eager = {**job.options.vllm, "engine_kwargs": {"enforce_eager": True}}
     paths.add(cache_path(replace(known, options=replace(job.options, vllm=eager))))
     limits = {**job.options.vllm, "start_timeout_s": 7.0}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..engines.models import shell
 from ..engines.training.sliced_head import logits_are_of_head
+from ..engines.transformers_compat import attention_name
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, ModelSpec
@@ -31,6 +32,9 @@ class JobModels:
         mixed: dtype of mixed precision, if any.
         adapts_head: the actor trains an adapter that changes the language head.
         generation_engine: "vllm" or "transformers".
+
+    Attributes:
+        attentions: the attention implementations of the models, each once.
     """
 
     configs: Mapping[Role, Sequence[Any]]
@@ -40,6 +44,12 @@ class JobModels:
     mixed: torch.dtype | None = None
     adapts_head: bool = False
     generation_engine: str = "vllm"
+    attentions: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Read now: once its model is loaded, a config that named none has the one that Transformers has chosen.
+        names = {attention_name(config) or "sdpa" for configs in self.configs.values() for config in configs}
+        object.__setattr__(self, "attentions", tuple(sorted(names)))
 
     def attention_at(self, graph: DataflowGraph) -> dict[Role, float]:
         """`ModelSpec.attention_at` of each role's first model."""

@@ -22,7 +22,6 @@ from ..common.errors import PlanError
 from ..common.files import cache_folder
 from ..common.notices import notice, working
 from ..engines.device import is_accelerator, release_cached_memory
-from ..engines.transformers_compat import attention_name
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.corrections import Corrections
 from ..planner.profile import Observation, Profile, model_key
@@ -74,9 +73,7 @@ def cache_path(job: Job) -> Path:
         ),
         "adapters": str(job.models.peft_config),
         "cluster": str(job.cluster),
-        "attention": sorted(
-            {str(attention_name(config)) for configs in job.models.configs.values() for config in configs}
-        ),
+        "attention": job.models.attentions,
         "engines": {name: str(job.options.vllm.get(name)) for name in ("engine_kwargs", "repeatable_sampling")},
         "recompute": job.options.gradient_checkpointing,
         "format": sorted({**Observation.__dataclass_fields__, **Profile.__dataclass_fields__}),
