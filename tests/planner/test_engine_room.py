@@ -11,10 +11,10 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import MOST_SLOTS, Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
-from trl_realloc.planner.activation_memory import engine_peak
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory, gpu_memory
+from trl_realloc.planner.engine_room import engine_peak
 
 
 GENERATE = ppo_graph().call("actor.generate")

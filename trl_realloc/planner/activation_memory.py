@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ..plan.assignment import LOGITS_SLICE, MOST_LOGITS, MOST_SLOTS, ParallelStrategy
+from ..plan.assignment import LOGITS_SLICE, MOST_LOGITS, ParallelStrategy
 from ..plan.model_spec import ModelSpec
 from .hardware import Rates
 from .workload import Workload
@@ -15,27 +15,6 @@ from .workload import Workload
 
 OF_LAYER = 34  # bytes per token and channel of a layer at 16 bits, of which tensor parallelism splits the second number
 SPLIT = 24
-
-# tokens of vLLM's largest forward (`max_num_batched_tokens`) on GPUs of 70 GiB or more; 8,192 on others
-BATCHED = 16_384
-# Bytes per token and channel, at 16 bits, of a forward of vLLM that keeps nothing for a backward: what tensor
-# parallelism splits, and what it does not. Assumed, not measured here.
-OF_FORWARD_SPLIT, OF_FORWARD_WHOLE = 14, 6
-
-
-def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float:
-    """Bytes that a vLLM engine on GPUs keeps out of its cache for its largest forward, which it runs when it starts:
-    the activations of `BATCHED` tokens, if its requests can have so many together, and float32 logits of a token of
-    each sample.
-
-    Args:
-        samples: that the engine gets; it decodes `MOST_SLOTS` at once at most.
-        longest: tokens of the longest request.
-    """
-    samples = min(samples, MOST_SLOTS)
-    tokens = min(BATCHED, samples * longest)
-    activations = tokens * (OF_FORWARD_SPLIT / tp + OF_FORWARD_WHOLE) * spec.hidden * spec.activation_bytes / 2
-    return activations + 4 * min(samples, tokens) * spec.outputs
 
 
 def kept_casts(spec: ModelSpec) -> float:

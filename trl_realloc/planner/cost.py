@@ -15,10 +15,11 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.model_spec import ModelSpec
 from ..realloc.memory import MOMENTS, gradient_bytes, state_bytes
-from .activation_memory import engine_peak, kept_casts, working_bytes
+from .activation_memory import kept_casts, working_bytes
 from .call_cost import CallCost, StageSeconds, TrainingStage
 from .corrections import Corrections
 from .device_memory import DeviceMemory
+from .engine_room import EngineRoom, engine_peak
 from .hardware import Link, Rates
 from .workload import Workload
 from .zero_communication import DataParallelGroup
@@ -28,32 +29,6 @@ from .zero_memory import backward_bucket, gathered_bytes, held_bucket
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
 SLEEP = 1.0  # seconds of a vLLM engine to give its memory back and to take it again; assumed, not measured
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
-
-
-@dataclass(frozen=True)
-class EngineRoom:
-    """What a vLLM engine does with its share of a device, in bytes.
-
-    Args:
-        share: of the device's memory.
-        weights: of the engine's part of the model.
-        peak: of its largest forward.
-        request: keys and values of the longest request that it may get.
-    """
-
-    share: float
-    weights: float
-    peak: float
-    request: float
-
-    @property
-    def cache(self) -> float:
-        return self.share - self.weights - self.peak
-
-    @property
-    def needed(self) -> float:
-        """The smallest share under which the engine starts."""
-        return self.weights + self.peak + self.request
 
 
 @dataclass(frozen=True)

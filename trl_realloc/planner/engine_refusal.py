@@ -11,7 +11,8 @@ from ..plan.assignment import Assignment, ParallelStrategy
 from ..plan.cluster import DeviceMesh
 from ..plan.dataflow import Call
 from ..plan.model_spec import ModelSpec
-from .cost import EngineRoom, Pricing
+from .cost import Pricing
+from .engine_room import EngineRoom
 
 
 MOST_TENSOR = 64  # largest tensor degree that a refusal suggests
