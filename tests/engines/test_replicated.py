@@ -327,7 +327,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) ->
     folder = tmp_path_factory.mktemp("ranks")
     job = Job(folder, __file__, 2, {}, None, servers=servers)
     try:
-        assert job.wait(120) == 0, job.text()[-4000:]
+        assert job.wait(120) == 0, job.problem()
     finally:
         job.kill()
         job.log.close()

@@ -63,7 +63,7 @@ def run(start: Callable[..., Job], servers: RankServers) -> Callable[..., Path]:
     ) -> Path:
         how: dict[str, Any] = {"config": config, "restarts": restarts, "launched": launched or bool(restarts)}
         job = start(script, processes, options, name, **how, servers=None if cold else servers)
-        assert job.wait(limit_s * slowness()) == 0, job.text()[-4000:]
+        assert job.wait(limit_s * slowness()) == 0, job.problem()
         return job.folder
 
     return to_the_end

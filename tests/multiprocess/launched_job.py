@@ -116,6 +116,15 @@ class Job:
     def text(self) -> str:
         return Path(self.log.name).read_text(errors="replace")
 
+    def problem(self) -> str:
+        """Of the output, the first traceback and the end: the rank that failed first ends the others, whose tracebacks
+        follow."""
+        text = self.text()
+        first = text.find("Traceback")
+        if first < 0 or len(text) - first <= 6000:
+            return text[-6000:]
+        return f"{text[first:][:3000]}\n[...]\n{text[-3000:]}"
+
     def members(self) -> dict[int, str]:
         """The living processes of this job by pid, with their command lines and names."""
         found = {}

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> Pa
     folder = tmp_path_factory.mktemp("stale")
     job = Job(folder, "stale.py", 2, {"config": CONFIG, "plan": "separate", "runs": RUNS}, None, servers=servers)
     try:
-        assert job.wait(240 * slowness()) == 0, job.text()[-4000:]
+        assert job.wait(240 * slowness()) == 0, job.problem()
     finally:
         job.kill()
         job.log.close()

@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> dict
         options = {"config": CONFIG, "plan": {**plan, "streams": streams}, "runs": [{"name": "run"}]}
         job = Job(folder, "stale.py", 2, options, None, servers=servers)
         try:
-            assert job.wait(240 * slowness()) == 0, job.text()[-4000:]
+            assert job.wait(240 * slowness()) == 0, job.problem()
         finally:
             job.kill()
             job.log.close()

@@ -89,7 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> dict
     options["plans"]["apart"] = {"plan": APART, "runs": OVERLAPPED}
     job = Job(folder, "streamed.py", 2, options, None, servers=servers)
     try:
-        assert job.wait(300 * slowness()) == 0, job.text()[-4000:]
+        assert job.wait(300 * slowness()) == 0, job.problem()
     finally:
         job.kill()
         job.log.close()

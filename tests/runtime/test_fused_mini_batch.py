@@ -3,15 +3,17 @@ to."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 
 from trl_realloc.engines.training.fused_training import FusedMiniBatch
 from trl_realloc.engines.training.stage_figures import FusedShape, StageFigures
-from trl_realloc.engines.training.stage_times import StageTimes
+from trl_realloc.engines.training.stage_times import StageTimes, epoch_of_clock
 from trl_realloc.planner.fused_check import check
 from trl_realloc.runtime.fused_mini_batch import pipelines_of, stage_spans
 from trl_realloc.runtime.fused_orders import FusedOrders
@@ -73,3 +75,18 @@ def test_a_stage_keeps_the_times_of_the_latest_mini_batch_alone() -> None:
     spans = times.of_tasks()
     assert len(spans) == 3
     assert all(one[1] <= other[0] for one, other in pairwise(spans))
+
+
+def test_a_rank_that_is_interrupted_between_two_clocks_has_the_times_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tasks would else seem to begin before those that they wait for."""
+    expected, interruptions, clock = epoch_of_clock(), [0.0, 0.05, 0.0, 0.02, 0.01], time.time
+
+    def interrupted() -> float:
+        now = clock()
+        time.sleep(interruptions.pop(0))
+        return now
+
+    monkeypatch.setattr(time, "time", interrupted)
+    assert abs(epoch_of_clock() - expected) < 1e-3 and not interruptions

@@ -60,6 +60,8 @@ def _memory() -> Iterator[None]:
 
 def allocated() -> int:
     gc.collect()
+    if not DEVICE.is_standin:
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream, 32 MiB on an H100, for the next product
     return torch.accelerator.memory_allocated(SIM)
 
 
@@ -498,7 +500,8 @@ def test_a_discarded_placement_leaves_nothing_on_the_device_and_no_model_behind(
     del made
     placement.discard()
     assert all(p.device == CPU for p in given["reward_model"].parameters()), "the script still holds it"
-    assert allocated() < 1 << 16 and torch.accelerator.memory_reserved(SIM) < 1 << 17
+    cached = 1 << 17 if DEVICE.is_standin else 1 << 27  # CUDA's cache still has cuBLAS's workspaces
+    assert torch.accelerator.memory_reserved(SIM) < cached and allocated() < 1 << 16
     del placement
     gc.collect()
     assert policy() is None

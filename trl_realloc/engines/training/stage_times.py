@@ -54,6 +54,19 @@ class TokenFit:
         return seconds - slope * tokens, slope
 
 
+def epoch_of_clock() -> float:
+    """What makes `time.perf_counter()` seconds since the epoch.
+
+    The two clocks cannot be read at once, and a process that is interrupted between them is wrong by milliseconds: the
+    tasks of two ranks then seem to overlap. Of several readings the quickest counts.
+    """
+    readings = []
+    for _ in range(5):
+        before, now, after = time.perf_counter(), time.time(), time.perf_counter()
+        readings.append((after - before, now - (before + after) / 2))
+    return min(readings)[1]
+
+
 class StageTimes:
     """The times of one rank. On an accelerator they are those of the device, which the host does not wait for: a task
     begins when the device has its input and has ended what it was given before, not when the host asks for it.
@@ -109,7 +122,7 @@ class StageTimes:
             self._begin.record()
             self._epoch = time.time()
         else:
-            self._epoch = time.time() - time.perf_counter()
+            self._epoch = epoch_of_clock()
 
     def of_tasks(self) -> list[tuple[float, float]]:
         """The start and the end of each task since `begin_tasks`, in the order in which they were run, seconds since
