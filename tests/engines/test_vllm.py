@@ -486,11 +486,8 @@ def test_a_start_that_fails_says_why(forks: EngineForks, tmp_path: Path, monkeyp
     engine.close()
 
 
-def test_an_engines_cache_holds_all_of_its_samples_at_their_greatest_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engines_cache_holds_all_of_its_samples_at_their_greatest_length(tmp_path: Path) -> None:
     llama(0).config.save_pretrained(tmp_path)
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     log = tmp_path / "log"
     engine = VLLMEngine(tmp_path, max_model_len=LENGTH, max_num_seqs=24, log_path=log)
     engine.wait_ready()

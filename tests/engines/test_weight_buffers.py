@@ -227,6 +227,17 @@ def test_a_slot_on_the_gpu_is_opened_once_by_a_handle_and_closed_before_it_is_fr
     assert counts == [0] * 8, "two slots in each load, and two more where they grew"
 
 
+def test_nothing_that_was_shared_on_the_gpu_is_left_after_the_engine_was_tried() -> None:
+    """torch warns of it at the end of a process, as of a leak."""
+    made, handles = WeightBuffers(cuda_ipc=True), Handles()
+    with handles.patched():
+        made.probe(torch.device("cpu"))
+        byte = weakref.ref(handles.memory.pop())
+        assert byte() is not None, "the engine opens it"
+        made.release_gpu()
+    assert byte() is None
+
+
 def expected_of_mixtures() -> set[str]:
     from trl_realloc.engines.generation.vllm_compat import not_loaded
 

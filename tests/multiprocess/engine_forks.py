@@ -47,7 +47,7 @@ _HIGH = 1 << 10  # descriptors of an engine are below
 # what is read when vLLM, torch and OpenMP are loaded, as `engine_process.engine_environment` sets it
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "INFO",
     "GOMP_SPINCOUNT": "5000",
     "OMP_NUM_THREADS": "1",
 }

@@ -61,7 +61,7 @@ def _memory() -> Iterator[None]:
 def allocated() -> int:
     gc.collect()
     if not DEVICE.is_standin:
-        torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream, 32 MiB on an H100, for the next product
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for each stream
     return torch.accelerator.memory_allocated(SIM)
 
 

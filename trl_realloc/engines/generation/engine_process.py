@@ -306,7 +306,7 @@ def engine_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # into a file: also what vLLM says of its memory and kernels
     if repeatable:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if devices is not None:

@@ -169,6 +169,7 @@ class VLLMEngine:
         assert self._devices is not None, "the engine is on a GPU"
         self._process.send("probe", self._buffers.probe(torch.device("cuda", self._devices[0])))
         (problem,) = self._process.expect("probed", "opening memory on the GPU", self.limits.load)
+        self._buffers.release_gpu()
         if problem is not None:
             self._buffers.cuda_ipc = False
             logger.warning(f"{self.name}: CUDA IPC does not work here, so weights go through host memory: {problem}")

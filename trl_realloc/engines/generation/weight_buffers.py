@@ -57,8 +57,8 @@ class WeightBuffers:
     """The two slots, on the trainer's side.
 
     Attributes:
-        cuda_ipc: keep GPU tensors on the GPU, where the engine's process on the same GPU opens them. Not run by this
-            project's tests, which have no GPU.
+        cuda_ipc: keep GPU tensors on the GPU, where the engine's process on the same GPU opens them. This project's
+            tests, which have no GPU, do not run it; `benchmarks/check_gpu.py` does.
         dtype: wider floating-point tensors are cast to it, unless their name is in `wider`; `None` to cast nothing.
         wider: names of tensors that the engine holds in a wider dtype.
     """
@@ -72,6 +72,7 @@ class WeightBuffers:
         self.wider: frozenset[str] = frozenset()
         self._mapped: dict[int, Tensor] = {}  # slot -> its memory, uint8
         self._on_gpu: dict[int, tuple[Tensor, Handle]] = {}
+        self._probed: Tensor | None = None
 
     def fill(self, slot: int, bucket: Bucket) -> Filled:
         """Copy a bucket into a slot, which is enlarged if it is too small, in the dtype that the engine holds."""
@@ -105,7 +106,8 @@ class WeightBuffers:
         return self.dtype if self.dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
     def probe(self, device: torch.device) -> Handle:
-        """The handle of a byte on the GPU, by which the engine tries whether it can open this process's memory."""
+        """The handle of a byte on the GPU, by which the engine tries whether it can open this process's memory.
+        `release_gpu` frees the byte."""
         self._probed = torch.zeros(1, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
         return _handle(self._probed)
@@ -127,14 +129,16 @@ class WeightBuffers:
         return handle
 
     def release_gpu(self) -> None:
-        """Free the slots on the GPU. The engine has let go of them (`SharedMemoryWeightTransfer.finish_weight_update`):
-        torch would keep what another process has open."""
+        """Free the slots on the GPU, and the byte of `probe`. The engine has let go of them
+        (`SharedMemoryWeightTransfer.finish_weight_update`): torch would keep what another process has open. Of what has
+        been sent and is not freed when the process ends, torch says that it leaked."""
         self._on_gpu.clear()
+        self._probed = None
 
     def clear(self) -> None:
-        """Unmap the memory in this process."""
+        """Unmap the memory in this process, and free that on the GPU."""
         self._mapped.clear()
-        self._on_gpu.clear()
+        self.release_gpu()
 
 
 def _handle(memory: Tensor) -> Handle:
