@@ -63,7 +63,8 @@ def device_of(values: Mapping[str, Any]) -> Device:
     names = ("efficiency", "memory_efficiency", "launch", "decode_launch", "step")
     numbers = {name: float(values.get(name, getattr(known, name))) for name in names}
     inside, between = (Link(float(values[key]), 5e-6, **latency) for key in ("inside_bandwidth", "between_bandwidth"))
-    return replace(known, inside=inside, between=between, **numbers)
+    # the settings' efficiencies are of all that a layer does
+    return replace(known, inside=inside, between=between, passes=0.0, logit_bytes=0.0, **numbers)
 
 
 def spec_of(settings: Mapping[str, Any], billions: int, head: Any) -> ModelSpec:

@@ -18,7 +18,7 @@ from trl_realloc.plan.assignment import MOST_LOGITS, REDUCE_BUCKET, Assignment, 
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
-from trl_realloc.planner.activation_memory import working_bytes
+from trl_realloc.planner.activation_memory import layer_activations, working_bytes
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.call_cost import PARTS, CallCost
 from trl_realloc.planner.hardware import DEVICES, Link, Sharing
@@ -201,14 +201,15 @@ def test_no_stage_of_a_pipeline_has_more_than_is_priced(billions: int, tied: boo
     assert most * 0.999 <= held <= most * 1.01
 
 
-def test_tensor_parallelism_splits_24_of_34_bytes_of_a_layers_activations() -> None:
+def test_tensor_parallelism_splits_a_layers_activations_but_for_those_as_wide_as_its_input() -> None:
     of_layer = [
         working_bytes(llama(7, "score"), 1000.0, ParallelStrategy(tp=tp), pricing().rates, work(), backward=False)
         for tp in (1, 8)
     ]
     logits = [4 * 1000.0 * work().mean_response / work().mean_length / tp for tp in (1, 8)]
     layers = [of - of_logits for of, of_logits in zip(of_layer, logits, strict=True)]
-    assert layers[1] / layers[0] == pytest.approx((10 + 24 / 8) / 34)
+    kept = layer_activations(llama(7, "score"))
+    assert kept.whole == 16 * 4096 + 8 and layers[1] / layers[0] == pytest.approx(kept.of(8) / kept.of(1))
 
 
 def test_layer_inputs_that_are_kept_for_recomputation_have_the_parameters_dtype() -> None:

@@ -9,6 +9,7 @@ from llamas import specs, work
 from test_profile import _over, made_up
 
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.cost import Pricing
@@ -59,7 +60,10 @@ def test_float32_is_not_computed_at_the_rate_of_bfloat16() -> None:
     rates = rates_of(unmeasured("NVIDIA H100 80GB HBM3", is_accelerator=True))
     (spec,) = specs()["actor.train"]
     single = replace(spec, activation_bytes=4)
-    assert rates.layer(single, 1e5, 1e7, 1) == pytest.approx(989 / 67 * rates.layer(spec, 1e5, 1e7, 1))
+    assert isinstance(rates, AnalyticRates)
+    products = rates.changed(passes=0.0)  # what is no matrix product takes as long as its bytes
+    assert products.layer(single, 1e5, 1e7, 1) == pytest.approx(989 / 67 * products.layer(spec, 1e5, 1e7, 1))
+    assert rates.layer(single, 1e5, 1e7, 1) > products.layer(single, 1e5, 1e7, 1)
 
 
 def test_what_was_measured_on_cpus_is_not_assumed_of_an_accelerator() -> None:

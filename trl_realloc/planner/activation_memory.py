@@ -6,6 +6,7 @@ Parameters, gradients and optimizer states are in `cost`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ..plan.assignment import LOGITS_SLICE, MOST_LOGITS, ParallelStrategy
 from ..plan.model_spec import ModelSpec
@@ -13,8 +14,45 @@ from .hardware import Rates
 from .workload import Workload
 
 
-OF_LAYER = 34  # bytes per token and channel of a layer at 16 bits, of which tensor parallelism splits the second number
-SPLIT = 24
+@dataclass(frozen=True)
+class LayerActivations:
+    """What the forward of one layer keeps for its backward, in bytes per token.
+
+    Args:
+        whole: that every device of a tensor-parallel group has.
+        split: that is divided among them.
+    """
+
+    whole: float
+    split: float
+
+    def of(self, tp: int) -> float:
+        """Bytes per token on each device of a tensor-parallel group."""
+        return self.whole + self.split / tp
+
+
+def layer_activations(spec: ModelSpec) -> LayerActivations:
+    """The tensors that PyTorch saves in a layer of a Llama, as Transformers computes it with an attention kernel that
+    keeps no matrix of weights. `tests/planner/test_activation_memory.py` compares them with what it does save.
+
+    | tensors | bytes per token |
+    | --- | --- |
+    | the float32 input of each of two norms, and its normalized form | 2 (4 + max(p, a)) hidden; 2 x 8 in float32 |
+    | inputs of the projections | 2 a hidden; under autocast 5 a hidden, because each projection casts its own |
+    | queries, keys, values and the attention's output | a (2 q + 2 kv) |
+    | of the MLP: gate, its activation, up, their product | 4 a intermediate |
+
+    p and a are the bytes of an element of the parameters and of the activations; q and kv the channels of all heads. A
+    model whose MLP has no gate keeps less than is counted for its MLP's parameters. 0 for a model known by its shapes.
+    """
+    if not spec.layers:
+        return LayerActivations(0.0, 0.0)
+    a, p, hidden = spec.activation_bytes, spec.bytes_per_element, spec.hidden
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    mlp = max(0.0, spec.layer_elements - 2 * hidden * (queries + keys)) / hidden  # 3 intermediate sizes
+    norms = 2 * (4 + max(p, a)) * hidden
+    inputs = (5 if a < p else 2) * a * hidden
+    return LayerActivations(norms + inputs + 8, a * (2 * queries + 2 * keys + 4 / 3 * mlp) + 4 * spec.heads)
 
 
 def kept_casts(spec: ModelSpec) -> float:
@@ -35,20 +73,21 @@ def working_bytes(
     """Bytes of the activations, logits and cast weights of a forward of so many tokens, with `backward` of a training
     step.
 
-    The bytes of a layer are as measured. If they were not measured, they are 34 bytes per token and channel at 16 bits
-    without the attention matrix. Of these tensor parallelism splits 24 (Korthikanti et al. 2022, equations 1 and 2). If
-    activations are recomputed, only the input of a layer is kept, in the parameters' dtype if that is wider.
+    The bytes of a layer are as measured. If they were not measured, they are those of `layer_activations`. In either
+    case tensor parallelism splits the part that it splits there. If activations are recomputed, only the input of a
+    layer is kept, in the parameters' dtype if that is wider.
     Under autocast each layer's weights are cast to 16 bits, and without recomputation kept for the backward.
     Logits take two float32 copies; many are computed in slices where the model can (`ModelSpec.whole_logits`).
 
     Args:
         held: number of micro-batches whose activations a stage holds at the same time.
     """
-    width = spec.hidden * spec.activation_bytes / 2
+    of_token = layer_activations(spec)
     layers = math.ceil((spec.layers or 1) / strategy.pp)
     measured = rates.kept(spec, tokens, tokens * workload.mean_square / workload.mean_length)
-    one_layer = OF_LAYER * tokens * width if measured is None else measured
-    one_layer *= (OF_LAYER - SPLIT + SPLIT / strategy.tp) / OF_LAYER
+    one_layer = of_token.of(strategy.tp) * tokens
+    if measured is not None:
+        one_layer = measured * (of_token.of(strategy.tp) / of_token.of(1) if spec.layers else 1.0)
     cast = 0.0
     if spec.activation_bytes < spec.bytes_per_element:
         cast = spec.activation_bytes * spec.layer_elements / strategy.tp

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..plan.assignment import MOST_LOGITS
 from ..plan.model_spec import ModelSpec
+from .activation_memory import layer_activations
 from .hardware import Device, Link, Sharing
+
+
+BACKWARD_LOGITS = 1.35  # times the bytes that a logit's forward moves: those that its backward moves
 
 
 @dataclass(frozen=True)
 class AnalyticRates:
     """`Rates` computed from a device's specification.
 
-    The time of an operation is the longer of arithmetic and memory traffic (a roofline), and at least the time that the
-    host needs to launch the kernels.
+    A layer's matrix products take the longer of arithmetic and of reading its weights (a roofline), and at least the
+    time that the host needs to launch the kernels. Norms, rotations, activations and the loss, kernels of their own in
+    Transformers' models, take the time in which their tensors are moved (`Device.passes`, `Device.logit_bytes`).
     """
 
     device: Device
@@ -79,13 +85,20 @@ class AnalyticRates:
             2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
         )  # causal attention computes half of the pairs
         read = spec.layer_elements * spec.bytes_per_element / self._read
-        return max(flops / self._flops(spec) / tp, read / tp, self.device.launch)
+        moved = self.device.passes * layer_activations(spec).of(tp) * tokens / self._read
+        return max(max(flops / self._flops(spec), read) / tp + moved, self.device.launch)
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         return 2 * self.layer(spec, tokens, squared, tp)
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
-        return self._head(spec, tokens, tp, spec.bytes_per_element) * (2 if backward else 1)
+        products = self._head(spec, tokens, tp, spec.bytes_per_element)
+        logits = tokens * spec.outputs / tp
+        forward = products + self.device.logit_bytes * logits / self._read
+        if not backward:
+            return forward
+        sliced = logits > MOST_LOGITS and not spec.whole_logits  # each slice is computed a second time
+        return sliced * forward + 2 * products + BACKWARD_LOGITS * self.device.logit_bytes * logits / self._read
 
     def _head(self, spec: ModelSpec, tokens: float, tp: int, element_bytes: int) -> float:
         flops = 2 * tokens * spec.head_elements / self._flops(spec)

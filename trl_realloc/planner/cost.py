@@ -27,7 +27,7 @@ from .zero_memory import backward_bucket, gathered_bytes, held_bucket
 
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
-SLEEP = 1.0  # seconds of a vLLM engine to give its memory back and to take it again; assumed, not measured
+SLEEP = 0.5  # seconds of a vLLM engine to give its memory back and to take it again (docs/hardware.md)
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
 
 

@@ -102,7 +102,7 @@ class Device:
         inside, between: link of one device to another in its node, and to one in another node. `between` is the network
             adapter that the device sends by, not the sum of a node's adapters.
         host_bandwidth: bytes/s between device and host memory.
-        efficiency: fraction of `flops` that large matrix products reach.
+        efficiency: fraction of `flops` that a model's matrix products reach.
         memory_efficiency: fraction of `memory_bandwidth` that reading weights and caches reaches.
         launch: least seconds of one layer's forward. The host launches the kernels of a layer one by one.
         decode_launch: least seconds of one layer in a decode step, where an engine replays a captured graph.
@@ -110,6 +110,9 @@ class Device:
         call: seconds that a call takes to receive and send samples.
         overlap: fraction of ZeRO's communication that overlaps with arithmetic.
         single_flops: peak FLOP/s of float32 matrix products without tensor cores; 0 where they are those of bf16.
+        passes: how many times what a layer's forward keeps for its backward is moved from or to device memory in the
+            forward, by all that is no matrix product. A backward moves twice as much.
+        logit_bytes: bytes that are moved for each logit in the forward, beside the head's product.
         own_adapters: whether each device of a node has an adapter of its own, so that a collective over several devices
             of each node has the bandwidth of all their adapters. False if the devices of a node share one adapter, and
             if `between` was fitted to collectives of whole nodes, which has this bandwidth already.
@@ -122,21 +125,24 @@ class Device:
     inside: Link
     between: Link
     host_bandwidth: float
-    efficiency: float = 0.5
+    efficiency: float = 0.7
     memory_efficiency: float = 0.7
-    launch: float = 150e-6
+    launch: float = 400e-6
     decode_launch: float = 15e-6
     step: float = 2e-3
     call: float = 20e-3
     overlap: float = 0.8
     single_flops: float = 0.0
+    passes: float = 3.5
+    logit_bytes: float = 49.0
     own_adapters: bool = True
 
 
 # Peak dense bf16 and float32 FLOP/s, memory and NVLink bandwidth are from NVIDIA's data sheets of the A100 80GB SXM,
 # H100 SXM and H200 SXM. The data sheets quote NVLink as the sum of both directions, and half of that sum is used here.
 # Each GPU has one NIC, as in NVIDIA's DGX A100 and DGX H100: HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) in
-# the other nodes. Host bandwidth is PCIe 4 (A100) and PCIe 5 (the other GPUs) with 16 lanes.
+# the other nodes. Host bandwidth is PCIe 4 (A100) and PCIe 5 (the other GPUs) with 16 lanes. Which part of the FLOP/s
+# models reach, and what they move beside matrix products, was fitted to one run on an H200 (docs/hardware.md).
 DEVICES: Mapping[str, Device] = {
     "a100": Device("a100", 312e12, 80e9, 2.039e12, Link(300e9), Link(25e9), 32e9, single_flops=19.5e12),
     "h100": Device("h100", 989e12, 80e9, 3.35e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),

@@ -1,8 +1,9 @@
 """The fastest execution plan of a space that fits in memory.
 
 A small space is searched exhaustively, as long as there is time. A large one is searched from several starting states
-by changing one call, by placing calls side by side, and by Metropolis moves as in ReaL (section 6). The search is
-seeded: a problem gives the same plan each time, unless the time limit ends it.
+by changing one call, by placing calls side by side, and by Metropolis moves as in ReaL (section 6), again and again for
+as long as its time limit allows. The search is seeded: with the same limit a problem gives the same plan each time,
+unless the limit ends it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from .space import Candidate
 
 EXHAUSTIBLE = 20_000  # most combinations that are all evaluated
 EXHAUSTING = 0.8  # of the time limit: the most time for that, after which they are searched as a large space is
-LOOKS = 80_000  # most states that a search looks at, known ones included
+LOOKS = 80_000  # most states that a round looks at, known ones included
 RESTARTS = 6
-PATIENCE = 16_000  # looks without a better plan after which a search ends
+PATIENCE = 16_000  # looks without a better plan after which a round ends
+ROUND_S = 5.0  # of the time limit: a large space is searched again for each, from other states at random
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def search(
     climb = _Climb(problem, lists, random.Random(seed), start + time_limit_s)
     exhaustive = combinations <= EXHAUSTIBLE and climb.try_all(itertools.product(*lists))
     if not exhaustive:
-        climb.run(starts)
+        climb.run(starts, rounds=max(1, round(time_limit_s / ROUND_S)))
     best = sorted(climb.seen.items(), key=lambda item: item[1][0])[:keep]
     memory = problem.space.pricing.memory
     limit = memory.usable if memory else None
@@ -165,7 +167,12 @@ class _Climb:
                 return False
         return True
 
-    def run(self, starts: Sequence[State]) -> None:
+    def run(self, starts: Sequence[State], rounds: int) -> None:
+        for number in range(rounds):
+            self.looks = self.improved_at = 0
+            self._round([] if number else starts)
+
+    def _round(self, starts: Sequence[State]) -> None:
         fastest = tuple(candidates[0] for candidates in self.lists)
         smallest = tuple(min(candidates, key=lambda c: c.cost.static + c.cost.transient) for candidates in self.lists)
         beginnings = [*starts, fastest, smallest]

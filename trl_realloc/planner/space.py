@@ -22,7 +22,7 @@ from .engine_refusal import check_share
 
 
 MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
-KEPT = 8  # largest number of candidates of one call on one mesh
+KEPT = 12  # largest number of candidates of one call on one mesh
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that no other candidate beats in all of seconds, static bytes and transient bytes.
 
-    Some slower candidates with another layout are kept too (`_new_layout`). At most `KEPT` candidates are returned: the
-    fastest ones and the one with the least memory.
+    Some slower candidates with another layout are kept too (`_new_layout`). Of more than `KEPT` candidates those are
+    returned that are the fastest within a limit of memory, for limits between the least memory and that of the fastest.
     """
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.seconds, c.cost.static, c.cost.transient)):
@@ -295,10 +295,20 @@ def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
             for k in kept
         ) or _new_layout(candidate, kept):
             kept.append(candidate)
-    if len(kept) <= KEPT:
-        return kept
-    smallest = min(kept, key=lambda c: c.cost.static + c.cost.transient)
-    return [*[c for c in kept if c is not smallest][: KEPT - 1], smallest]
+    return kept if len(kept) <= KEPT else _spread(kept)
+
+
+def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """`KEPT` of these candidates, which are sorted by seconds: the fastest within each of several limits of memory, a
+    constant factor apart from the least memory to that of the fastest, and of the rest the fastest."""
+    sizes = [c.cost.static + c.cost.transient for c in candidates]
+    least = min(sizes)
+    limits = [least * (sizes[0] / least) ** (step / (KEPT - 1)) for step in range(KEPT)]
+    chosen = {next(at for at, size in enumerate(sizes) if size <= limit * 1.001) for limit in limits}
+    rest = (at for at in range(len(candidates)) if at not in chosen)
+    while len(chosen) < KEPT:
+        chosen.add(next(rest))
+    return [candidates[at] for at in sorted(chosen)[:KEPT]]
 
 
 def _new_layout(candidate: Candidate, kept: Sequence[Candidate]) -> bool:
