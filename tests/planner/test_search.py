@@ -176,7 +176,7 @@ def test_a_choice_that_another_beats_in_everything_is_left_out() -> None:
 
 
 def test_of_many_choices_those_are_kept_that_are_fast_in_little_memory_as_in_much() -> None:
-    """Seconds fall as memory grows: of 64 choices the fastest dozen would leave none for a device that is nearly full."""
+    """Seconds fall as memory grows. The fastest dozen of 64 would leave none for a device that is nearly full."""
     mesh, strategy = DeviceMesh(0, 4), ParallelStrategy(4)
     many = [
         Candidate(Assignment(mesh, strategy, "zero"), CallCost({"c": 1 + at}, 2.0 ** (8 - at / 8))) for at in range(64)
@@ -189,7 +189,7 @@ def test_of_many_choices_those_are_kept_that_are_fast_in_little_memory_as_in_muc
 
 def test_a_longer_limit_searches_again_from_other_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "EXHAUSTIBLE", 0)
-    monkeypatch.setattr(searching, "LOOKS", 50)
+    monkeypatch.setattr(searching, "LOOKS", 300)
     found = [
         [search(random_problem(seed, per_call=10, memory=False), time_limit_s=limit) for limit in (5, 40)]
         for seed in range(8)
