@@ -12,7 +12,7 @@ from ..plan.fused import MESSAGE_GROUPS, Fused, joined, together
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
 from ..realloc.layout import layout_of
-from ..realloc.schedule import make_schedule, schedule_entries
+from ..realloc.schedule import make_schedule, schedule_seconds
 from .cost import Pricing
 from .fused_cost import FusedCost, fused_prices
 from .priced_plan import Estimate, PricedPlan
@@ -23,9 +23,9 @@ from .space import Candidate, Space
 
 State = tuple[Candidate, ...]
 
-# The largest schedule that a reallocation is priced by, two seconds to make. Larger ones go from a part on each of a
+# Seconds in which the schedule that a reallocation is priced by has to be made. Others go from a part on each of a
 # thousand devices to each of a thousand: there the bound is within 1 % of the schedule's time.
-MOST_ENTRIES = 30_000_000
+MOST_SCHEDULE_S = 2.0
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Problem:
             if exact:
                 source = layout_of(home.assignment, spec, is_reversed=is_reversed)
                 layouts = source, layout_of(other.assignment, spec)
-                if schedule_entries(*layouts) <= MOST_ENTRIES:
+                if schedule_seconds(*layouts) <= MOST_SCHEDULE_S:
                     seconds += move_seconds(make_schedule(self.space.cluster, *layouts), pricing.rates)
                     continue
             seconds += quick_move_seconds(spec, home.assignment, other.assignment, pricing)
@@ -257,7 +257,8 @@ class Problem:
         """The state with its estimate. `drop` is removed from calls that run in their role's training layout.
 
         Args:
-            exact: price reallocations by their transfer schedules, those of up to `MOST_ENTRIES`; otherwise by a bound.
+            exact: price reallocations by their transfer schedules where these are made within `MOST_SCHEDULE_S`;
+                otherwise by a bound.
         """
         for source, target in self._edges:
             assignment = state[target].assignment

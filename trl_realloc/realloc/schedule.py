@@ -24,6 +24,7 @@ from .layout import Box, Layout, PlacedBox, volume
 from .senders import assign_senders
 
 
+ENTRY_S, BOX_S = 60e-9, 250e-6  # seconds of `make_schedule`, as measured on one core
 MAX_LOAD = 1.02  # senders above this multiple of the mean load give sends to devices that have received the parts
 
 
@@ -234,13 +235,20 @@ def make_schedule(cluster: Cluster, source: Layout, target: Layout) -> TransferS
 
 
 def schedule_entries(source: Layout, target: Layout) -> int:
-    """About how many (box of a parameter, receiver) a schedule between the layouts has: its memory is 5 bytes and its
-    time about 60 ns for each. It grows with the square of the devices where each gets a piece from each other."""
+    """About how many (box of a parameter, receiver) a schedule between the layouts has, of 5 bytes each. It grows with
+    the square of the devices where each gets a piece from each other."""
     entries = 0
     for before, after, indices in _by_placement(source, target):
         receivers = sum(len(placed.devices) for placed in after)
         entries += len(indices) * receivers * max(1, len(before) // max(1, len(after)))
     return entries
+
+
+def schedule_seconds(source: Layout, target: Layout) -> float:
+    """About how many seconds `make_schedule` takes, for its entries and for the boxes that are assigned one after the
+    other."""
+    boxes = sum(len(before) + len(after) for before, after, _ in _by_placement(source, target))
+    return ENTRY_S * schedule_entries(source, target) + BOX_S * boxes
 
 
 def _by_placement(
