@@ -53,6 +53,22 @@ def test_every_form_is_planned_and_beside_it_the_presets_that_it_has(
     assert decision.best.seconds <= 1.05 * min(o.plan.seconds for o in decision.alternatives if o.plan is not None)
 
 
+def test_adapters_of_a_model_that_cannot_be_trained_whole_fit_on_one_device() -> None:
+    """7B take 121 GB with their gradients, masters and moments, of which adapters have half a percent."""
+    graph = grpo_graph(reference=False, reward_models=False)
+    whole = {name: [replace(spec, bytes_per_element=2) for spec in of] for name, of in specs(7, 7, graph).items()}
+    lora = {**whole, "actor.train": [replace(spec, trained_share=0.005) for spec in whole["actor.train"]]}
+    prices = pricing(1, 1, groups(1, 1))
+    with pytest.raises(PlanError, match="actor.train fits on no mesh"):
+        choose(whole, prices, graph=graph, time_limit_s=0.5)
+    best = choose(lora, prices, graph=graph, time_limit_s=0.5).best
+    (spec,) = lora["actor.train"]
+    cost = best.costs["actor.train"]
+    assert cost.static == pytest.approx(spec.elements * (2 + 0.005 * 16))
+    slower = prices.price(graph.call("actor.train"), whole["actor.train"], best.plan["actor.train"])
+    assert cost.parts["compute"] < 0.8 * slower.parts["compute"]
+
+
 @forms
 def test_generation_may_run_ahead_of_another_librarys_loop_and_nothing_else(graph: DataflowGraph) -> None:
     prices = pricing(1, 4, groups(1, 1))

@@ -14,7 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from trl_realloc.engines.models import adapts_head, with_adapters
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.profiling.job_models import JobModels, spec_of, specs_of
+from trl_realloc.profiling.job_models import JobModels, spec_of, specs_of, trained_share
 from trl_realloc.profiling.short_runs import _saved_bytes
 
 
@@ -54,6 +54,40 @@ def test_whether_an_adapter_changes_the_head_is_known_before_it_is_created(
     specs = specs_of({role: [tiny.config()] for role in Role}, adapts_head=adapted)
     assert specs["actor.train"][0].whole_logits is specs["reference.forward"][0].whole_logits is adapted
     assert not specs["critic.train"][0].whole_logits
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "r": 4},
+        {"target_modules": "all-linear", "init_lora_weights": "pissa"},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_the_share_that_adapters_are_of_a_policy_is_known_before_they_are_created(settings: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    before = torch.random.get_rng_state()
+    share = trained_share("a name", tiny.config(), lora)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    model = with_adapters(tiny.policy(), lora, None)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert 0 < share == trained / sum(p.numel() for p in model.parameters()) < 1
+    assert trained_share(model, tiny.config(), None) == share
+    assert trained_share(tiny.policy(), tiny.config(), None) == 1.0
+    specs = specs_of({role: [tiny.config()] for role in Role}, trained_share=share)
+    shares = {name: of_call[0].trained_share for name, of_call in specs.items()}
+    assert shares.pop("actor.train") == share and set(shares.values()) == {1.0}
+
+
+def test_a_run_that_trains_adapters_is_priced_by_them(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    made = tiny.trainer(tmp_path, given={"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", r=2)})
+    models = made.setup.job.models
+    assert models.trained_share < 0.1
+    for found in (models, models.shallow(1)):
+        assert found.specs["actor.train"][0].trained_share == models.trained_share
+        assert found.specs["critic.train"][0].trained_share == 1.0
 
 
 def test_a_vllm_engine_holds_its_weights_in_the_dtype_of_mixed_precision() -> None:

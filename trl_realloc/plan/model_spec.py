@@ -61,6 +61,7 @@ class ModelSpec:
         tied: the embedding is also the language model head.
         activation_bytes: per element of activations, keys and values, whose dtype is the one that is computed in; 0 for
             `bytes_per_element`.
+        trained_share: share of the elements that a training call trains; below 1 where it trains adapters.
         whole_logits: all logits of a forward are in memory together, because the model changes them after its head or
             an adapter changes the head. Other models compute many logits in slices.
     """
@@ -77,6 +78,7 @@ class ModelSpec:
     tied: bool = False
     activation_bytes: int = 0
     whole_logits: bool = False
+    trained_share: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.activation_bytes:

@@ -89,7 +89,8 @@ class AnalyticRates:
         return max(max(flops / self._flops(spec), read) / tp + moved, self.device.launch)
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        return 2 * self.layer(spec, tokens, squared, tp)
+        # the gradients of what goes in, and of the parameters that are trained
+        return (1 + spec.trained_share) * self.layer(spec, tokens, squared, tp)
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
         products = self._head(spec, tokens, tp, spec.bytes_per_element)
@@ -98,7 +99,8 @@ class AnalyticRates:
         if not backward:
             return forward
         sliced = logits > MOST_LOGITS and not spec.whole_logits  # each slice is computed a second time
-        return sliced * forward + 2 * products + BACKWARD_LOGITS * self.device.logit_bytes * logits / self._read
+        moved = BACKWARD_LOGITS * self.device.logit_bytes * logits / self._read
+        return sliced * forward + (1 + spec.trained_share) * products + moved
 
     def _head(self, spec: ModelSpec, tokens: float, tp: int, element_bytes: int) -> float:
         flops = 2 * tokens * spec.head_elements / self._flops(spec)

@@ -183,11 +183,9 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         micro, tokens, squared = self._training_micro_batches(assignment)
         parts, compute = self._pass(spec, assignment, tokens, squared, micro, train=True)
-        elements = _part(spec, strategy)
-        size, gradients = (
-            elements * spec.bytes_per_element,
-            elements * gradient_bytes(spec.bytes_per_element, assignment),
-        )
+        size = _part(spec, strategy) * spec.bytes_per_element
+        elements = spec.trained_share * _part(spec, strategy)
+        gradients = elements * gradient_bytes(spec.bytes_per_element, assignment)
         stage, dp = strategy.zero_stage, strategy.dp
         if dp > 1:
             group = self._replicas(spec, assignment)

@@ -17,6 +17,8 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, Head, ModelSpec
 from ..plan.staleness import uncorrected
+from .recipe_adapters import DEFAULTS as ADAPTERS
+from .recipe_adapters import check_adapters, trained_share
 from .recipe_settings import (
     DEFAULTS_OF,
     algorithm_of,
@@ -109,7 +111,8 @@ class Recipe:
 
     def specs(self, graph: DataflowGraph | None = None) -> dict[str, Sequence[ModelSpec]]:
         """The parameter specs of each call's models, by the call's name, in the dtypes of a run: trained models in
-        float32, frozen ones in their checkpoint's dtype, vLLM's in the dtype of mixed precision.
+        float32, frozen ones in their checkpoint's dtype, vLLM's in the dtype of mixed precision. Of an actor with
+        adapters (`use_peft`) the share that is trained.
 
         Args:
             graph: in place of the run's.
@@ -135,7 +138,10 @@ class Recipe:
                 size = mixed or size
             try:
                 spec = ModelSpec.from_config(config, head, bytes_per_element=size)
-                specs[call.name] = (replace(spec, activation_bytes=mixed or size),)
+                spec = replace(spec, activation_bytes=mixed or size)
+                if call.role is Role.ACTOR and call.trains:
+                    spec = replace(spec, trained_share=trained_share(self.settings, spec))
+                specs[call.name] = (spec,)
             except PlanError as error:
                 raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
         return specs
@@ -208,7 +214,11 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
         folders |= {Role.REWARD: _folder(reward or critic, path), Role.CRITIC: _folder(critic, path)}
     elif reward is not None:
         folders[Role.REWARD] = _folder(reward, path)
-    known = {key: settings.get(key, default) for key, default in DEFAULTS_OF[algorithm].items()}
+    known = {key: settings.get(key, default) for key, default in {**DEFAULTS_OF[algorithm], **ADAPTERS}.items()}
+    try:
+        check_adapters(known)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
     corrects = known["vllm_importance_sampling_correction"]
     if algorithm != "ppo" and (problem := uncorrected(known["max_staleness"], corrects)):
         raise PlanError(f"{path}: {problem}")

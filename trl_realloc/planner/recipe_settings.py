@@ -69,6 +69,7 @@ BOOLEANS = (
     "whiten_rewards",
     "match_trl",
     "vllm_importance_sampling_correction",
+    "use_peft",
 )
 # algorithms that have no trainer here, and what there is in their place
 _ELSEWHERE = {

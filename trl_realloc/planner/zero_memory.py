@@ -30,4 +30,4 @@ def gathered_bytes(spec: ModelSpec, assignment: Assignment) -> float:
 def _bucket(spec: ModelSpec, assignment: Assignment) -> float:
     if assignment.engine != "zero":
         return 0.0
-    return min(REDUCE_BUCKET, spec.elements) * gradient_bytes(spec.bytes_per_element, assignment)
+    return min(REDUCE_BUCKET, spec.trained_share * spec.elements) * gradient_bytes(spec.bytes_per_element, assignment)

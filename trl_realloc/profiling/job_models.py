@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..engines.models import shell
+from ..engines.models import has_adapters, shell, with_adapters
 from ..engines.training.sliced_head import logits_are_of_head
 from ..engines.transformers_compat import attention_name
 from ..plan.algorithm_graphs import ppo_graph
@@ -31,6 +31,7 @@ class JobModels:
         processing_class: the tokenizer, for engines that need one.
         mixed: dtype of mixed precision, if any.
         adapts_head: the actor trains an adapter that changes the language head.
+        trained_share: share of the actor's elements that it trains; below 1 with adapters.
         generation_engine: "vllm" or "transformers".
 
     Attributes:
@@ -44,6 +45,7 @@ class JobModels:
     mixed: torch.dtype | None = None
     adapts_head: bool = False
     generation_engine: str = "vllm"
+    trained_share: float = 1.0
     attentions: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +68,12 @@ class JobModels:
             for role, role_configs in self.configs.items()
         }
         specs = specs_of(
-            configs, graph, self.mixed, adapts_head=self.adapts_head, generation_engine=self.generation_engine
+            configs,
+            graph,
+            self.mixed,
+            adapts_head=self.adapts_head,
+            trained_share=self.trained_share,
+            generation_engine=self.generation_engine,
         )
         return replace(self, configs=configs, specs=specs)
 
@@ -77,6 +84,7 @@ def specs_of(
     mixed: torch.dtype | None = None,
     *,
     adapts_head: bool = False,
+    trained_share: float = 1.0,
     generation_engine: str = "vllm",
 ) -> dict[str, list[ModelSpec]]:
     """The parameter specs of the models that each call runs, by the call's name. A vLLM engine holds its weights in the
@@ -86,6 +94,7 @@ def specs_of(
         graph: PPO's by default.
         mixed: dtype of mixed precision, if any.
         adapts_head: an adapter changes the language head of the actor, and of a reference that is computed by it.
+        trained_share: share of the actor's elements that it trains.
         generation_engine: "vllm" or "transformers".
     """
     graph = graph or ppo_graph()
@@ -98,10 +107,37 @@ def specs_of(
         for role in of_role.keys() & set(POLICIES):
             of_role[role] = [replace(spec, whole_logits=True) for spec in of_role[role]]
     specs = {call.name: of_role[call.role] for call in graph.calls}
+    if (train := graph.train_call(Role.ACTOR)) is not None and trained_share != 1.0:
+        specs[train] = [replace(spec, trained_share=trained_share) for spec in specs[train]]
     if mixed is not None and generation_engine == "vllm":
         for call in graph.calls_of(CallKind.GENERATE):
             specs[call] = [replace(spec, bytes_per_element=mixed.itemsize) for spec in specs[call]]
     return specs
+
+
+def trained_share(model: Any, config: Any, peft_config: Any) -> float:
+    """The share of a policy's elements that it trains: 1 without adapters.
+
+    Args:
+        model: the policy as the user gave it, with adapters or without, or its name.
+        config: its Transformers config.
+        peft_config: of the adapter that is added to it; `None` for none.
+    """
+    if peft_config is None and not has_adapters(model):
+        return 1.0
+    if not has_adapters(model):
+        model = _adapted_shell(config, peft_config)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
+
+
+def _adapted_shell(config: Any, peft_config: Any) -> Any:
+    """The policy with new adapters, without memory. Initial values that depend on the weights are left out."""
+    if hasattr(peft_config, "init_lora_weights"):
+        peft_config = copy.copy(peft_config)
+        peft_config.init_lora_weights = True
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return with_adapters(shell(config), peft_config, None)
 
 
 def element_bytes(config: Any) -> int:

@@ -37,7 +37,7 @@ from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
-from ..profiling.job_models import JobModels, specs_of
+from ..profiling.job_models import JobModels, specs_of, trained_share
 from ..runtime.calls import CallSettings
 from ..runtime.context_limit import ContextLimit
 from ..runtime.engine_options import EngineOptions
@@ -153,8 +153,9 @@ def prepare_policy(
         check(request.plan)
     dtype = compute_dtype(args)
     in_head = adapts_head(model, configs[Role.ACTOR][0], peft_config)
-    specs = specs_of(configs, graph, dtype, adapts_head=in_head, generation_engine=request.engine)
-    models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head, request.engine)
+    share = trained_share(model, configs[Role.ACTOR][0], peft_config)
+    specs = specs_of(configs, graph, dtype, adapts_head=in_head, trained_share=share, generation_engine=request.engine)
+    models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head, request.engine, share)
     vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
     by_vllm = (request.plan["actor.generate"].engine if request.plan is not None else request.engine) == "vllm"
     sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)

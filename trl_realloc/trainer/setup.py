@@ -22,7 +22,7 @@ from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
-from ..profiling.job_models import JobModels, specs_of
+from ..profiling.job_models import JobModels, specs_of, trained_share
 from ..runtime.arriving_samples import arrival_algorithm
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
@@ -230,8 +230,14 @@ def _describe_job(
     """What the planner needs to know of this run."""
     mixed, peft_config = compute_dtype(args), inputs.peft_config
     adapted_head = adapts_head(inputs.model, configs[Role.ACTOR][0], peft_config)
+    share = trained_share(inputs.model, configs[Role.ACTOR][0], peft_config)
     specs = specs_of(
-        configs, args.ppo_settings().graph, mixed, adapts_head=adapted_head, generation_engine=request.engine
+        configs,
+        args.ppo_settings().graph,
+        mixed,
+        adapts_head=adapted_head,
+        trained_share=share,
+        generation_engine=request.engine,
     )
     return ppo_job(
         args,
@@ -239,7 +245,7 @@ def _describe_job(
         request.cluster,
         rank,
         request.engine,
-        JobModels(configs, specs, peft_config, inputs.processing_class, mixed, adapted_head, request.engine),
+        JobModels(configs, specs, peft_config, inputs.processing_class, mixed, adapted_head, request.engine, share),
         prompt_tokens=prompts.mean_tokens,
         context_length=context_length,
         pad_token_id=pad_token_id,

@@ -1,0 +1,72 @@
+"""The adapters that a recipe asks for are priced as those that PEFT makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.planner import recipe_adapters
+from trl_realloc.planner.recipe import read_recipe
+from trl_realloc.profiling import job_models
+
+
+SPEC = ModelSpec.from_config(tiny.config(), bytes_per_element=4)
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {**recipe_adapters.DEFAULTS, "use_peft": True, **changes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora_r": 3, "lora_target_modules": ["q_proj", "o_proj", "down_proj"]},
+        {"lora_target_modules": "all-linear"},
+        {"lora_modules_to_save": ["lm_head"]},
+    ],
+)
+def test_the_share_is_that_of_the_adapters_that_peft_makes(changes: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    given = settings(**changes)
+    targets = given["lora_target_modules"]
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=given["lora_r"], target_modules=targets, modules_to_save=given["lora_modules_to_save"]
+    )
+    expected = job_models.trained_share("a name", tiny.config(), lora)
+    assert recipe_adapters.trained_share(given, SPEC) == pytest.approx(expected)
+
+
+def test_without_use_peft_all_is_trained() -> None:
+    assert recipe_adapters.trained_share(settings(use_peft=False), SPEC) == 1.0
+
+
+def recipe(folder: Path, lines: str) -> Path:
+    (folder / "model").mkdir()
+    config = {**tiny.config().to_dict(), "model_type": "llama"}
+    (folder / "model" / "config.json").write_text(json.dumps(config, default=str))
+    path = folder / "grpo.yaml"
+    path.write_text(f"algorithm: grpo\nmodel_name_or_path: model\n{lines}")
+    return path
+
+
+def test_a_recipe_with_adapters_is_priced_by_them(tmp_path: Path) -> None:
+    specs = read_recipe(recipe(tmp_path, "use_peft: 'yes'\nlora_r: 2\n")).specs()
+    assert specs["actor.train"][0].trained_share < 0.1
+    assert specs["actor.forward"][0].trained_share == specs["actor.generate"][0].trained_share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [("lora_r: 0\n", "lora_r is a whole number from 1"), ("lora_target_modules: 3\n", "a list of names of modules")],
+)
+def test_adapters_that_no_run_could_have_are_refused(tmp_path: Path, lines: str, complaint: str) -> None:
+    path = recipe(tmp_path, lines)
+    with pytest.raises(PlanError, match=f"grpo.yaml: .*{complaint}"):
+        read_recipe(path)

@@ -1,0 +1,69 @@
+"""The adapters of a recipe, by TRL's settings of `ModelConfig`, and how large a share of the policy they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..common.errors import PlanError, shown
+from ..plan.model_spec import ModelSpec, ParameterSpec
+
+
+# settings that the planner reads, with the defaults of TRL's `ModelConfig`
+DEFAULTS: Mapping[str, Any] = {
+    "use_peft": False,
+    "lora_r": 16,
+    "lora_target_modules": None,
+    "lora_modules_to_save": None,
+}
+ALL = "all-linear"
+MOST_RANK = 1 << 16
+# PEFT's targets where a run names none, by the family of the model
+_OF_FAMILY = {"gpt_neox": ("query_key_value",)}
+_USUAL = ("q_proj", "v_proj")
+
+
+def check_adapters(settings: Mapping[str, Any]) -> None:
+    """Raise `PlanError` for a rank or targets that no run could have."""
+    rank = settings["lora_r"]
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+        raise PlanError(f"lora_r is a whole number from 1 to {MOST_RANK:,}, not {shown(rank)}.")
+    for name in ("lora_target_modules", "lora_modules_to_save"):
+        value = settings[name]
+        texts = value is None or isinstance(value, str)
+        if not texts and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise PlanError(f"{name} is a list of names of modules, not {shown(value)}.")
+
+
+def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
+    """The share of a policy's elements that a recipe trains: 1 without `use_peft`. LoRA of rank r adds r (m + n)
+    elements to a matrix of m x n; a module to save is trained whole.
+
+    Args:
+        settings: a recipe's; those that are left out are `DEFAULTS`.
+    """
+    settings = {**DEFAULTS, **settings}
+    if not settings["use_peft"]:
+        return 1.0
+    targets = _names(settings["lora_target_modules"]) or _OF_FAMILY.get(spec.family, _USUAL)
+    saved = _names(settings["lora_modules_to_save"])
+    rows_and_columns = sum(sum(p.shape) for p in spec.parameters if _is_target(p, targets, spec))
+    adapted = settings["lora_r"] * rows_and_columns
+    kept = sum(parameter.elements for parameter in spec.parameters if _module(parameter) in saved)
+    return (adapted + kept) / (spec.elements + adapted + kept)
+
+
+def _names(value: str | Sequence[str] | None) -> Sequence[str]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _is_target(parameter: ParameterSpec, targets: Sequence[str], spec: ModelSpec) -> bool:
+    is_matrix_of_layer = len(parameter.shape) == 2 and 0 <= parameter.layer < spec.layers
+    if ALL in targets:
+        return is_matrix_of_layer
+    return len(parameter.shape) == 2 and _module(parameter) in targets
+
+
+def _module(parameter: ParameterSpec) -> str:
+    """The last name of the module that has a parameter."""
+    return parameter.name.rpartition(".")[0].rpartition(".")[2]
