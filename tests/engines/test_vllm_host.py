@@ -76,6 +76,19 @@ def test_an_engine_that_sleeps_has_no_expandable_segments(monkeypatch: pytest.Mo
     assert engine_environment(1, None, [0], sleeps=True)[name] == "max_split_size_mb:64"
 
 
+@pytest.mark.parametrize(
+    ("given", "level"), [(None, "INFO"), ("ERROR", "INFO"), ("WARNING", "WARNING"), ("DEBUG", "DEBUG")]
+)
+def test_an_engines_log_has_what_vllm_says_though_trl_silences_it(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, level: str
+) -> None:
+    if given is None:
+        monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", given)
+    assert engine_environment(1, None, [0])["VLLM_LOGGING_LEVEL"] == level
+
+
 def test_this_packages_sampler_draws_in_vllms_older_model_runner_in_all_releases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

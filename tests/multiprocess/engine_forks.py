@@ -206,6 +206,7 @@ def _become(
         requests.send(str(os.getpid()).encode())
         requests.detach()
         _take_descriptors(fds, (1, *asked["fds"]))
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as PYTHONUNBUFFERED, which engines have
         os.environ.clear()
         os.environ.update(asked["environment"])
         os.chdir(asked["folder"])

@@ -30,7 +30,7 @@ from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import Problem, State
 from trl_realloc.planner.search import partitions, search
 from trl_realloc.planner.simulate import Overlap
-from trl_realloc.planner.space import KEPT, Candidate, Space, meshes_of, undominated
+from trl_realloc.planner.space import KEPT, Candidate, Space, _spread, meshes_of, undominated
 
 
 def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem:
@@ -185,6 +185,13 @@ def test_of_many_choices_those_are_kept_that_are_fast_in_little_memory_as_in_muc
     assert len(kept) == KEPT and kept[0] is many[0] and kept[-1] is many[-1]
     sizes = [c.cost.static for c in kept]
     assert all(before / after <= 2.0 ** (8 / (KEPT - 1)) * 1.1 for before, after in pairwise(sizes))
+
+
+def test_of_many_choices_that_take_no_memory_the_fastest_are_kept() -> None:
+    """As of a reward that is a Python function."""
+    assignment = Assignment(DeviceMesh(0, 4), ParallelStrategy(4), "zero")
+    many = [Candidate(assignment, CallCost({"functions": 1 + at})) for at in range(2 * KEPT)]
+    assert _spread(many) == many[:KEPT]
 
 
 def test_a_longer_limit_searches_again_from_other_states(monkeypatch: pytest.MonkeyPatch) -> None:

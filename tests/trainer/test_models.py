@@ -164,7 +164,7 @@ def test_in_bfloat16_the_ratio_of_the_first_pass_is_1_to_rounding(tmp_path: Path
     )
     made.train()
     (row,) = tiny.updates(made)
-    assert row["val/ratio"] == pytest.approx(1.0, abs=2e-3)
+    assert row["val/ratio"] == pytest.approx(1.0, abs=1e-2)  # 0.001 off on one CPU, 0.004 on one with AMX
     assert row["policy/approxkl_avg"] < 1e-3 and abs(row["objective/kl"]) < 0.1
 
 

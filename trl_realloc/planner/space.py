@@ -302,7 +302,7 @@ def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
     """`KEPT` of these candidates, which are sorted by seconds: the fastest within each of several limits of memory, a
     constant factor apart from the least memory to that of the fastest, and of the rest the fastest."""
     sizes = [c.cost.static + c.cost.transient for c in candidates]
-    least = min(sizes)
+    least = max(min(sizes), 1.0)  # a byte; a reward in Python has none
     limits = [least * (sizes[0] / least) ** (step / (KEPT - 1)) for step in range(KEPT)]
     chosen = {next(at for at, size in enumerate(sizes) if size <= limit * 1.001) for limit in limits}
     rest = (at for at in range(len(candidates)) if at not in chosen)

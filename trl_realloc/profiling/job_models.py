@@ -126,7 +126,10 @@ def trained_share(model: Any, config: Any, peft_config: Any) -> float:
     if peft_config is None and not has_adapters(model):
         return 1.0
     if not has_adapters(model):
-        model = _adapted_shell(config, peft_config)
+        try:
+            model = _adapted_shell(config, peft_config)
+        except (NotImplementedError, RuntimeError):  # adapters that read the weights: priced as if all were trained
+            return 1.0
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
 

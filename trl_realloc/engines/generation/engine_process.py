@@ -306,7 +306,9 @@ def engine_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # into a file: also what vLLM says of its memory and kernels
+    # TRL sets ERROR when it is imported. The log is a file, and has what vLLM says of its memory and kernels too.
+    if environment.get("VLLM_LOGGING_LEVEL", "ERROR") == "ERROR":
+        environment["VLLM_LOGGING_LEVEL"] = "INFO"
     if repeatable:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if devices is not None:
