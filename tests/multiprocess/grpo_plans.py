@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def train(
     measures: bool = False,
     judged: bool = False,
     rows: int | None = None,
+    pauses_s: float = 0.0,
     **settings: Any,
 ) -> None:
     """One run.
@@ -52,6 +54,7 @@ def train(
         measures: as soon as the run may measure its machine, it does.
         judged: the reward is an async function, which notes how many completions it is called with.
         rows: of the training prompts, if not those of `make`.
+        pauses_s: between each generation and its training.
     """
     library = {"trl": trl, "trl_realloc": trl_realloc}[by]
     base = (lambda trainer: trainer) if generates else recorded
@@ -73,7 +76,9 @@ def train(
 
     def noted(prompts: Any) -> Any:
         asked.append(prompts)
-        return generate(prompts)
+        generated = generate(prompts)
+        time.sleep(pauses_s)
+        return generated
 
     made._generate = noted
     if moves_to is not None:

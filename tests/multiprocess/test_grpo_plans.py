@@ -242,6 +242,7 @@ def test_the_next_generations_are_drawn_while_one_is_trained_and_a_resumed_run_g
         "generates": True,
         "max_staleness": 1,
         "max_completion_length": 64,
+        "pauses_s": 0.3,  # or a generation ahead may begin when the update has ended, on a busy machine
     }
     runs: dict[str, Any] = {
         "stale": {**settings, "plan": "separate", "max_steps": 4, "save_strategy": "steps", "save_steps": 2},
@@ -256,9 +257,7 @@ def test_the_next_generations_are_drawn_while_one_is_trained_and_a_resumed_run_g
         assert len(rows) == updates, name
         ages = [(row["staleness/mean"], row["staleness/oldest"]) for row in rows if "staleness/mean" in row]
         assert len(ages) == (updates // 2 if name == "halves" else updates), name
-        # a generation that begins late on a busy machine has none of the tokens that are a version old
-        assert all(0 <= mean <= oldest <= 1 for mean, oldest in ages), (name, ages)
-        assert any(mean > 0 for mean, _ in ages[1:]), (name, ages)
+        assert all(0 < mean <= oldest == 1 for mean, oldest in ages[1:]), (name, ages)
         assert all(math.isfinite(row["loss"]) for row in rows)
         if name == "RLOO":
             ratios = [row["sampling/importance_sampling_ratio/max"] for row in rows]

@@ -160,11 +160,18 @@ def test_in_bfloat16_the_ratio_of_the_first_pass_is_1_to_rounding(tmp_path: Path
     size = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "initializer_range": 0.1}
     given = {"model": tiny.policy(**size).to(loaded), "value_model": tiny.classifier().to(loaded)}
     made = tiny.trainer(
-        tmp_path, given=given, bf16=True, learning_rate=0.0, max_steps=1, num_ppo_epochs=1, response_length=32
+        tmp_path,
+        given=given,
+        bf16=True,
+        learning_rate=0.0,
+        max_steps=1,
+        num_ppo_epochs=1,
+        response_length=32,
+        per_device_train_batch_size=64,  # a ratio is 2 % off, and the mean of a thousand is 0.05 %
     )
     made.train()
     (row,) = tiny.updates(made)
-    assert row["val/ratio"] == pytest.approx(1.0, abs=1e-2)  # 0.001 off on one CPU, 0.004 on one with AMX
+    assert row["val/ratio"] == pytest.approx(1.0, abs=2e-3)
     assert row["policy/approxkl_avg"] < 1e-3 and abs(row["objective/kl"]) < 0.1
 
 
