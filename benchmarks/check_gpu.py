@@ -26,6 +26,8 @@ from trl_realloc.common.ports import reserve_port
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
+# of the tiny policies that vLLM serves
+SIZES = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,9 @@ def ppo(preset: str, dtype: str, engine: str) -> None:
         plan = resolve_plan(preset, cluster).to_dict()
         plan["calls"]["actor.generate"]["offload"] = True
     folder = Path(tempfile.mkdtemp())
-    sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     made = tiny.trainer(
         folder,
-        given={"model": tiny.policy(**sizes), "value_model": tiny.classifier(**sizes)},
+        given={"model": tiny.policy(**SIZES), "value_model": tiny.classifier(**SIZES)},
         plan=plan,
         max_steps=3,
         vllm_enable_sleep_mode=engine == "sleep",
@@ -177,8 +178,7 @@ def grpo() -> None:
     from trl_realloc import GRPOConfig, GRPOTrainer
 
     folder = Path(tempfile.mkdtemp())
-    sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    tiny.policy(**sizes).save_pretrained(folder / "policy")
+    tiny.policy(**SIZES).save_pretrained(folder / "policy")
     tiny.tokenizer().save_pretrained(folder / "policy")
     settings = {**tiny.BARE, "use_cpu": False, "bf16": True, "max_steps": 3, "learning_rate": 1e-3}
     made = GRPOTrainer(

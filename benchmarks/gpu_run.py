@@ -87,28 +87,29 @@ def expected(folder: Path, plan: dict[str, Any], response: int, hardware: str) -
     """Seconds of each call, and bytes of the training call that takes most with what else stays on the device."""
     from transformers import AutoConfig
 
+    from trl_realloc.plan.dataflow import Role
     from trl_realloc.plan.execution_plan import ExecutionPlan
-    from trl_realloc.plan.model_spec import ModelSpec
     from trl_realloc.planner.cost import Pricing
     from trl_realloc.planner.profile import Profile
     from trl_realloc.planner.specification import rates_of
     from trl_realloc.planner.workload import Workload
+    from trl_realloc.profiling.job_models import specs_of
 
     made = ExecutionPlan.from_dict(plan)
     profile = Profile(hardware, {}, 1, None, False, (), is_accelerator=torch.cuda.is_available())
     work = Workload(PROMPTS, PROMPT, (response,), epochs=1)
     pricing = Pricing(made.cluster, work, rates_of(profile))
-    frozen, trained = {"bytes_per_element": 2}, {"bytes_per_element": 4}
-    policy, critic = (AutoConfig.from_pretrained(folder / name) for name in ("policy", "critic"))
+    configs = {
+        Role.ACTOR: [AutoConfig.from_pretrained(folder / "policy", dtype=torch.float32)],
+        Role.CRITIC: [AutoConfig.from_pretrained(folder / "critic", dtype=torch.float32)],
+        Role.REFERENCE: [AutoConfig.from_pretrained(folder / "policy")],
+    }
+    specs = specs_of(configs, made.graph, torch.bfloat16)
     seconds, held, most = {}, 0.0, 0.0
     for call in made.graph.calls:
-        head = "score" if call.role.value in ("critic", "reward") else "lm"
-        wide = frozen if call.role.value in ("reference", "reward") else trained
-        spec = ModelSpec.from_config(critic if head == "score" else policy, head, **wide)
-        spec = ModelSpec(**{**spec.__dict__, "activation_bytes": 2})
-        cost = pricing.price(call, [] if call.role.value == "reward" else [spec], made[call.name])
+        cost = pricing.price(call, specs[call.name], made[call.name])
         seconds[call.name] = cost.seconds
-        if call.trains or call.role.value == "reference":
+        if call.trains or call.role is Role.REFERENCE:
             held, most = held + cost.static, max(most, cost.transient)
     return seconds, held + most
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,10 +26,9 @@ SIZES: dict[str, Any] = {
 
 
 def spec_of(family: str, kind: str) -> ModelSpec:
-    wide = {"float32": (4, 4), "autocast": (4, 2), "bfloat16": (2, 2)}[kind]
+    parameter, activation = {"float32": (4, 4), "autocast": (4, 2), "bfloat16": (2, 2)}[kind]
     config = AutoConfig.for_model(family, num_hidden_layers=2, **SIZES)
-    made = ModelSpec.from_config(config, bytes_per_element=wide[0])
-    return ModelSpec(**{**made.__dict__, "activation_bytes": wide[1]})
+    return replace(ModelSpec.from_config(config, bytes_per_element=parameter), activation_bytes=activation)
 
 
 def saved_bytes(family: str, kind: str, layers: int) -> int:

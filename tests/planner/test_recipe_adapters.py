@@ -64,7 +64,10 @@ def test_a_recipe_with_adapters_is_priced_by_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lines", "complaint"),
-    [("lora_r: 0\n", "lora_r is a whole number from 1"), ("lora_target_modules: 3\n", "a list of names of modules")],
+    [
+        ("lora_r: 0\n", "lora_r must be a whole number from 1 to 65536, not 0"),
+        ("lora_target_modules: 3\n", "a list of names of modules"),
+    ],
 )
 def test_adapters_that_no_run_could_have_are_refused(tmp_path: Path, lines: str, complaint: str) -> None:
     path = recipe(tmp_path, lines)

@@ -137,6 +137,8 @@ SETTINGS: Mapping[str, Setting] = {
     "num_iterations": _whole(1),
     "steps_per_generation": _whole(1, optional=True),
     "generation_batch_size": _whole(1, optional=True),
+    # Adapters
+    "lora_r": _whole(1, 1 << 16),
     # Plans and engines
     "max_staleness": _whole(0, 64),
     "vllm_importance_sampling_mode": _one_of("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),

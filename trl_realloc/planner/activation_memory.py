@@ -97,13 +97,18 @@ def working_bytes(
     answered = tokens * workload.mean_response / workload.mean_length
     elements = answered * spec.outputs / strategy.tp
     logits = 8 * elements
-    if elements > MOST_LOGITS and not spec.whole_logits:
+    if in_slices(spec, elements):
         # with the sum of the head's gradients
         of_slice = slice_bytes(spec.activation_bytes, backward=backward) * LOGITS_SLICE
         logits = of_slice + 6 * spec.head_elements / strategy.tp if backward else 2 * of_slice
     if not backward:
         return one_layer / 2 + cast + logits / 2
     return held * kept + one_layer + cast + logits
+
+
+def in_slices(spec: ModelSpec, logits: float) -> bool:
+    """Whether so many logits of a forward on a device are computed in slices."""
+    return logits > MOST_LOGITS and not spec.whole_logits
 
 
 def slice_bytes(activation_bytes: float, *, backward: bool) -> int:

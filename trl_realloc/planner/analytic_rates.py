@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..plan.assignment import MOST_LOGITS
 from ..plan.model_spec import ModelSpec
-from .activation_memory import layer_activations
+from .activation_memory import in_slices, layer_activations
 from .hardware import Device, Link, Sharing
 
 
@@ -98,9 +97,9 @@ class AnalyticRates:
         forward = products + self.device.logit_bytes * logits / self._read
         if not backward:
             return forward
-        sliced = logits > MOST_LOGITS and not spec.whole_logits  # each slice is computed a second time
+        again = forward if in_slices(spec, logits) else 0.0  # each slice is computed a second time
         moved = BACKWARD_LOGITS * self.device.logit_bytes * logits / self._read
-        return sliced * forward + (1 + spec.trained_share) * products + moved
+        return again + (1 + spec.trained_share) * products + moved
 
     def _head(self, spec: ModelSpec, tokens: float, tp: int, element_bytes: int) -> float:
         flops = 2 * tokens * spec.head_elements / self._flops(spec)

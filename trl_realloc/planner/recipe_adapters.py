@@ -17,17 +17,13 @@ DEFAULTS: Mapping[str, Any] = {
     "lora_modules_to_save": None,
 }
 ALL = "all-linear"
-MOST_RANK = 1 << 16
 # PEFT's targets where a run names none, by the family of the model
 _OF_FAMILY = {"gpt_neox": ("query_key_value",)}
 _USUAL = ("q_proj", "v_proj")
 
 
 def check_adapters(settings: Mapping[str, Any]) -> None:
-    """Raise `PlanError` for a rank or targets that no run could have."""
-    rank = settings["lora_r"]
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
-        raise PlanError(f"lora_r is a whole number from 1 to {MOST_RANK:,}, not {shown(rank)}.")
+    """Raise `PlanError` for modules that are no names. The rank is a row of `common.settings`."""
     for name in ("lora_target_modules", "lora_modules_to_save"):
         value = settings[name]
         texts = value is None or isinstance(value, str)
@@ -58,10 +54,9 @@ def _names(value: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _is_target(parameter: ParameterSpec, targets: Sequence[str], spec: ModelSpec) -> bool:
-    is_matrix_of_layer = len(parameter.shape) == 2 and 0 <= parameter.layer < spec.layers
-    if ALL in targets:
-        return is_matrix_of_layer
-    return len(parameter.shape) == 2 and _module(parameter) in targets
+    if len(parameter.shape) != 2:
+        return False
+    return 0 <= parameter.layer < spec.layers if ALL in targets else _module(parameter) in targets
 
 
 def _module(parameter: ParameterSpec) -> str:

@@ -308,7 +308,7 @@ def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
     rest = (at for at in range(len(candidates)) if at not in chosen)
     while len(chosen) < KEPT:
         chosen.add(next(rest))
-    return [candidates[at] for at in sorted(chosen)[:KEPT]]
+    return [candidates[at] for at in sorted(chosen)]
 
 
 def _new_layout(candidate: Candidate, kept: Sequence[Candidate]) -> bool:

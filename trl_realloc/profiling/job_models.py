@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..engines.models import has_adapters, shell, with_adapters
+from ..engines.models import adapts_head, has_adapters, shell, with_adapters
 from ..engines.training.sliced_head import logits_are_of_head
 from ..engines.transformers_compat import attention_name
 from ..plan.algorithm_graphs import ppo_graph
@@ -52,6 +52,30 @@ class JobModels:
         # Read now: once its model is loaded, a config that named none has the one that Transformers has chosen.
         names = {attention_name(config) or "sdpa" for configs in self.configs.values() for config in configs}
         object.__setattr__(self, "attentions", tuple(sorted(names)))
+
+    @staticmethod
+    def of_run(
+        configs: Mapping[Role, Sequence[Any]],
+        graph: DataflowGraph,
+        policy: Any,
+        *,
+        peft_config: Any,
+        processing_class: Any,
+        mixed: torch.dtype | None,
+        generation_engine: str,
+    ) -> JobModels:
+        """The models of a run, before they are loaded.
+
+        Args:
+            policy: as the user gave it: a model, with adapters or without, or its name.
+        """
+        config = configs[Role.ACTOR][0]
+        in_head = adapts_head(policy, config, peft_config)
+        share = trained_share(policy, config, peft_config)
+        specs = specs_of(
+            configs, graph, mixed, adapts_head=in_head, trained_share=share, generation_engine=generation_engine
+        )
+        return JobModels(configs, specs, peft_config, processing_class, mixed, in_head, generation_engine, share)
 
     def attention_at(self, graph: DataflowGraph) -> dict[Role, float]:
         """`ModelSpec.attention_at` of each role's first model."""
@@ -123,9 +147,9 @@ def trained_share(model: Any, config: Any, peft_config: Any) -> float:
         config: its Transformers config.
         peft_config: of the adapter that is added to it; `None` for none.
     """
-    if peft_config is None and not has_adapters(model):
-        return 1.0
     if not has_adapters(model):
+        if peft_config is None:
+            return 1.0
         try:
             model = _adapted_shell(config, peft_config)
         except (NotImplementedError, RuntimeError):  # adapters that read the weights: priced as if all were trained

@@ -20,7 +20,6 @@ from ..engines.base import Sampling
 from ..engines.generation.sampling_checks import why_not_moved
 from ..engines.models import (
     adapter_configs,
-    adapts_head,
     attending_by,
     check_trains,
     has_adapters,
@@ -37,7 +36,7 @@ from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
-from ..profiling.job_models import JobModels, specs_of, trained_share
+from ..profiling.job_models import JobModels
 from ..runtime.calls import CallSettings
 from ..runtime.context_limit import ContextLimit
 from ..runtime.engine_options import EngineOptions
@@ -151,11 +150,15 @@ def prepare_policy(
         check = partial(_check_with_adapters, check)
     if request.plan is not None:
         check(request.plan)
-    dtype = compute_dtype(args)
-    in_head = adapts_head(model, configs[Role.ACTOR][0], peft_config)
-    share = trained_share(model, configs[Role.ACTOR][0], peft_config)
-    specs = specs_of(configs, graph, dtype, adapts_head=in_head, trained_share=share, generation_engine=request.engine)
-    models = JobModels(configs, specs, peft_config, processing_class, dtype, in_head, request.engine, share)
+    models = JobModels.of_run(
+        configs,
+        graph,
+        model,
+        peft_config=peft_config,
+        processing_class=processing_class,
+        mixed=compute_dtype(args),
+        generation_engine=request.engine,
+    )
     vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
     by_vllm = (request.plan["actor.generate"].engine if request.plan is not None else request.engine) == "vllm"
     sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)

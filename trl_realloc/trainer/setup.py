@@ -17,12 +17,12 @@ from torch import nn
 from ..algorithms.ppo import PPO
 from ..algorithms.rewards import Rewards
 from ..engines.base import Sampling
-from ..engines.models import adapter_configs, adapts_head, check_trains, read_config, shell
+from ..engines.models import adapter_configs, check_trains, read_config, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
-from ..profiling.job_models import JobModels, specs_of, trained_share
+from ..profiling.job_models import JobModels
 from ..runtime.arriving_samples import arrival_algorithm
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
@@ -228,15 +228,13 @@ def _describe_job(
     pad_token_id: int,
 ) -> Job:
     """What the planner needs to know of this run."""
-    mixed, peft_config = compute_dtype(args), inputs.peft_config
-    adapted_head = adapts_head(inputs.model, configs[Role.ACTOR][0], peft_config)
-    share = trained_share(inputs.model, configs[Role.ACTOR][0], peft_config)
-    specs = specs_of(
+    models = JobModels.of_run(
         configs,
         args.ppo_settings().graph,
-        mixed,
-        adapts_head=adapted_head,
-        trained_share=share,
+        inputs.model,
+        peft_config=inputs.peft_config,
+        processing_class=inputs.processing_class,
+        mixed=compute_dtype(args),
         generation_engine=request.engine,
     )
     return ppo_job(
@@ -245,7 +243,7 @@ def _describe_job(
         request.cluster,
         rank,
         request.engine,
-        JobModels(configs, specs, peft_config, inputs.processing_class, mixed, adapted_head, request.engine, share),
+        models,
         prompt_tokens=prompts.mean_tokens,
         context_length=context_length,
         pad_token_id=pad_token_id,
