@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
@@ -67,6 +69,7 @@ from trl_realloc.runtime.shares import Share  # noqa: E402
 DEVICES = (8, 64, 512, 4096)
 SAMPLES_PER_DEVICE = 4
 PROMPT, LIMIT, MEAN = 64, 512, 128  # tokens
+M_MMAP_THRESHOLD = -3  # in malloc.h
 SAMPLED = 64  # devices whose transfers are counted
 LLAMA_7B = {
     "model_type": "llama",
@@ -175,6 +178,22 @@ class CountedRunner(CallRunner):
         return Rollouts(index=index, **columns)
 
 
+class TakingTurns(queue.SimpleQueue[Any]):
+    """A queue of a rank's thread, which has the turn but while it waits. Thousands of threads that may run at the same
+    time would spend most of it on taking Python's lock from each other."""
+
+    turn = threading.Lock()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        with contextlib.suppress(queue.Empty):
+            return super().get(block=False)
+        self.turn.release()
+        try:
+            return super().get(block, timeout)
+        finally:
+            self.turn.acquire()
+
+
 def update(plan: ExecutionPlan) -> Mailboxes:
     """One update of all ranks, and the agreements of two reallocations."""
     n = SAMPLES_PER_DEVICE * plan.cluster.size
@@ -184,28 +203,35 @@ def update(plan: ExecutionPlan) -> Mailboxes:
         index=torch.arange(n), prompts=Ragged(torch.ones(n * PROMPT, dtype=torch.long), torch.full((n,), PROMPT))
     )
     batch = PromptBatch(prompts, [{}] * n)
-    boxes = Mailboxes(timeout_s=None)
+    boxes = Mailboxes(timeout_s=None, new_queue=TakingTurns)
     settings = CallSettings(Sampling(LIMIT, 1.0), 0, None, None, [], {})
     failures: list[BaseException] = []
 
     def rank_of(rank: int) -> None:
         try:
-            placement: Any = NoEngines(plan, rank)
-            exchange = Exchange(plan, rank, messages=boxes.of(rank))
-            algorithm, alarm = PPO(PPOSettings(LIMIT)), Alarm()
-            runner = CountedRunner(placement, algorithm, settings, alarm)
-            runner.lengths = lengths
-            executor = Executor(placement, exchange, algorithm, settings, alarm, runner)
-            executor.run(batch, 0, {Role.ACTOR: 0.0, Role.CRITIC: 0.0})
-            for tag, (source, target) in enumerate(plan.reallocations, 1 << 20):
-                ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
-                if rank in ranks:  # on the versions, and on the outcome
-                    for _ in range(2):
-                        combined(boxes.of(rank), ranks, rank, 0, max, 10 * tag)
+            with TakingTurns.turn:
+                run_rank(rank)
         except BaseException as error:
             failures.append(error)
             raise
 
+    def run_rank(rank: int) -> None:
+        placement: Any = NoEngines(plan, rank)
+        exchange = Exchange(plan, rank, messages=boxes.of(rank))
+        algorithm, alarm = PPO(PPOSettings(LIMIT)), Alarm()
+        runner = CountedRunner(placement, algorithm, settings, alarm)
+        runner.lengths = lengths
+        executor = Executor(placement, exchange, algorithm, settings, alarm, runner)
+        executor.run(batch, 0, {Role.ACTOR: 0.0, Role.CRITIC: 0.0})
+        for tag, (source, target) in enumerate(plan.reallocations, 1 << 20):
+            ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
+            if rank in ranks:  # on the versions, and on the outcome
+                for _ in range(2):
+                    combined(boxes.of(rank), ranks, rank, 0, max, 10 * tag)
+
+    torch.set_num_threads(1)  # else every rank's thread makes threads of its own
+    # glibc would keep what each thread has freed: 9 GB for 1,024 ranks in place of 2
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
     threading.stack_size(512 << 10)
     threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(plan.cluster.size)]
     for thread in threads:

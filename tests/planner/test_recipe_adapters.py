@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from llamas import pricing
 
 from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.assignment import ParallelStrategy
+from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.plan.presets import flatten
 from trl_realloc.planner import recipe_adapters
+from trl_realloc.planner.device_memory import gpu_memory
+from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.recipe import read_recipe
 from trl_realloc.profiling import job_models
 
@@ -48,7 +56,7 @@ def test_without_use_peft_all_is_trained() -> None:
 
 
 def recipe(folder: Path, lines: str) -> Path:
-    (folder / "model").mkdir()
+    (folder / "model").mkdir(parents=True)
     config = {**tiny.config().to_dict(), "model_type": "llama"}
     (folder / "model" / "config.json").write_text(json.dumps(config, default=str))
     path = folder / "grpo.yaml"
@@ -67,9 +75,43 @@ def test_a_recipe_with_adapters_is_priced_by_them(tmp_path: Path) -> None:
     [
         ("lora_r: 0\n", "lora_r must be a whole number from 1 to 65536, not 0"),
         ("lora_target_modules: 3\n", "a list of names of modules"),
+        ("dtype: bf16\n", "dtype must be 'auto' or 'bfloat16'"),
+        ("model_init_kwargs: {dtype: bf16}\n", "there is no dtype 'bf16'"),
+        ("model_init_kwargs: 3\n", "is a mapping"),
     ],
 )
-def test_adapters_that_no_run_could_have_are_refused(tmp_path: Path, lines: str, complaint: str) -> None:
+def test_adapters_and_dtypes_that_no_run_could_have_are_refused(tmp_path: Path, lines: str, complaint: str) -> None:
     path = recipe(tmp_path, lines)
     with pytest.raises(PlanError, match=f"grpo.yaml: .*{complaint}"):
         read_recipe(path)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_reference_of_a_policy_with_adapters_has_no_parameters_of_its_own_where_the_policy_trains(
+    tmp_path: Path, in_place: bool
+) -> None:
+    plan = flatten(Cluster(1, 2), graph=grpo_graph(reference=True))
+    if not in_place:
+        split = replace(plan["reference.forward"], engine="megatron", strategy=ParallelStrategy(1, 2))
+        plan = replace(plan, assignments={**plan.assignments, "reference.forward": split})
+    held = {}
+    for adapters in (True, False):
+        specs = read_recipe(recipe(tmp_path / str(adapters), f"beta: 0.1\nuse_peft: {adapters}\n")).specs()
+        held[adapters] = estimate_plan(plan, specs, replace(pricing(1, 2), memory=gpu_memory(80e9))).estimate.holds
+    assert "reference.forward" in held[False]
+    assert ("reference.forward" in held[True]) != in_place
+
+
+@pytest.mark.parametrize(
+    ("lines", "size"),
+    [
+        ("", 4),
+        ("dtype: bfloat16\n", 2),
+        ("dtype: auto\n", 4),
+        ("model_init_kwargs: {dtype: bfloat16}\n", 2),
+        ('model_init_kwargs: \'{"torch_dtype": "float16"}\'\ndtype: float32\n', 2),
+    ],
+)
+def test_the_policy_is_priced_in_the_dtype_that_the_recipe_loads_it_in(tmp_path: Path, lines: str, size: int) -> None:
+    specs = read_recipe(recipe(tmp_path, lines)).specs()
+    assert specs["actor.train"][0].bytes_per_element == size

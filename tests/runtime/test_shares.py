@@ -131,3 +131,16 @@ def test_groups_stay_together_as_far_as_no_engine_gets_more_than_its_share(sizes
 def test_different_prompts_are_dealt_in_turn(count: int, engines: int) -> None:
     dealt = deal(Ragged.of([[at] for at in range(count)], torch.long), engines)
     assert dealt == [list(range(first, count, engines)) for first in range(engines)]
+
+
+@given(st.lists(st.lists(st.integers(1, 2), max_size=3), max_size=30), st.integers(1, 6))
+def test_each_run_of_equal_prompts_goes_to_the_engine_with_the_fewest(prompts: list[list[int]], engines: int) -> None:
+    ragged = Ragged.of(prompts, torch.long)
+    repeats = [at > 0 and prompts[at] == prompts[at - 1] for at in range(len(prompts))]
+    assert ragged.repeats().tolist() == repeats
+    engine_of = {place: at for at, part in enumerate(deal(ragged, engines)) for place in part}
+    counts = [0] * engines
+    for place, again in enumerate(repeats):
+        if not (again and engine_of[place] == engine_of[place - 1]):
+            assert engine_of[place] == counts.index(min(counts))
+        counts[engine_of[place]] += 1

@@ -64,6 +64,14 @@ class Ragged:
         out = torch.zeros(len(self), dtype=self.values.dtype, device=self.values.device)
         return out.index_add(0, self.row_of, self.values)
 
+    def repeats(self) -> Tensor:
+        """(n,) bool on the CPU: whether a row is equal to the one before. The values are on the CPU, without NaN."""
+        as_long = self.lengths[1:] == self.lengths[:-1]
+        # of each value the one at its place in the row before, if that is as long
+        before = torch.arange(len(self.values)) - torch.repeat_interleave(self.lengths, self.lengths)
+        differs = self.like((self.values != self.values[before.clamp(min=0)]).long()).sum()
+        return torch.cat([torch.zeros(min(1, len(self)), dtype=torch.bool), as_long & (differs[1:] == 0)])
+
     def spread(self, per_row: Tensor) -> Tensor:
         """(total,): each row's entry of `per_row` (n,), repeated along the row."""
         return per_row[self.row_of]

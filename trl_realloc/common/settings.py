@@ -86,6 +86,9 @@ def _one_of(*choices: str, optional: bool = False) -> Setting:
     )
 
 
+# of models that are loaded, by TRL's names; "auto" is that of the checkpoint
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 SETTINGS: Mapping[str, Setting] = {
     # The run
     "learning_rate": _number(least=0),
@@ -139,6 +142,8 @@ SETTINGS: Mapping[str, Setting] = {
     "generation_batch_size": _whole(1, optional=True),
     # Adapters
     "lora_r": _whole(1, 1 << 16),
+    # Loading
+    "dtype": _one_of(*DTYPES, optional=True),
     # Plans and engines
     "max_staleness": _whole(0, 64),
     "vllm_importance_sampling_mode": _one_of("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),

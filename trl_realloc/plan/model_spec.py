@@ -62,6 +62,8 @@ class ModelSpec:
         activation_bytes: per element of activations, keys and values, whose dtype is the one that is computed in; 0 for
             `bytes_per_element`.
         trained_share: share of the elements that a training call trains; below 1 where it trains adapters.
+        is_base: the model is the policy of the same run without the adapters that it trains. In the layout of the
+            policy's training it has no parameters of its own.
         whole_logits: all logits of a forward are in memory together, because the model changes them after its head or
             an adapter changes the head. Other models compute many logits in slices.
     """
@@ -79,6 +81,7 @@ class ModelSpec:
     activation_bytes: int = 0
     whole_logits: bool = False
     trained_share: float = 1.0
+    is_base: bool = False
 
     def __post_init__(self) -> None:
         if not self.activation_bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.assignment import Assignment, in_place
+from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import MESSAGE_GROUPS, Fused, joined, together
 from ..plan.model_spec import ModelSpec
@@ -60,6 +61,11 @@ class Problem:
         ]
         trained = [graph.train_call(graph.call(name).role) for name in self.names]
         self._home = [place[name] if name is not None else None for name in trained]
+        policy = graph.train_call(Role.ACTOR)
+        self._policy = None if policy is None else place[policy]  # trains
+        self._bases = {
+            at for at, name in enumerate(self.names) if any(spec.is_base for spec in self.space.specs.get(name, ()))
+        }
         depth: list[int] = []  # the longest chain of calls that each call waits for
         for producers in self._data:
             depth.append(1 + max((depth[at] for at in producers), default=-1))
@@ -186,7 +192,7 @@ class Problem:
                 transient = self.fused_cost(state).cost.transient
             for at, candidate in enumerate(state):
                 if device in candidate.assignment.mesh:
-                    static += 0.0 if self._shares(at, candidate, stays) else candidate.cost.static
+                    static += 0.0 if self._shares(state, at, stays) else candidate.cost.static
                     transient = max(transient, self._transient(state, at, stays))
             if static + transient > most:
                 most, fullest = static + transient, device
@@ -201,9 +207,13 @@ class Problem:
             return candidate.cost.transient + sum(spec.bytes for spec in self.space.specs.get(self.names[at], ()))
         return candidate.cost.transient
 
-    def _shares(self, at: int, candidate: Candidate, stays: set[int]) -> bool:
-        """Whether a call computes on the parameters that its role's training holds."""
-        return at in stays and candidate.assignment.engine != "vllm"
+    def _shares(self, state: State, at: int, stays: set[int]) -> bool:
+        """Whether a call computes on the parameters that its role's training holds, or on the policy's without its
+        adapters."""
+        assignment = state[at].assignment
+        if at in self._bases and self._policy is not None:
+            return in_place(state[self._policy].assignment, assignment)
+        return at in stays and assignment.engine != "vllm"
 
     def _overhead(self, state: State, stays: set[int], device: int) -> dict[str, float]:
         """Bytes of a device's contexts and communicators, each under its name."""
@@ -221,7 +231,7 @@ class Problem:
     def holds(self, state: State, stays: set[int], device: int) -> dict[str, float]:
         """Bytes that a device holds, by what holds them (`Estimate.holds`)."""
         on_device = [(at, c) for at, c in enumerate(state) if device in c.assignment.mesh]
-        holds = {self.names[at]: c.cost.static for at, c in on_device if not self._shares(at, c, stays)}
+        holds = {self.names[at]: c.cost.static for at, c in on_device if not self._shares(state, at, stays)}
         adds = {self.names[at]: self._transient(state, at, stays) for at, _ in on_device}
         if self._fused and device in state[self._fused[0]].assignment.mesh:
             adds[joined(self.fused)] = self.fused_cost(state).cost.transient

@@ -25,6 +25,7 @@ from .recipe_settings import (
     group_workload,
     read_booleans,
     recomputes,
+    trained_bytes,
     training_splits,
 )
 from .space import TrainingSplits
@@ -111,8 +112,8 @@ class Recipe:
 
     def specs(self, graph: DataflowGraph | None = None) -> dict[str, Sequence[ModelSpec]]:
         """The parameter specs of each call's models, by the call's name, in the dtypes of a run: trained models in
-        float32, frozen ones in their checkpoint's dtype, vLLM's in the dtype of mixed precision. Of an actor with
-        adapters (`use_peft`) the share that is trained.
+        float32 or the recipe's dtype, frozen ones in their checkpoint's, vLLM's in the dtype of mixed precision. Of an
+        actor with adapters (`use_peft`) the share that is trained; the reference is the actor without them.
 
         Args:
             graph: in place of the run's.
@@ -133,7 +134,9 @@ class Recipe:
                     f"plan: auto it plans by itself."
                 )
             head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
-            size = 4 if call.role in (Role.ACTOR, Role.CRITIC) else config_bytes(config)
+            size = config_bytes(config)
+            if call.role in (Role.ACTOR, Role.CRITIC):
+                size = trained_bytes(self.settings) or size
             if call.kind is CallKind.GENERATE and self.engine == "vllm":
                 size = mixed or size
             try:
@@ -141,6 +144,8 @@ class Recipe:
                 spec = replace(spec, activation_bytes=mixed or size)
                 if call.role is Role.ACTOR and call.trains:
                     spec = replace(spec, trained_share=trained_share(self.settings, spec))
+                if call.role is Role.REFERENCE and self.settings["use_peft"]:
+                    spec = replace(spec, is_base=True)
                 specs[call.name] = (spec,)
             except PlanError as error:
                 raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
@@ -217,6 +222,7 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
     known = {key: settings.get(key, default) for key, default in {**DEFAULTS_OF[algorithm], **ADAPTERS}.items()}
     try:
         check_adapters(known)
+        trained_bytes(known)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
     corrects = known["vllm_importance_sampling_correction"]

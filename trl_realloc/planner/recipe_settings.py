@@ -3,11 +3,14 @@ and the batches of GRPO and RLOO."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..common.errors import PlanError, shown, suggest
+from ..common.settings import DTYPES
 from ..plan.cluster import Cluster
 from .device_memory import HEADROOM
 from .space import TrainingSplits
@@ -26,6 +29,8 @@ _SHARED: Mapping[str, Any] = {
     "fp16": False,
     "full_determinism": False,
     "optim": "adamw_torch_fused",
+    "dtype": "float32",
+    "model_init_kwargs": None,
 }
 
 # A recipe's settings that the planner reads, with the defaults of `PPOConfig`, `GRPOConfig` and `RLOOConfig`.
@@ -122,6 +127,27 @@ def recomputes(settings: Mapping[str, Any]) -> bool:
     where it is not set, as in Transformers."""
     given = settings["activation_checkpointing"]
     return bool(settings["gradient_checkpointing"] if given is None else given)
+
+
+def trained_bytes(settings: Mapping[str, Any]) -> int | None:
+    """Bytes of an element of the trained models' parameters, by the dtype in which the recipe loads them: that of
+    `model_init_kwargs`, or `dtype`. `None` for that of their checkpoint.
+
+    Raises:
+        PlanError: `model_init_kwargs` is no mapping, or has a dtype that there is not.
+    """
+    given = settings["model_init_kwargs"]
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            given = json.loads(given)
+    if not isinstance(given, Mapping | None):
+        raise PlanError(f"model_init_kwargs is a mapping such as {{dtype: bfloat16}}, not {shown(given)}.")
+    given = given or {}
+    name = given.get("dtype", given.get("torch_dtype", settings["dtype"]))
+    name = str(name or "auto").removeprefix("torch.")
+    if name not in DTYPES:
+        raise PlanError(f"model_init_kwargs: there is no dtype {shown(name)}; {suggest(name, DTYPES)}")
+    return {"float32": 4, "bfloat16": 2, "float16": 2}.get(name)
 
 
 def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:

@@ -32,6 +32,7 @@ class JobModels:
         mixed: dtype of mixed precision, if any.
         adapts_head: the actor trains an adapter that changes the language head.
         trained_share: share of the actor's elements that it trains; below 1 with adapters.
+        own_reference: the reference is a model of its own, also where the actor trains adapters.
         generation_engine: "vllm" or "transformers".
 
     Attributes:
@@ -46,6 +47,7 @@ class JobModels:
     adapts_head: bool = False
     generation_engine: str = "vllm"
     trained_share: float = 1.0
+    own_reference: bool = False
     attentions: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,19 +65,29 @@ class JobModels:
         processing_class: Any,
         mixed: torch.dtype | None,
         generation_engine: str,
+        own_reference: bool = False,
     ) -> JobModels:
         """The models of a run, before they are loaded.
 
         Args:
             policy: as the user gave it: a model, with adapters or without, or its name.
+            own_reference: the user gave a reference model.
         """
         config = configs[Role.ACTOR][0]
         in_head = adapts_head(policy, config, peft_config)
         share = trained_share(policy, config, peft_config)
         specs = specs_of(
-            configs, graph, mixed, adapts_head=in_head, trained_share=share, generation_engine=generation_engine
+            configs,
+            graph,
+            mixed,
+            adapts_head=in_head,
+            trained_share=share,
+            own_reference=own_reference,
+            generation_engine=generation_engine,
         )
-        return JobModels(configs, specs, peft_config, processing_class, mixed, in_head, generation_engine, share)
+        return JobModels(
+            configs, specs, peft_config, processing_class, mixed, in_head, generation_engine, share, own_reference
+        )
 
     def attention_at(self, graph: DataflowGraph) -> dict[Role, float]:
         """`ModelSpec.attention_at` of each role's first model."""
@@ -97,6 +109,7 @@ class JobModels:
             self.mixed,
             adapts_head=self.adapts_head,
             trained_share=self.trained_share,
+            own_reference=self.own_reference,
             generation_engine=self.generation_engine,
         )
         return replace(self, configs=configs, specs=specs)
@@ -109,6 +122,7 @@ def specs_of(
     *,
     adapts_head: bool = False,
     trained_share: float = 1.0,
+    own_reference: bool = False,
     generation_engine: str = "vllm",
 ) -> dict[str, list[ModelSpec]]:
     """The parameter specs of the models that each call runs, by the call's name. A vLLM engine holds its weights in the
@@ -119,6 +133,7 @@ def specs_of(
         mixed: dtype of mixed precision, if any.
         adapts_head: an adapter changes the language head of the actor, and of a reference that is computed by it.
         trained_share: share of the actor's elements that it trains.
+        own_reference: the reference is a model of its own, also where the actor trains adapters.
         generation_engine: "vllm" or "transformers".
     """
     graph = graph or ppo_graph()
@@ -133,6 +148,9 @@ def specs_of(
     specs = {call.name: of_role[call.role] for call in graph.calls}
     if (train := graph.train_call(Role.ACTOR)) is not None and trained_share != 1.0:
         specs[train] = [replace(spec, trained_share=trained_share) for spec in specs[train]]
+        for call in graph.calls:
+            if call.role is Role.REFERENCE and not own_reference:
+                specs[call.name] = [replace(spec, is_base=True) for spec in specs[call.name]]
     if mixed is not None and generation_engine == "vllm":
         for call in graph.calls_of(CallKind.GENERATE):
             specs[call] = [replace(spec, bytes_per_element=mixed.itemsize) for spec in specs[call]]

@@ -6,6 +6,7 @@ because every rank has them.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -95,14 +96,15 @@ def deal(prompts: Ragged, parts: int) -> list[list[int]]:
     """The positions of the prompts of each of `parts` engines, ascending: in turn, but equal prompts that follow each
     other, the groups of GRPO, together as far as no engine gets more than its share, because an engine computes a
     prompt's keys and values once."""
-    rows, dealt = prompts.rows(), [list[int]() for _ in range(parts)]
-    begins = [at for at, row in enumerate(rows) if not at or not torch.equal(row, rows[at - 1])]
-    most = -(-len(rows) // parts)
-    for begin, end in pairwise([*begins, len(rows)]):
+    begins = torch.nonzero(~prompts.repeats()).flatten().tolist()
+    dealt, fewest = [list[int]() for _ in range(parts)], [(0, part) for part in range(parts)]  # a heap
+    most = -(-len(prompts) // parts)
+    for begin, end in pairwise([*begins, len(prompts)]):
         while begin < end:
-            part = min(dealt, key=len)
-            count = min(end - begin, most - len(part))
-            part += range(begin, begin + count)
+            has, part = fewest[0]
+            count = min(end - begin, most - has)
+            dealt[part] += range(begin, begin + count)
+            heapq.heapreplace(fewest, (has + count, part))
             begin += count
     return dealt
 

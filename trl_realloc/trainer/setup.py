@@ -236,6 +236,7 @@ def _describe_job(
         processing_class=inputs.processing_class,
         mixed=compute_dtype(args),
         generation_engine=request.engine,
+        own_reference=inputs.ref_model is not None,
     )
     return ppo_job(
         args,
