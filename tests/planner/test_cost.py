@@ -158,7 +158,8 @@ def test_a_pipeline_wastes_less_with_more_micro_batches() -> None:
 
 def test_a_micro_batch_half_as_large_takes_half_the_activations() -> None:
     large, small = (price("critic.train", on(8, micro_batch_tokens=tokens)) for tokens in (2048, 1024))
-    assert small.transient == pytest.approx(large.transient / 2, rel=0.05)
+    activations = (cost.transient - cost.gradients for cost in (large, small))
+    assert next(activations) == pytest.approx(2 * next(activations), rel=0.05)
 
 
 @pytest.mark.parametrize("call", ["actor.train", "reference.forward"])
@@ -228,7 +229,8 @@ def test_layer_inputs_that_are_kept_for_recomputation_have_the_parameters_dtype(
 
 @given(stage=st.integers(0, 3), dp=st.sampled_from([2, 4, 8]))
 def test_each_zero_stage_holds_less(stage: int, dp: int) -> None:
-    held = price("actor.train", on(dp, "zero", zero_stage=stage)).static
+    cost = price("actor.train", on(dp, "zero", zero_stage=stage))
+    held = cost.static + cost.gradients
     elements = llama(7).elements
     expected = {
         0: 2 + 4 + 12,  # gradients of replicas are added up in float32
@@ -241,8 +243,10 @@ def test_each_zero_stage_holds_less(stage: int, dp: int) -> None:
 
 def test_deepspeeds_buffers_are_counted() -> None:
     """A bucket of gradients, all the time under stage 3, and up to a billion gathered elements of parameters."""
-    training = [price("actor.train", on(8, "zero", zero_stage=stage)).transient for stage in range(4)]
-    assert [more - training[0] for more in training[1:]] == [2 * REDUCE_BUCKET, 2 * REDUCE_BUCKET, 2 * LIVE]
+    costs = [price("actor.train", on(8, "zero", zero_stage=stage)) for stage in range(4)]
+    training = [cost.transient - cost.gradients for cost in costs]
+    more = [of_stage - training[0] for of_stage in training[1:]]
+    assert more == pytest.approx([2 * REDUCE_BUCKET, 2 * REDUCE_BUCKET, 2 * LIVE])
     scoring = [price("reference.forward", on(8, "zero", zero_stage=stage)).transient for stage in (0, 3)]
     assert scoring[1] - scoring[0] == 2 * LIVE
     small = [price("reference.forward", on(8, "zero", zero_stage=stage), 1).transient for stage in (0, 3)]
@@ -300,11 +304,13 @@ def test_a_model_known_by_its_shapes_has_logits_and_a_critic_has_none() -> None:
     assert (policy.outputs, critic.outputs) == (256_000, 1)
     assert (llama(7).outputs, llama(7, "score").outputs) == (32_000, 1)
     call, assignment = ppo_graph().call("actor.train"), on(8, "zero", dp=8)
-    transients = [pricing().price(call, [spec], assignment).transient for spec in (policy, critic)]
+    costs = [pricing().price(call, [spec], assignment) for spec in (policy, critic)]
+    transients = [cost.transient - cost.gradients for cost in costs]
     tokens = work().episodes * 256 / 8
     assert transients[0] - transients[1] == pytest.approx(8 * tokens / 2 * 255_999)
-    ours, judged = (pricing().price(call, [llama(7, head)], assignment).transient for head in ("lm", "score"))
-    assert ours - judged == pytest.approx(8 * tokens / 2 * 31_999)
+    ours, judged = (pricing().price(call, [llama(7, head)], assignment) for head in ("lm", "score"))
+    heads = (ours.transient - ours.gradients) - (judged.transient - judged.gradients)
+    assert heads == pytest.approx(8 * tokens / 2 * 31_999)
 
 
 # --- collectives between nodes ----------------------------------------------------------------------------------------

@@ -8,8 +8,11 @@ import pytest
 from llamas import pricing, specs
 
 from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import flatten
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.device_memory import CONTEXT, DeviceMemory, gpu_memory
+from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import memory_table
 
 
@@ -34,6 +37,17 @@ def test_the_parts_of_the_fullest_device_are_shown_with_what_is_free() -> None:
     assert set(parts) & set(chosen.plan.assignments)
     sizes = [float(text) for text in table.columns[1].cells]
     assert sum(sizes) == pytest.approx(80, abs=0.1) and sizes[:-1] == sorted(sizes[:-1], reverse=True)
+
+
+def test_of_two_trained_roles_on_a_device_one_has_gradients_at_a_time() -> None:
+    plan = flatten(Cluster(1, 8))
+    priced = estimate_plan(plan, specs(7, 7), pricing(1), exact=False)
+    costs = priced.costs
+    most = max(cost.transient for cost in costs.values())
+    assert most == costs["actor.train"].transient > costs["actor.train"].gradients > 0
+    held = sum(cost.static for name, cost in costs.items() if name != "critic.forward")  # in critic.train's layout
+    assert priced.estimate.memory == pytest.approx(held + most)
+    assert priced.estimate.holds["actor.train"] == costs["actor.train"].static
 
 
 def test_usable_is_what_the_headroom_leaves() -> None:

@@ -59,7 +59,8 @@ def test_what_training_holds_of_a_parameter_in_both_dtypes() -> None:
     wide = replace(low, bytes_per_element=4, activation_bytes=2)
     call, mesh = ppo_graph().call("actor.train"), Cluster(1, 8).mesh
     costs = [pricing().price(call, [s], Assignment(mesh, ParallelStrategy(8), "zero")) for s in (wide, low)]
-    assert [cost.static / low.elements for cost in costs] == [16.0, 18.0]
+    assert [(cost.static + cost.gradients) / low.elements for cost in costs] == [16.0, 18.0]
+    assert [cost.gradients / low.elements for cost in costs] == [4.0, 4.0]
     inputs = 2 * work().tokens / 8 * low.hidden * low.layers
     wider = (layer_activations(wide).of(1) - layer_activations(low).of(1)) * work().tokens / 8
     more = costs[0].transient - costs[1].transient

@@ -14,6 +14,7 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.planner.call_cost import CallCost
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.hardware import Sharing
@@ -200,6 +201,11 @@ def test_a_reallocation_takes_its_agreement_and_its_packing_beside_its_messages(
     assert MeasuredRates(profile).reallocation(20e9) == 0.0, "nobody measured it"
 
 
+def working(cost: CallCost) -> float:
+    """Bytes beside parameters, gradients and optimizer states."""
+    return cost.transient - cost.gradients
+
+
 def test_activations_that_were_measured_are_priced() -> None:
     profile = made_up()
     model = {"layers": CRITIC.layers, "elements": float(CRITIC.elements)}
@@ -212,7 +218,7 @@ def test_activations_that_were_measured_are_priced() -> None:
     assert rates.kept(ACTOR, 200, 200 * 100) is None
     call, assignment = ppo_graph().call("critic.train"), Assignment(DeviceMesh(0, 4), ParallelStrategy(4), "zero")
     less, more = (
-        Pricing(Cluster(1, 4), work(recompute=False), each).price(call, [CRITIC], assignment).transient
+        working(Pricing(Cluster(1, 4), work(recompute=False), each).price(call, [CRITIC], assignment))
         for each in (rates, MeasuredRates(replace(profile, observations=(*profile.observations, *_times(rows, 3)))))
     )
     assert more > 1.8 * less

@@ -27,10 +27,10 @@ from trl_realloc.planner.call_cost import CallCost
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.decision import why_slower
 from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import Problem, State
+from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.search import partitions, search
 from trl_realloc.planner.simulate import Overlap
-from trl_realloc.planner.space import KEPT, Candidate, Space, _spread, meshes_of, undominated
+from trl_realloc.planner.space import KEPT, Candidate, Space, State, _spread, meshes_of, undominated
 
 
 def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem:

@@ -54,7 +54,7 @@ def test_engines_sleep_or_do_not_where_the_job_says_so(sleeps: bool) -> None:
 
 
 def test_engines_sleep_by_themselves_only_where_no_plan_fits_otherwise() -> None:
-    prices = replace(pricing(1, 1), memory=gpu_memory(88e9), vllm_share=0.5)
+    prices = replace(pricing(1, 1), memory=gpu_memory(76e9), vllm_share=0.5)
     with pytest.raises(PlanError, match="fit on no plan"):
         choose(specs(1, 1), replace(prices, vllm_sleeps=False), time_limit_s=0.3)
     best = choose(specs(1, 1), prices, time_limit_s=0.3).best

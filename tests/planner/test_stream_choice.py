@@ -15,6 +15,7 @@ from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.device_memory import DeviceMemory
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import plan_cost_table
@@ -69,6 +70,22 @@ def test_the_critics_first_epoch_is_trained_on_arrival_where_that_is_faster() ->
     console.print(plan_cost_table(best))
     assert "first epoch on arrival" in console.export_text()
     assert estimate_plan(best.plan, specs(1, 1), prices, exact=False).seconds == best.seconds
+
+
+def test_a_first_epoch_on_arrival_is_planned_with_the_gradients_that_it_keeps() -> None:
+    prices = replace(costs(replace(LONG_TAIL, first_epoch=("critic.train",))), memory=DeviceMemory(80e9))
+    plan = separate(prices.cluster)
+    whole = estimate_plan(plan, specs(1, 1), prices, exact=False)
+    kept = whole.with_streams(Streams(first_epoch=("critic.train",))).estimate
+    gradients = whole.costs["critic.train"].gradients
+    assert gradients == 4 * specs(1, 1)["critic.train"][0].elements
+    # the actor's training needs the most, and has the critic's gradients beside it then
+    assert kept.memory - whole.estimate.memory == pytest.approx(gradients)
+    assert kept.holds["critic.train"] - whole.estimate.holds["critic.train"] == gradients
+    full = replace(prices, memory=DeviceMemory(whole.estimate.memory + gradients / 2))
+    choice = choose_streams(estimate_plan(plan, specs(1, 1), full, exact=False))
+    assert choice.arrived is not None and not choice.arrived.fits
+    assert choice.fastest is not choice.arrived
 
 
 def test_no_first_epoch_is_proposed_where_the_loss_or_the_engine_forbids_it() -> None:

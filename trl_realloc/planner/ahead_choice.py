@@ -18,9 +18,9 @@ from ..plan.presets import separate
 from ..plan.staleness import Staleness, calls_ahead
 from .ahead_problem import AheadProblem, splits
 from .priced_plan import PricedPlan
-from .problem import Problem, State
+from .problem import Problem
 from .search import search
-from .space import Candidate, Space
+from .space import Candidate, Space, State
 
 
 SPLITS = 3  # divisions of the devices that are searched, of those that are tried

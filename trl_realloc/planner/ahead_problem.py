@@ -17,8 +17,8 @@ from ..plan.cluster import Cluster, DeviceMesh
 from ..plan.dataflow import CallKind
 from ..plan.staleness import calls_ahead
 from .call_cost import CallCost
-from .problem import Problem, State
-from .space import Candidate, Space
+from .problem import Problem
+from .space import Candidate, Space, State
 
 
 SHARES = 8  # parts of the nodes, of which some are ahead

@@ -30,11 +30,13 @@ class CallCost:
         parts: seconds by cause, of the device that takes longest.
         static: bytes that each device of the mesh holds during the whole iteration.
         transient: additional bytes that each device holds while the call runs.
+        gradients: of them those of gradients. They are freed after an optimizer step, in every engine.
     """
 
     parts: Mapping[str, float]
     static: float = 0.0
     transient: float = 0.0
+    gradients: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -44,7 +46,14 @@ class CallCost:
         """The cost of both calls, one after the other."""
         names = dict.fromkeys([*self.parts, *other.parts])
         parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
-        return CallCost(parts, self.static + other.static, max(self.transient, other.transient))
+        gradients = max(self.gradients, other.gradients)
+        return CallCost(parts, self.static + other.static, max(self.transient, other.transient), gradients)
+
+    @property
+    def with_kept_gradients(self) -> CallCost:
+        """The cost of a call whose gradients are held during the whole iteration."""
+        static, transient = self.static + self.gradients, self.transient - self.gradients
+        return replace(self, static=static, transient=transient, gradients=0.0)
 
     def times(self, factor: float) -> CallCost:
         """The cost of a call that takes `factor` times as long."""

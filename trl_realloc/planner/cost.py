@@ -193,14 +193,15 @@ class Pricing:
             parts["data"] = step * (rates.zero(stage, trains=True) if stage else 1.0)
         parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
         parts = {name: work.updates * seconds for name, seconds in parts.items()}
-        static = size / (dp if stage == 3 else 1) + gradients / (dp if stage >= 2 else 1)
+        held_gradients = gradients / (dp if stage >= 2 else 1)
+        static = size / (dp if stage == 3 else 1)
         static += elements * state_bytes(spec.bytes_per_element, assignment, self.moments) / (dp if stage else 1)
         static += held_bucket(spec, assignment)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
         largest = self._largest_micro_batch(CallKind.TRAIN, micro * tokens, strategy)
         working = self._working(spec, largest, strategy, backward=True, held=held)
         working += backward_bucket(spec, assignment) + gathered_bytes(spec, assignment)
-        return CallCost(parts, static, working)
+        return CallCost(parts, static, working + held_gradients, held_gradients)
 
     def _training_micro_batches(self, assignment: Assignment) -> tuple[int, float, float]:
         """Of a mini-batch of one replica: the micro-batches, and the tokens and squared lengths of each."""

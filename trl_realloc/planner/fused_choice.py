@@ -24,8 +24,8 @@ from ..plan.fused import ENGINE, Fused, order_problems
 from ..plan.staleness import calls_ahead, devices_ahead
 from .fused_cost import Pair, fused_prices
 from .priced_plan import PricedPlan
-from .problem import Problem, State
-from .space import Candidate, Space
+from .problem import Problem
+from .space import Candidate, Space, State
 
 
 PAIRS = 4  # that are kept of those on a mesh: the fastest, and the one with the least memory

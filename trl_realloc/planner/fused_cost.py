@@ -30,7 +30,8 @@ class FusedCost:
     """Two calls that train together.
 
     Args:
-        cost: of both. `static` is 0, because each call has its own; `transient` has the activations of both.
+        cost: of both. `static` is 0, because each call has its own; `transient` has the activations and the
+            gradients of both.
         makespan: seconds of the pipelines in one mini-batch.
         found: the pipelines, in seconds and bytes, and the schedule that has this makespan; `None` where the makespan
             is the lower bound of all schedules.
@@ -115,7 +116,8 @@ class FusedPrices:
         inside = self.pricing.shared(CallCost(parts), pair[0].assignment.mesh.size)
         outside = {name: sum(candidate.cost.parts.get(name, 0.0) for candidate in pair) for name in OUTSIDE}
         parts = {name: seconds for name, seconds in {**inside.parts, **outside}.items() if seconds}
-        return CallCost(parts, 0.0, transient)
+        gradients = sum(candidate.cost.gradients for candidate in pair)
+        return CallCost(parts, 0.0, transient + gradients, gradients)
 
 
 def fused_prices(space: Space, fused: Fused) -> FusedPrices:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.assignment import Assignment, in_place
-from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.fused import MESSAGE_GROUPS, Fused, joined, together
+from ..plan.fused import Fused, together
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
 from ..realloc.layout import layout_of
 from ..realloc.schedule import make_schedule, schedule_seconds
 from .cost import Pricing
 from .fused_cost import FusedCost, fused_prices
+from .plan_memory import PlanMemory
 from .priced_plan import Estimate, PricedPlan
 from .reallocation_cost import move_seconds, quick_move_seconds
 from .simulate import Overlap, Task, steady_seconds
-from .space import Candidate, Space
+from .space import Candidate, Space, State
 
-
-State = tuple[Candidate, ...]
 
 # Seconds in which the schedule that a reallocation is priced by has to be made. Others go from a part on each of a
 # thousand devices to each of a thousand: there the bound is within 1 % of the schedule's time.
@@ -61,18 +59,14 @@ class Problem:
         ]
         trained = [graph.train_call(graph.call(name).role) for name in self.names]
         self._home = [place[name] if name is not None else None for name in trained]
-        policy = graph.train_call(Role.ACTOR)
-        self._policy = None if policy is None else place[policy]  # trains
-        self._bases = {
-            at for at, name in enumerate(self.names) if any(spec.is_base for spec in self.space.specs.get(name, ()))
-        }
         depth: list[int] = []  # the longest chain of calls that each call waits for
         for producers in self._data:
             depth.append(1 + max((depth[at] for at in producers), default=-1))
         self.levels = [
             [at for at, call_depth in enumerate(depth) if call_depth == level] for level in sorted(set(depth))
         ]
-        self._edges = [(place[edge.source], place[edge.target]) for edge in graph.parameter_edges]
+        self._memory = PlanMemory(self.space, self.fused)
+        self._edges = self._memory.edges
 
     def estimate(self, state: State, *, exact_moves: bool = False) -> Estimate:
         self.evaluations += 1
@@ -178,90 +172,12 @@ class Problem:
     def _is_moved(self, at: int, moves: Mapping[int, float]) -> bool:
         return self._home[at] is not None and moves.get(at, 0.0) > 0
 
-    def memory(self, state: State, stays: set[int]) -> tuple[float, int]:
-        """Bytes of the fullest device, and its number: the sum of what its calls hold, and the most that one of them
-        adds while it runs.
+    def memory(self, state: State, stays: Collection[int]) -> tuple[float, int]:
+        """As `PlanMemory.fullest`."""
+        return self._memory.fullest(state, stays, self._fused_transient(state))
 
-        Args:
-            stays: places of calls that run in their role's training layout.
-        """
-        most, fullest = 0.0, 0
-        for device in {candidate.assignment.mesh.first for candidate in state}:
-            static, transient = sum(self._overhead(state, stays, device).values()), 0.0
-            if self._fused and device in state[self._fused[0]].assignment.mesh:
-                transient = self.fused_cost(state).cost.transient
-            for at, candidate in enumerate(state):
-                if device in candidate.assignment.mesh:
-                    static += 0.0 if self._shares(state, at, stays) else candidate.cost.static
-                    transient = max(transient, self._transient(state, at, stays))
-            if static + transient > most:
-                most, fullest = static + transient, device
-        return most, fullest
-
-    def _transient(self, state: State, at: int, stays: set[int]) -> float:
-        """Bytes that a call adds while it runs. Generation by Transformers in the model that ZeRO stage 3 trains
-        gathers all its parameters."""
-        candidate, home = state[at], self._home[at]
-        is_in_place = at in stays and candidate.assignment.engine == "transformers" and not candidate.assignment.drop
-        if is_in_place and home is not None and state[home].assignment.strategy.zero_stage == 3:
-            return candidate.cost.transient + sum(spec.bytes for spec in self.space.specs.get(self.names[at], ()))
-        return candidate.cost.transient
-
-    def _shares(self, state: State, at: int, stays: set[int]) -> bool:
-        """Whether a call computes on the parameters that its role's training holds, or on the policy's without its
-        adapters."""
-        assignment = state[at].assignment
-        if at in self._bases and self._policy is not None:
-            return in_place(state[self._policy].assignment, assignment)
-        return at in stays and assignment.engine != "vllm"
-
-    def _overhead(self, state: State, stays: set[int], device: int) -> dict[str, float]:
-        """Bytes of a device's contexts and communicators, each under its name."""
-        memory, sizes = self.space.pricing.memory, dict[str, float]()
-        if memory is not None and memory.context:
-            sizes["contexts"] = memory.context * self._processes(state, device)
-        if memory is not None and memory.communicator:
-            sizes["communicators"] = memory.communicator * self._communicators(state, stays, device)
-        return sizes
-
-    def _processes(self, state: State, device: int) -> int:
-        """The number of processes on a device: a vLLM engine is one of its own."""
-        return 1 + sum(c.assignment.engine == "vllm" and device in c.assignment.mesh for c in state)
-
-    def holds(self, state: State, stays: set[int], device: int) -> dict[str, float]:
-        """Bytes that a device holds, by what holds them (`Estimate.holds`)."""
-        on_device = [(at, c) for at, c in enumerate(state) if device in c.assignment.mesh]
-        holds = {self.names[at]: c.cost.static for at, c in on_device if not self._shares(state, at, stays)}
-        adds = {self.names[at]: self._transient(state, at, stays) for at, _ in on_device}
-        if self._fused and device in state[self._fused[0]].assignment.mesh:
-            adds[joined(self.fused)] = self.fused_cost(state).cost.transient
-        name = max(adds, key=lambda name: adds[name])
-        holds[f"while {name} runs"] = adds[name]
-        holds |= self._overhead(state, stays, device)
-        return {name: size for name, size in holds.items() if size}
-
-    def _communicators(self, state: State, stays: set[int], device: int) -> int:
-        """The number of NCCL communicators that a device is in: the job's own, and those that `runtime.process_groups`
-        makes."""
-        if self.space.cluster.size == 1:
-            return 0
-        groups: set[object] = {"of all ranks"}
-        if self._fused and device in state[self._fused[0]].assignment.mesh:
-            groups |= {("messages", number) for number in range(MESSAGE_GROUPS)}
-        for candidate in state:
-            mesh, strategy = candidate.assignment.mesh, candidate.assignment.strategy
-            if device not in mesh or mesh.size == 1:
-                continue
-            groups.add(mesh)
-            if candidate.assignment.engine == "megatron":
-                sizes = {"dp": strategy.dp, "tp": strategy.tp, "pp": strategy.pp, "ends": strategy.pp}
-                sizes["mesh"] = mesh.size  # beside the group of the same devices that other engines use
-                groups |= {(kind, mesh, strategy.tp, strategy.pp) for kind, size in sizes.items() if size > 1}
-        for source, target in self._edges:
-            meshes = state[source].assignment.mesh, state[target].assignment.mesh
-            if target not in stays and any(device in mesh for mesh in meshes):
-                groups.add(("reallocation", target))
-        return len(groups)
+    def _fused_transient(self, state: State) -> float:
+        return self.fused_cost(state).cost.transient if self._fused else 0.0
 
     def priced_plan(self, state: State, name: str, *, exact: bool = True) -> PricedPlan:
         """The state with its estimate. `drop` is removed from calls that run in their role's training layout.
@@ -277,10 +193,8 @@ class Problem:
                 kept = self.priced(self.names[target], replace(assignment, drop=False))
                 state = (*state[:target], kept, *state[target + 1 :])
         estimate = self.estimate(state, exact_moves=exact)
-        stays = {
-            target for source, target in self._edges if in_place(state[source].assignment, state[target].assignment)
-        }
-        estimate = replace(estimate, holds=self.holds(state, stays, estimate.fullest))
+        holds = self._memory.holds(state, self._memory.stays(state), estimate.fullest, self._fused_transient(state))
+        estimate = replace(estimate, holds=holds)
         barrier = self.overlap is Overlap.NONE and not has_host_loop(self.space.graph)
         calls = dict(zip(self.names, state, strict=True))
         fused_cost = self.fused_cost(state) if self.fused else None

@@ -21,6 +21,7 @@ from .recipe_adapters import DEFAULTS as ADAPTERS
 from .recipe_adapters import check_adapters, trained_share
 from .recipe_settings import (
     DEFAULTS_OF,
+    LOADING,
     algorithm_of,
     group_workload,
     read_booleans,
@@ -144,7 +145,7 @@ class Recipe:
                 spec = replace(spec, activation_bytes=mixed or size)
                 if call.role is Role.ACTOR and call.trains:
                     spec = replace(spec, trained_share=trained_share(self.settings, spec))
-                if call.role is Role.REFERENCE and self.settings["use_peft"]:
+                if call.role is Role.REFERENCE and self.settings.get("use_peft"):
                     spec = replace(spec, is_base=True)
                 specs[call.name] = (spec,)
             except PlanError as error:
@@ -219,7 +220,8 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
         folders |= {Role.REWARD: _folder(reward or critic, path), Role.CRITIC: _folder(critic, path)}
     elif reward is not None:
         folders[Role.REWARD] = _folder(reward, path)
-    known = {key: settings.get(key, default) for key, default in {**DEFAULTS_OF[algorithm], **ADAPTERS}.items()}
+    defaults = {**DEFAULTS_OF[algorithm], **LOADING, **ADAPTERS}
+    known = {key: settings.get(key, default) for key, default in defaults.items()}
     try:
         check_adapters(known)
         trained_bytes(known)

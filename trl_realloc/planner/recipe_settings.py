@@ -29,8 +29,6 @@ _SHARED: Mapping[str, Any] = {
     "fp16": False,
     "full_determinism": False,
     "optim": "adamw_torch_fused",
-    "dtype": "float32",
-    "model_init_kwargs": None,
 }
 
 # A recipe's settings that the planner reads, with the defaults of `PPOConfig`, `GRPOConfig` and `RLOOConfig`.
@@ -55,12 +53,16 @@ _GROUPS: Mapping[str, Any] = {
     "use_vllm": None,
     "vllm_max_model_length": None,
     "max_staleness": 0,
+    "model_init_kwargs": None,
 }
 DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "ppo": DEFAULTS,
     "grpo": {**_GROUPS, "num_generations": 8, "beta": 0.0, "vllm_importance_sampling_correction": True},
     "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05, "vllm_importance_sampling_correction": False},
 }
+
+# that of TRL's `ModelConfig`, for scripts that load models
+LOADING: Mapping[str, Any] = {"dtype": "float32"}
 
 # Booleans of these, and the texts that a run's parser reads as booleans, in small letters.
 BOOLEANS = (
@@ -136,7 +138,8 @@ def trained_bytes(settings: Mapping[str, Any]) -> int | None:
     Raises:
         PlanError: `model_init_kwargs` is no mapping, or has a dtype that there is not.
     """
-    given = settings["model_init_kwargs"]
+    settings = {**LOADING, **settings}
+    given = settings.get("model_init_kwargs")
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             given = json.loads(given)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from ..common.errors import PlanError
 from ..plan.cluster import DeviceMesh
-from .problem import Problem, State
-from .space import Candidate
+from .problem import Problem
+from .space import Candidate, State
 
 
 EXHAUSTIBLE = 20_000  # most combinations that are all evaluated

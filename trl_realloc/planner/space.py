@@ -37,6 +37,9 @@ class Candidate:
         return self.cost.seconds
 
 
+State = tuple["Candidate", ...]  # of each call of a graph, in its order
+
+
 @dataclass(frozen=True)
 class TrainingSplits:
     """How the optimizer and the adapters of a run allow the parameters of a training call to be split.

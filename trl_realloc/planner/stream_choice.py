@@ -52,9 +52,9 @@ class StreamChoice:
     @property
     def fastest(self) -> PricedPlan:
         """The plan with the fewest seconds, without what gains no more than the estimates' error."""
-        best = self.whole
+        best, error = self.whole, self.whole.space.pricing.rates.error
         for plan in (self.still, self.moved, self.arrived):
-            if plan is not None and plan.seconds * (1 + self.whole.space.pricing.rates.error) < best.seconds:
+            if plan is not None and plan.fits and plan.seconds * (1 + error) < best.seconds:
                 best = plan
         return best
 

@@ -148,9 +148,9 @@ def specs_of(
     specs = {call.name: of_role[call.role] for call in graph.calls}
     if (train := graph.train_call(Role.ACTOR)) is not None and trained_share != 1.0:
         specs[train] = [replace(spec, trained_share=trained_share) for spec in specs[train]]
-        for call in graph.calls:
-            if call.role is Role.REFERENCE and not own_reference:
-                specs[call.name] = [replace(spec, is_base=True) for spec in specs[call.name]]
+        for scoring in graph.calls:
+            if scoring.role is Role.REFERENCE and not own_reference:
+                specs[scoring.name] = [replace(spec, is_base=True) for spec in specs[scoring.name]]
     if mixed is not None and generation_engine == "vllm":
         for call in graph.calls_of(CallKind.GENERATE):
             specs[call] = [replace(spec, bytes_per_element=mixed.itemsize) for spec in specs[call]]

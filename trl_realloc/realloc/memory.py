@@ -59,9 +59,10 @@ def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -
 
 
 def gradient_bytes(element_bytes: int, assignment: Assignment) -> int:
-    """Bytes of a parameter element's gradient. DeepSpeed's have the parameter's dtype. Elsewhere those of 16 bits are
-    added up in float32 (`engines.training.master_weights`)."""
-    return element_bytes if assignment.strategy.zero_stage else max(element_bytes, _MASTER)
+    """Bytes of a parameter element's gradient. DeepSpeed's have the parameter's dtype. Elsewhere, also where megatron
+    shards its optimizer, those of 16 bits are added up in float32 (`engines.training.master_weights`)."""
+    is_deepspeed = assignment.engine == "zero" and assignment.strategy.zero_stage > 0
+    return element_bytes if is_deepspeed else max(element_bytes, _MASTER)
 
 
 def state_bytes(element_bytes: int, assignment: Assignment, moments: int = MOMENTS) -> int:
