@@ -78,9 +78,10 @@ def test_a_recipe_with_adapters_is_priced_by_them(tmp_path: Path) -> None:
         ("dtype: bf16\n", "dtype must be 'auto' or 'bfloat16'"),
         ("model_init_kwargs: {dtype: bf16}\n", "there is no dtype 'bf16'"),
         ("model_init_kwargs: 3\n", "is a mapping"),
+        ("temperature: 0\n", "below the 0.01 that vLLM samples with"),
     ],
 )
-def test_adapters_and_dtypes_that_no_run_could_have_are_refused(tmp_path: Path, lines: str, complaint: str) -> None:
+def test_settings_that_no_run_could_have_are_refused(tmp_path: Path, lines: str, complaint: str) -> None:
     path = recipe(tmp_path, lines)
     with pytest.raises(PlanError, match=f"grpo.yaml: .*{complaint}"):
         read_recipe(path)

@@ -86,6 +86,8 @@ def _one_of(*choices: str, optional: bool = False) -> Setting:
     )
 
 
+# vLLM silently raises lower temperatures to the first, and refuses higher ones
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 # of models that are loaded, by TRL's names; "auto" is that of the checkpoint
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 

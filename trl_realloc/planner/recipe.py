@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.errors import MOST_LISTED, PlanError, Problems, nearest, shown
 from ..common.files import exists, read_json_mapping, read_yaml_mapping, shortened
-from ..common.settings import SETTINGS, number_of_text, read_settings
+from ..common.settings import MIN_TEMPERATURE, SETTINGS, number_of_text, read_settings
 from ..plan.algorithm_graphs import grpo_graph, ppo_first_epoch, ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
@@ -230,7 +230,13 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
     corrects = known["vllm_importance_sampling_correction"]
     if algorithm != "ppo" and (problem := uncorrected(known["max_staleness"], corrects)):
         raise PlanError(f"{path}: {problem}")
-    return Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS, algorithm)
+    read = Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS, algorithm)
+    temperature = settings.get("temperature")
+    if read.engine == "vllm" and temperature is not None and temperature < MIN_TEMPERATURE:
+        raise PlanError(
+            f"{path}: temperature {temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least."
+        )
+    return read
 
 
 def read_recipe_settings(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..common.errors import PlanError, Problems
-from ..engines.generation.vllm_support import MIN_TEMPERATURE
+from ..common.settings import MIN_TEMPERATURE
 from ..engines.training import deepspeed_compat
 from ..engines.training.packed_attention import may_pack
 from ..engines.training.tensor_parallel import splits_adapter

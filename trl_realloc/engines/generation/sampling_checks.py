@@ -14,9 +14,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ...common.errors import shown, unknown_keys
-from ...common.settings import read_settings
+from ...common.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, read_settings
 from ..base import Sampling
-from .vllm_support import MAX_TEMPERATURE, MIN_TEMPERATURE, annotated_fields
+from .vllm_support import annotated_fields
 
 
 SETTING = "generation_kwargs"  # TRL's name of what becomes `Sampling.extra`

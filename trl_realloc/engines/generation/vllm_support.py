@@ -22,7 +22,6 @@ from ...plan.model_spec import FAMILIES, ModelSpec
 
 _CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.27 to 0.33
 MOST_CPU_CACHE = 2**30  # bytes
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower ones to the first, and refuses higher ones
 
 
 def is_vllm_available() -> bool:
