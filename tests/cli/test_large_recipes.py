@@ -48,6 +48,12 @@ def test_the_recipe_of_grpo_has_the_figures_of_its_page_and_names_its_plan() -> 
     assert yaml.safe_load(recipe.read_text())["plan"] == "recipes/llama-8b/grpo-plan.yaml"
 
 
+def test_the_recipe_of_adapters_has_the_figures_of_its_page_and_names_its_plan() -> None:
+    recipe, plan = RECIPES / "llama-8b" / "rloo-lora.yaml", RECIPES / "llama-8b" / "rloo-lora-plan.yaml"
+    check_figures("llama-8b/rloo-lora", recipe, plan, "h100:1")
+    assert yaml.safe_load(recipe.read_text())["plan"] == "recipes/llama-8b/rloo-lora-plan.yaml"
+
+
 def check_figures(name: str, path: Path, plan_path: Path, cluster: str) -> None:
     recipe = read_recipe(path, PROMPT)
     pricing = pricing_of(recipe, cluster)

@@ -55,7 +55,10 @@ def test_the_recipe_with_tools_is_read(arithmetic: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "recipe"), [("train_grpo", "grpo-reward"), ("train_rloo", "rloo")])
+@pytest.mark.parametrize(
+    ("script", "recipe"),
+    [("train_grpo", "grpo/grpo-reward"), ("train_rloo", "grpo/rloo"), ("train_rloo", "llama-8b/rloo-lora")],
+)
 def test_a_recipes_script_trains_a_model(tmp_path: Path, script: str, recipe: str) -> None:
     tiny.policy(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
@@ -70,13 +73,14 @@ def test_a_recipes_script_trains_a_model(tmp_path: Path, script: str, recipe: st
         "bf16": "false",
         "use_cpu": "true",
     }
-    command = [sys.executable, str(RECIPES / f"{script}.py"), "--config", str(RECIPES / f"{recipe}.yaml")]
+    command = [sys.executable, str(RECIPES / f"{script}.py"), "--config", str(RECIPES.parent / f"{recipe}.yaml")]
     command += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert ended.returncode == 0, ended.stderr[-3000:]
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert state["global_step"] == 2 and (tmp_path / "run" / "model.safetensors").exists()
+    saved = "adapter_model.safetensors" if recipe.endswith("lora") else "model.safetensors"
+    assert state["global_step"] == 2 and (tmp_path / "run" / saved).exists()
 
 
 def test_rloo_is_told_from_grpo_by_its_recipe() -> None:
