@@ -50,6 +50,7 @@ def test_the_recipe_of_grpo_has_the_figures_of_its_page_and_names_its_plan() -> 
 
 def test_the_recipe_of_adapters_has_the_figures_of_its_page_and_names_its_plan() -> None:
     recipe, plan = RECIPES / "llama-8b" / "rloo-lora.yaml", RECIPES / "llama-8b" / "rloo-lora-plan.yaml"
+    assert read_recipe(recipe, PROMPT).algorithm == "rloo"
     check_figures("llama-8b/rloo-lora", recipe, plan, "h100:1")
     assert yaml.safe_load(recipe.read_text())["plan"] == "recipes/llama-8b/rloo-lora-plan.yaml"
 
