@@ -22,6 +22,7 @@ from ..engines.device import is_accelerator
 from ..engines.generation.vllm_support import why_not_served
 from ..plan.dataflow import Role
 from ..planner.recipe import read_recipe, read_recipe_settings
+from ..planner.recipe_settings import trained_dtype
 from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
@@ -49,8 +50,9 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
     for role in configs.keys() & {Role.CRITIC, Role.REWARD}:
         configs[role][0].num_labels = 1
-    for role in configs.keys() & {Role.ACTOR, Role.CRITIC}:  # the run also trains models given by path in float32
-        configs[role][0].dtype = torch.float32
+    if (dtype := trained_dtype(recipe.settings)) is not None:
+        for role in configs.keys() & {Role.ACTOR, Role.CRITIC}:
+            configs[role][0].dtype = getattr(torch, dtype)
     problem = why_not_served(configs[Role.ACTOR][0], on_cpu=not is_accelerator(args.device))
     if recipe.engine == "vllm" and problem is not None:
         raise RecipeError(f"{path} cannot be measured on this machine: {problem}; {by_transformers(args)}.")

@@ -26,7 +26,7 @@ from .recipe_settings import (
     group_workload,
     read_booleans,
     recomputes,
-    trained_bytes,
+    trained_dtype,
     training_splits,
 )
 from .space import TrainingSplits
@@ -137,7 +137,7 @@ class Recipe:
             head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
             size = config_bytes(config)
             if call.role in (Role.ACTOR, Role.CRITIC):
-                size = trained_bytes(self.settings) or size
+                size = dtype_bytes(trained_dtype(self.settings), size)
             if call.kind is CallKind.GENERATE and self.engine == "vllm":
                 size = mixed or size
             try:
@@ -184,8 +184,13 @@ class Recipe:
 
 def config_bytes(config: Mapping[str, Any]) -> int:
     """Bytes of one parameter element in a checkpoint, by its config; float32 where the config has no dtype."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return {"bfloat16": 2, "float16": 2, "float64": 8}.get(name, 4)
+    return dtype_bytes(config.get("dtype") or config.get("torch_dtype"), 4)
+
+
+def dtype_bytes(name: object, default: int) -> int:
+    """Bytes of an element of torch's dtype of this name; `default` for another name."""
+    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+    return sizes.get(str(name).removeprefix("torch."), default)
 
 
 def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recipe:
@@ -224,7 +229,7 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
     known = {key: settings.get(key, default) for key, default in defaults.items()}
     try:
         check_adapters(known)
-        trained_bytes(known)
+        trained_dtype(known)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
     corrects = known["vllm_importance_sampling_correction"]

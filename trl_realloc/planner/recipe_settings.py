@@ -131,9 +131,9 @@ def recomputes(settings: Mapping[str, Any]) -> bool:
     return bool(settings["gradient_checkpointing"] if given is None else given)
 
 
-def trained_bytes(settings: Mapping[str, Any]) -> int | None:
-    """Bytes of an element of the trained models' parameters, by the dtype in which the recipe loads them: that of
-    `model_init_kwargs`, or `dtype`. `None` for that of their checkpoint.
+def trained_dtype(settings: Mapping[str, Any]) -> str | None:
+    """The dtype in which a recipe loads the models that it trains, by torch's name: that of `model_init_kwargs`, or
+    `dtype`. `None` for that of their checkpoint.
 
     Raises:
         PlanError: `model_init_kwargs` is no mapping, or has a dtype that there is not.
@@ -150,7 +150,7 @@ def trained_bytes(settings: Mapping[str, Any]) -> int | None:
     name = str(name or "auto").removeprefix("torch.")
     if name not in DTYPES:
         raise PlanError(f"model_init_kwargs: there is no dtype {shown(name)}; {suggest(name, DTYPES)}")
-    return {"float32": 4, "bfloat16": 2, "float16": 2}.get(name)
+    return None if name == "auto" else name
 
 
 def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
