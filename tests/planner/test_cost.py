@@ -241,6 +241,15 @@ def test_each_zero_stage_holds_less(stage: int, dp: int) -> None:
     assert held == pytest.approx(elements * expected + (2 * REDUCE_BUCKET if stage == 3 else 0))
 
 
+def test_a_sharded_optimizer_of_16_bit_weights_sums_gradients_in_float32_and_gathers_weights_in_16_bits() -> None:
+    deepspeed, megatron = (price("actor.train", on(8, engine, dp=8, zero_stage=1)) for engine in ("zero", "megatron"))
+    elements = llama(7).elements
+    assert (deepspeed.gradients, megatron.gradients) == (2 * elements, 4 * elements)
+    plain = price("actor.train", on(8, "megatron", dp=8, zero_stage=0))
+    gathered = pricing().rates.inside.gather(2 * elements, 8)
+    assert megatron.parts["data"] - plain.parts["data"] == pytest.approx(work().updates * gathered)
+
+
 def test_deepspeeds_buffers_are_counted() -> None:
     """A bucket of gradients, all the time under stage 3, and up to a billion gathered elements of parameters."""
     costs = [price("actor.train", on(8, "zero", zero_stage=stage)) for stage in range(4)]

@@ -189,7 +189,8 @@ class Pricing:
         stage, dp = strategy.zero_stage, strategy.dp
         if dp > 1:
             group = self._replicas(spec, assignment)
-            step = group.optimizer_step(stage, gradients, spec.bytes, micro, compute)
+            weights = elements * spec.bytes_per_element
+            step = group.optimizer_step(stage, gradients, weights, spec.bytes, micro, compute)
             parts["data"] = step * (rates.zero(stage, trains=True) if stage else 1.0)
         parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
         parts = {name: work.updates * seconds for name, seconds in parts.items()}

@@ -221,7 +221,7 @@ class MeasuredRates:
         compute = dot(unit_costs, (row.tokens, row.squared))
         group = DataParallelGroup(self._link_then(row.devices), row.devices, self.overlap, max(row.layers, 1))
         if row.work == "train":
-            formula = group.optimizer_step(row.zero_stage, row.bytes, row.bytes, micro, compute / micro)
+            formula = group.optimizer_step(row.zero_stage, row.bytes, row.bytes, row.bytes, micro, compute / micro)
             compute += passes.step / row.devices
         else:
             formula = micro * group.gather_parameters(row.bytes, compute / micro)

@@ -36,11 +36,14 @@ class DataParallelGroup:
         gather = self.link.gather(size, self.dp) + (self.layers - 1) * self.link.collective_latency / 2
         return gather - self.overlap * min(gather, compute)
 
-    def optimizer_step(self, stage: int, size: float, parameters: float, micro: int, compute: float) -> float:
+    def optimizer_step(
+        self, stage: int, size: float, weights: float, parameters: float, micro: int, compute: float
+    ) -> float:
         """Seconds of one optimizer step's communication that do not overlap with the backward.
 
         Args:
             size: bytes of the gradients that a rank computes.
+            weights: bytes of the parameters that these are of, which stages 1 and 2 gather after the step.
             parameters: bytes of all parameters, which stage 3 gathers.
             micro: number of micro-batches.
             compute: seconds of the forward and backward of one of them.
@@ -51,8 +54,8 @@ class DataParallelGroup:
         match stage:
             case 0 | 1:
                 reduction = self.link.all_reduce(size, self.dp)
-                gathered = scatter if stage else 0.0
+                gathered = self.link.gather(weights, self.dp) if stage else 0.0
                 return reduction - self.overlap * min(reduction, under) + gathered
             case 2:
-                return micro * exposed + scatter
+                return micro * exposed + self.link.gather(weights, self.dp)
         return micro * (2 * self.gather_parameters(parameters, compute / 3) + exposed)
