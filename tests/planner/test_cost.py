@@ -245,9 +245,12 @@ def test_a_sharded_optimizer_of_16_bit_weights_sums_gradients_in_float32_and_gat
     deepspeed, megatron = (price("actor.train", on(8, engine, dp=8, zero_stage=1)) for engine in ("zero", "megatron"))
     elements = llama(7).elements
     assert (deepspeed.gradients, megatron.gradients) == (2 * elements, 4 * elements)
-    plain = price("actor.train", on(8, "megatron", dp=8, zero_stage=0))
-    gathered = pricing().rates.inside.gather(2 * elements, 8)
-    assert megatron.parts["data"] - plain.parts["data"] == pytest.approx(work().updates * gathered)
+    link, steps = pricing().rates.inside, work().updates
+    sent = link.gather(4 * elements, 8) + link.gather(2 * elements, 8)  # a reduction to the owners, and a broadcast
+    assert megatron.parts["data"] == pytest.approx(steps * sent)
+    assert deepspeed.parts["data"] == pytest.approx(
+        steps * (link.all_reduce(2 * elements, 8) + link.gather(2 * elements, 8))
+    )
 
 
 def test_deepspeeds_buffers_are_counted() -> None:

@@ -190,7 +190,8 @@ class Pricing:
         if dp > 1:
             group = self._replicas(spec, assignment)
             weights = elements * spec.bytes_per_element
-            step = group.optimizer_step(stage, gradients, weights, spec.bytes, micro, compute)
+            by_owner = stage == 1 and assignment.engine == "megatron"
+            step = group.optimizer_step(stage, gradients, weights, spec.bytes, micro, compute, by_owner=by_owner)
             parts["data"] = step * (rates.zero(stage, trains=True) if stage else 1.0)
         parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
         parts = {name: work.updates * seconds for name, seconds in parts.items()}

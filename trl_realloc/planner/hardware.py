@@ -108,7 +108,7 @@ class Device:
         decode_launch: least seconds of one layer in a decode step, where an engine replays a captured graph.
         step: seconds of a decode step outside the layers, for scheduling and sampling.
         call: seconds that a call takes to receive and send samples.
-        overlap: fraction of ZeRO's communication that overlaps with arithmetic.
+        overlap: fraction of ZeRO stage 3's communication that overlaps with arithmetic.
         single_flops: peak FLOP/s of float32 matrix products without tensor cores; 0 where they are those of bf16.
         passes: how many times what a layer's forward keeps for its backward is moved from or to device memory in the
             forward, by all that is no matrix product. A backward moves twice as much.

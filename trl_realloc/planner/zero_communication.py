@@ -1,5 +1,5 @@
-"""Seconds of a data-parallel group's communication under each ZeRO stage, by the formulas of Rajbhandari et al. 2020,
-section 7.
+"""Seconds of a data-parallel group's communication under each ZeRO stage: what Rajbhandari et al. 2020, section 7, say
+is sent, by the collectives that the engines call.
 
 `cost` multiplies them by what `Rates.zero` has measured of this runtime.
 """
@@ -17,7 +17,7 @@ class DataParallelGroup:
 
     Args:
         dp: number of replicas.
-        overlap: fraction of the communication that overlaps with arithmetic.
+        overlap: fraction of stage 3's communication that overlaps with arithmetic. That of the others does not.
         layers: of the model, each of which ZeRO-3 gathers by itself.
     """
 
@@ -37,9 +37,21 @@ class DataParallelGroup:
         return gather - self.overlap * min(gather, compute)
 
     def optimizer_step(
-        self, stage: int, size: float, weights: float, parameters: float, micro: int, compute: float
+        self,
+        stage: int,
+        size: float,
+        weights: float,
+        parameters: float,
+        micro: int,
+        compute: float,
+        *,
+        by_owner: bool = False,
     ) -> float:
         """Seconds of one optimizer step's communication that do not overlap with the backward.
+
+        DeepSpeed (0.19.8) sums the gradients of stages 1 and 2 by all-reduces, under stage 2 for every micro-batch
+        (`use_multi_rank_bucket_allreduce`), without overlap (`overlap_comm`). Replicas and megatron sum theirs after
+        the last backward.
 
         Args:
             size: bytes of the gradients that a rank computes.
@@ -47,15 +59,13 @@ class DataParallelGroup:
             parameters: bytes of all parameters, which stage 3 gathers.
             micro: number of micro-batches.
             compute: seconds of the forward and backward of one of them.
+            by_owner: gradients are summed on the rank that steps their parameter (megatron under stage 1), which sends
+                as much as a reduce-scatter.
         """
-        under = self.overlap * compute * 2 / 3
-        scatter = self.link.gather(size, self.dp)
-        exposed = scatter - self.overlap * min(scatter, under)
-        match stage:
-            case 0 | 1:
-                reduction = self.link.all_reduce(size, self.dp)
-                gathered = self.link.gather(weights, self.dp) if stage else 0.0
-                return reduction - self.overlap * min(reduction, under) + gathered
-            case 2:
-                return micro * exposed + self.link.gather(weights, self.dp)
-        return micro * (2 * self.gather_parameters(parameters, compute / 3) + exposed)
+        scatter, gathered = self.link.gather(size, self.dp), self.link.gather(weights, self.dp)
+        if stage == 3:
+            under = self.overlap * compute * 2 / 3
+            exposed = scatter - self.overlap * min(scatter, under)
+            return micro * (2 * self.gather_parameters(parameters, compute / 3) + exposed)
+        reduction = scatter if by_owner else self.link.all_reduce(size, self.dp)
+        return (micro if stage == 2 else 1) * reduction + (gathered if stage else 0.0)
