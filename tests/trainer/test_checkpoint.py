@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import TrainerCallback
 
 from trl_realloc import PPOConfig, PPOTrainer
@@ -115,6 +118,37 @@ def listed_anew(folder: Path) -> None:
     manifest = read_manifest(folder)
     assert manifest is not None
     replace(manifest, files=list_files(folder)).write(folder)
+
+
+class OfPython3112(pickle.Pickler):
+    """Writes the members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, written: Any) -> Any:
+        return (getattr, (type(written), written.name)) if isinstance(written, Enum) else NotImplemented
+
+
+def test_a_training_state_that_an_earlier_python_has_written_is_read(run: Path) -> None:
+    folder = run / "checkpoint-2"
+    metadata, content = Reader(folder).read_metadata(), (folder / METADATA).read_bytes()
+    try:
+        with (folder / METADATA).open("wb") as file:
+            OfPython3112(file).dump(metadata)
+        assert b"getattr" in (folder / METADATA).read_bytes()
+        assert Reader(folder).read_metadata() == metadata
+        for kind, name in ((Metadata, "__init__"), (MemoryFormat, "mro")):
+            (folder / METADATA).write_bytes(pickle.dumps(Attribute(kind, name)))
+            with pytest.raises(ValueError, match="no enum"):
+                Reader(folder).read_metadata()
+    finally:
+        (folder / METADATA).write_bytes(content)
+
+
+class Attribute:
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
 
 
 DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [

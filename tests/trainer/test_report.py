@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from llamas import pricing, specs, work
-from trl import TrlParser
+from trl import ModelConfig, TrlParser
 
 from trl_realloc import GRPOConfig, PPOConfig, RLOOConfig
 from trl_realloc.cli.main import main
@@ -282,7 +282,8 @@ def test_every_recipe_can_be_loaded(path: Path, tmp_path: Path) -> None:
     else:
         config = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}[path.stem.partition("-")[0]]
         known = {key: value for key, value in content.items() if key in config.__dataclass_fields__}
-        assert set(content) - set(known) <= {"dataset_path", "dataset_name", "model_name_or_path", "tools"}
+        of_script = {"dataset_path", "dataset_name", "tools", *ModelConfig.__dataclass_fields__}
+        assert set(content) - set(known) <= of_script
         known["use_cpu"] = True  # recipes for GPUs too
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(known))

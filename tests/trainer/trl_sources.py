@@ -65,7 +65,8 @@ def files_of_last_sdist() -> TestFiles:
     if not folder.exists():
         with tarfile.open(sdist) as archive:
             tests = [member for member in archive.getmembers() if "/tests/" in member.name]
-            archive.extractall(folder, members=tests, filter="data")
+            safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
+            archive.extractall(folder, members=tests, **safely)
     wheel = _download(PARAMETERIZED_WHEEL, "--only-binary", ":all:")
     return TestFiles(folder / f"trl-{LAST_SDIST_WITH_TESTS}" / "tests", LAST_SDIST_WITH_TESTS, (wheel,))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ class Reader(FileSystemReader):
         return metadata
 
 
+def _member(kind: Any, name: str) -> Enum:
+    """The member of an enum with this name. Raises `ValueError` for an attribute of anything else."""
+    if not (isinstance(kind, EnumType) and name in kind.__members__):
+        raise ValueError("it asks for an attribute of what is no enum")
+    member: Enum = kind[name]
+    return member
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Refuses every class that DCP's metadata does not have."""
 
@@ -90,4 +99,6 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) in CHECKPOINT_METADATA_CLASSES:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 write a member of an enum
+            return _member
         raise ValueError(f"it names {module}.{name}, which is no part of a training state")
