@@ -157,7 +157,7 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
     from trl_realloc.plan.dataflow import Role
     from trl_realloc.plan.model_spec import ModelSpec
     from trl_realloc.realloc.layout import layout_of
-    from trl_realloc.realloc.memory import resident_bytes
+    from trl_realloc.realloc.memory import call_bytes
     from trl_realloc.runtime.engine_options import EngineOptions
     from trl_realloc.runtime.placement import Placement
     from trl_realloc.runtime.roles import RoleModels, Roles
@@ -193,7 +193,7 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
         """Bytes of this rank in the phases of a layout."""
         assignment = plan_of(of)["actor.train"]
         parameters = layout_of(assignment, spec).bytes(rank)
-        trains = resident_bytes(plan_of(of), {"actor.train": [spec]})[rank]["actor.train"]
+        trains = call_bytes(plan_of(of), {"actor.train": [spec]})[rank]["actor.train"].most
         return {"load": parameters, "train": trains, "save": trains - parameters, "resume": trains - parameters}
 
     placement = Placement(plan, rank, roles, options)

@@ -229,10 +229,6 @@ def update(plan: ExecutionPlan) -> Mailboxes:
                 for _ in range(2):
                     combined(boxes.of(rank), ranks, rank, 0, max, 10 * tag)
 
-    torch.set_num_threads(1)  # else every rank's thread makes threads of its own
-    # glibc would keep what each thread has freed: 9 GB for 1,024 ranks in place of 2
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
-    threading.stack_size(512 << 10)
     threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(plan.cluster.size)]
     for thread in threads:
         thread.start()
@@ -366,6 +362,14 @@ def show(result: dict[str, Any]) -> None:
         )
 
 
+def _make_room_for_threads() -> None:
+    """Settings of this process for a thread for each rank."""
+    torch.set_num_threads(1)  # else every rank's thread makes threads of its own
+    # glibc would keep what each thread has freed: 9 GB for 1,024 ranks in place of 2
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
+    threading.stack_size(512 << 10)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
@@ -376,6 +380,7 @@ def main() -> None:
     if options.rank:
         rank_of_a_run(options.rank)
         return
+    _make_room_for_threads()
     result: dict[str, Any] = {"rows": [row_of(devices) for devices in options.devices]}
     if options.processes:
         result["run"] = real_run(options.processes)

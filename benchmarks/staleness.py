@@ -84,6 +84,7 @@ def _sections(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         import staleness_simulated
 
         made["simulated"] = list(staleness_simulated.rows())
+        made["first_epoch"] = list(staleness_simulated.first_epoch_rows())
     return made
 
 

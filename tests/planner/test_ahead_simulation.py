@@ -21,6 +21,7 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
 from trl_realloc.plan.timeline import Span
+from trl_realloc.planner import ahead_simulation
 from trl_realloc.planner.ahead_engine import engine_prices
 from trl_realloc.planner.ahead_order import EndIteration, RunCall, TakeUpdate
 from trl_realloc.planner.ahead_simulation import BETWEEN
@@ -185,6 +186,17 @@ def test_where_training_takes_longest_samples_wait_for_it_until_they_are_as_old_
     trains = sum(plan.costs[name].seconds for name in ("actor.forward", "actor.train", "critic.train"))
     moves = sum(plan.estimate.moves.values()) + plan.costs["critic.forward"].seconds
     assert trains <= plan.seconds <= trains + moves + 0.05 * trains, "generation and scoring cost no time"
+
+
+@pytest.mark.parametrize("maker", PLANS.values(), ids=PLANS)
+def test_an_iteration_takes_what_it_takes_in_the_mean_of_many(
+    maker: Callable[[Cluster], ExecutionPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a staleness of 2, a slow iteration comes after two fast ones: where one begins to count must not matter."""
+    prices = costs(work(episodes=256, response_tokens=LONG_TAIL, epochs=1))
+    few = priced(maker(prices.cluster), 2, prices)
+    monkeypatch.setattr(ahead_simulation, "BATCHES", 8 * ahead_simulation.BATCHES)
+    assert few.seconds == pytest.approx(priced(maker(prices.cluster), 2, prices).seconds, rel=0.01)
 
 
 def test_where_generation_takes_longest_tokens_are_young_and_the_tail_costs_little() -> None:

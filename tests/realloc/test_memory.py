@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from llamas import SMALL
 
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
 from trl_realloc.plan.model_spec import ModelSpec
-from trl_realloc.realloc.memory import check_memory, resident_bytes
+from trl_realloc.plan.streams import Streams
+from trl_realloc.realloc.memory import call_bytes, check_memory
 
 
 SPEC = ModelSpec.of_shapes([("w", (1000, 1000))], bytes_per_element=4)  # 4 MB
@@ -31,7 +34,7 @@ def plan(memory_gb: float | None = None, **changes: dict[str, Any]) -> Execution
 
 
 def megabytes(made: ExecutionPlan, device: int = 0, **more: Any) -> dict[str, float]:
-    return {name: size / 1e6 for name, size in resident_bytes(made, SPECS, **more)[device].items()}
+    return {name: size.most / 1e6 for name, size in call_bytes(made, SPECS, **more)[device].items()}
 
 
 def test_a_trained_role_takes_weights_gradients_and_two_moments_and_its_other_calls_nothing_more() -> None:
@@ -56,12 +59,48 @@ def test_what_does_not_fit_is_refused_with_what_takes_how_much() -> None:
         PlanError, match=r"device 0 would hold 0\.04 GB .*actor\.train 0\.02.*memory_gb is 0\.03; split"
     ):
         check_memory(plan(0.03), SPECS)
-    check_memory(plan(0.041), SPECS)
+    check_memory(plan(0.0361), SPECS)
     check_memory(plan(), SPECS)
 
 
 def test_of_offloaded_roles_only_the_largest_is_counted() -> None:
     away = {"reference__forward": {"offload": True}, "reward__forward": {"offload": True}}
-    check_memory(plan(0.0365, **away), SPECS)
+    check_memory(plan(0.0325, **away), SPECS)
     with pytest.raises(PlanError):
-        check_memory(plan(0.0365), SPECS)
+        check_memory(plan(0.0325), SPECS)
+
+
+def test_gradients_count_while_their_call_runs_and_together_only_where_they_are_there_together() -> None:
+    """Every engine frees its gradients after a step."""
+    one_after_the_other, both = 0.0361, 0.0401  # two models of 4 MB, two of 12 with their state, and gradients of 4
+    check_memory(plan(one_after_the_other), SPECS)
+    early = Streams(first_epoch=("critic.train",))
+    check_memory(replace(plan(both), streams=early), SPECS)
+    with pytest.raises(PlanError):
+        check_memory(replace(plan(one_after_the_other), streams=early), SPECS)
+
+
+def test_two_calls_that_train_together_have_their_gradients_at_the_same_time() -> None:
+    policy, critic = (ModelSpec.from_config(SMALL, head, bytes_per_element=4) for head in ("lm", "score"))
+    specs = {name: [policy if name.split(".")[0] in ("actor", "reference") else critic] for name in CALLS}
+    split = {"engine": "megatron", "dp": 1, "pp": 2}
+    made = plan(actor__train=split, critic__train=split, critic__forward=split)
+    fused = replace(made, fused=("actor.train", "critic.train"))
+
+    def needs(of: ExecutionPlan, device: int) -> float:
+        sizes = call_bytes(of, specs)[device]
+        gradients = [sizes[name].gradients for name in ("actor.train", "critic.train")]
+        return sum(size.held for size in sizes.values()) + (sum(gradients) if of.fused else max(gradients))
+
+    for of in (made, fused):
+        most = max(needs(of, device) for device in (0, 1)) / 1e9
+        check_memory(replace(of, cluster=replace(of.cluster, memory_gb=1.0001 * most)), specs)
+        with pytest.raises(PlanError):
+            check_memory(replace(of, cluster=replace(of.cluster, memory_gb=0.9999 * most)), specs)
+
+
+def test_a_reference_that_is_the_policy_without_adapters_takes_nothing_in_the_policys_layout() -> None:
+    specs = {**SPECS, "reference.forward": [replace(SPEC, is_base=True)]}
+    assert "reference.forward" not in call_bytes(plan(), specs)[0]
+    elsewhere = plan(actor__train={"mesh": "0", "dp": 1}, reference__forward={"mesh": "1", "dp": 1})
+    assert call_bytes(elsewhere, specs)[1]["reference.forward"].held == 4e6

@@ -19,6 +19,7 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
 from trl_realloc.plan.presets import flatten
+from trl_realloc.profiling.job_models import spec_of
 from trl_realloc.trainer.plan_checks import check_layouts
 
 
@@ -177,6 +178,24 @@ def test_a_plan_that_the_models_cannot_follow_is_refused_from_their_configs_alon
     configs = {role: [config] for role in Role}
     with pytest.raises(PlanError, match=sentence):
         check_layouts(plan, configs, [])
+
+
+def test_the_policy_without_its_adapters_as_reference_needs_no_memory_of_its_own() -> None:
+    config = tiny.config()
+    configs = {role: [config] for role in Role}
+    policy = spec_of(config, True).bytes / 1e9
+
+    def fits(gigabytes: float, *, own_reference: bool) -> bool:
+        try:
+            check_layouts(flatten(Cluster(1, 1, gigabytes)), configs, [Role.ACTOR], own_reference=own_reference)
+        except PlanError:
+            return False
+        return True
+
+    sizes = [policy * tenths / 10 for tenths in range(1, 200)]
+    least = next(size for size in sizes if fits(size, own_reference=False))
+    assert not fits(least + 0.8 * policy, own_reference=True)
+    assert fits(least + policy, own_reference=True)
 
 
 def test_an_attention_that_mixes_the_samples_of_a_row_has_no_pipeline() -> None:

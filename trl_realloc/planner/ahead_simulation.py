@@ -356,12 +356,18 @@ class _Simulation:
     # --- the result ---------------------------------------------------------------------------------------------------
 
     def result(self, warm_up: int) -> AheadIterations:
-        """Of the iterations after the first `warm_up` ones."""
+        """Of the iterations after the first `warm_up` ones.
+
+        As many batches are under way as parameters may be old, and one more. So iterations of different lengths may
+        follow each other again and again, and the mean time is that between as many ends before the first iteration
+        and as many at the end."""
         batches = range(warm_up, self.iterations)
         tokens = sum(engine.tokens[batch] for engine in self.engines for batch in batches)
         ages = sum(engine.ages[batch] for engine in self.engines for batch in batches)
         oldest = max(engine.oldest[batch] for engine in self.engines for batch in batches)
-        seconds = (self.ends[-1] - self.ends[warm_up - 1]) / len(batches)
+        under_way = self.plan.staleness.versions + 1
+        elapsed = sum(self.ends[-under_way:]) - sum(self.ends[warm_up - under_way : warm_up])
+        seconds = elapsed / under_way / len(batches)
         return AheadIterations(seconds, ages / tokens, oldest, self._shown(), tuple(self.orders))
 
     def _shown(self) -> tuple[Span, ...]:

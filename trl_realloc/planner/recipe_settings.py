@@ -139,18 +139,33 @@ def trained_dtype(settings: Mapping[str, Any]) -> str | None:
         PlanError: `model_init_kwargs` is no mapping, or has a dtype that there is not.
     """
     settings = {**LOADING, **settings}
-    given = settings.get("model_init_kwargs")
+    name = dtype_name(init_kwargs(settings.get("model_init_kwargs")), settings["dtype"])
+    if name not in DTYPES:
+        raise PlanError(f"model_init_kwargs: there is no dtype {shown(name)}; {suggest(name, DTYPES)}")
+    return None if name == "auto" else name
+
+
+def init_kwargs(given: object) -> Mapping[str, Any]:
+    """A `model_init_kwargs` that may be unset, or the text of a JSON object.
+
+    Raises:
+        PlanError: it is neither.
+    """
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             given = json.loads(given)
     if not isinstance(given, Mapping | None):
         raise PlanError(f"model_init_kwargs is a mapping such as {{dtype: bfloat16}}, not {shown(given)}.")
-    given = given or {}
-    name = given.get("dtype", given.get("torch_dtype", settings["dtype"]))
-    name = str(name or "auto").removeprefix("torch.")
-    if name not in DTYPES:
-        raise PlanError(f"model_init_kwargs: there is no dtype {shown(name)}; {suggest(name, DTYPES)}")
-    return None if name == "auto" else name
+    return given or {}
+
+
+def dtype_name(given: Mapping[str, Any], default: object = "float32") -> str:
+    """The dtype of a `model_init_kwargs`, by torch's name or `auto`. Whether there is such a dtype is not checked.
+
+    Args:
+        default: where it has none.
+    """
+    return str(given.get("dtype", given.get("torch_dtype", default)) or "auto").removeprefix("torch.")
 
 
 def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:

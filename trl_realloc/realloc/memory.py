@@ -6,6 +6,7 @@ Pure. Activations, a generation engine's cache and transfer buffers are not incl
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..common.errors import PlanError
 from ..plan.assignment import Assignment, in_place
@@ -19,43 +20,68 @@ MOMENTS = 8  # bytes per element of AdamW's two float32 moments
 _MASTER = 4  # bytes per element of the float32 master of a weight in 16 bits
 
 
-def resident_bytes(
+@dataclass(frozen=True)
+class CallBytes:
+    """Bytes that a call has on one device.
+
+    Args:
+        held: parameters and optimizer state.
+        gradients: which are there from the call's first backward to its step.
+    """
+
+    held: int = 0
+    gradients: int = 0
+
+    @property
+    def most(self) -> int:
+        """While the call runs."""
+        return self.held + self.gradients
+
+    def __add__(self, other: CallBytes) -> CallBytes:
+        return CallBytes(self.held + other.held, self.gradients + other.gradients)
+
+
+def call_bytes(
     plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()
-) -> dict[int, dict[str, int]]:
-    """Bytes of parameters, gradients and optimizer state, by device and call.
+) -> dict[int, dict[str, CallBytes]]:
+    """Bytes of parameters, optimizer state and gradients, by device and call. A call that computes on parameters which
+    another one holds there is left out.
 
     Args:
         specs: by call, the models that it runs. The reward role may have several.
         adapted: roles of which only adapters are trained. Their gradients and optimizer state are left out.
     """
-    sizes: dict[int, dict[str, int]] = {}
+    sizes: dict[int, dict[str, CallBytes]] = {}
+    policy = plan.graph.train_call(Role.ACTOR)
     for name, assignment in plan.assignments.items():
         call = plan.graph.call(name)
         home = plan.graph.train_call(call.role)
         if home is not None and home != name and in_place(plan[home], assignment) and assignment.engine != "vllm":
             continue
         for spec in specs.get(name, ()):
+            if spec.is_base and policy is not None and in_place(plan[policy], assignment):
+                continue
             vllm = assignment.engine == "vllm" and spec.layers > 0  # only vLLM knows how it splits other families
             if vllm:
                 layout = vllm_layout(spec, assignment.mesh, assignment.strategy.tp)
             else:
                 layout = layout_of(assignment, spec, is_reversed=plan.is_reversed(name))
             for device in layout.devices:
-                size = layout.bytes(device)
+                size = CallBytes(layout.bytes(device))
                 if call.trains and call.role not in adapted:
-                    size += _training_bytes(size // spec.bytes_per_element, assignment, spec.bytes_per_element)
+                    size += _training_bytes(size.held // spec.bytes_per_element, assignment, spec.bytes_per_element)
                 of_device = sizes.setdefault(device, {})
-                of_device[name] = of_device.get(name, 0) + size
+                of_device[name] = of_device.get(name, CallBytes()) + size
     return sizes
 
 
-def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -> int:
-    """Bytes of gradients and optimizer state of so many elements on a device. Under ZeRO stage 3 the elements are
-    sharded already."""
+def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -> CallBytes:
+    """Optimizer state and gradients of so many elements on a device. Under ZeRO stage 3 the elements are sharded
+    already."""
     dp, stage = assignment.strategy.dp, assignment.strategy.zero_stage
     state = elements * state_bytes(element_bytes, assignment)
     gradients = elements * gradient_bytes(element_bytes, assignment)
-    return gradients // (dp if stage == 2 else 1) + state // (dp if stage in (1, 2) else 1)
+    return CallBytes(state // (dp if stage in (1, 2) else 1), gradients // (dp if stage == 2 else 1))
 
 
 def gradient_bytes(element_bytes: int, assignment: Assignment) -> int:
@@ -73,25 +99,43 @@ def state_bytes(element_bytes: int, assignment: Assignment, moments: int = MOMEN
 
 
 def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()) -> None:
-    """Compare the parameters with the cluster's `memory_gb`. Of the calls that the plan offloads or drops
-    only the largest counts.
+    """Compare the parameters with the cluster's `memory_gb`. Of the calls that the plan offloads or drops only the
+    largest counts. A call's gradients count while it runs, of two calls that train together those of both, and those of
+    a first epoch on arrival all the time.
 
     Raises:
         PlanError: a device would have to hold more. The message lists the bytes of each call.
     """
     if plan.cluster.memory_gb is None:
         return
-    fullest, most, fullest_sizes = 0, 0, dict[str, int]()
-    for device, sizes in resident_bytes(plan, specs, adapted).items():
-        released = [size for name, size in sizes.items() if plan[name].offload or plan[name].drop]
-        total = sum(sizes.values()) - sum(released) + max(released, default=0)
+    fullest, most, fullest_sizes = 0, 0, dict[str, CallBytes]()
+    for device, sizes in call_bytes(plan, specs, adapted).items():
+        total = _most_at_once(plan, sizes)
         if total > most:
             fullest, most, fullest_sizes = device, total, sizes
     if most > plan.cluster.memory_gb * 1e9:
-        largest = sorted(fullest_sizes, key=lambda name: -fullest_sizes[name])
-        parts = ", ".join(f"{name} {fullest_sizes[name] / 1e9:.2f}" for name in largest)
+        largest = sorted(fullest_sizes, key=lambda name: -fullest_sizes[name].most)
+        parts = ", ".join(f"{name} {fullest_sizes[name].most / 1e9:.2f}" for name in largest)
         raise PlanError(
             f"device {fullest} would hold {most / 1e9:.2f} GB of parameters, gradients and optimizer state ({parts}), "
             f"but cluster.memory_gb is {plan.cluster.memory_gb:g}; split {largest[0]} over more "
             f"devices (zero_stage 3, tp, pp), put roles on different devices, offload frozen ones, or drop copies."
         )
+
+
+def _most_at_once(plan: ExecutionPlan, sizes: Mapping[str, CallBytes]) -> int:
+    """The most bytes that a device holds at a time.
+
+    Args:
+        sizes: of its calls.
+    """
+    held, adds = 0, [0]
+    for names in plan.runs_of([name for name in plan.order if name in sizes]):
+        adds.append(0)
+        for name in names:
+            of_call, leaves = sizes[name], plan[name].offload or plan[name].drop
+            held += 0 if leaves else of_call.held
+            held += of_call.gradients if name in plan.on_arrival else 0
+            adds[-1] += of_call.held if leaves else 0
+            adds[-1] += 0 if name in plan.on_arrival else of_call.gradients
+    return held + max(adds)

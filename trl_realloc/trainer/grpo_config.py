@@ -4,14 +4,14 @@ engines.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..plan.staleness import uncorrected
+from ..planner.recipe_settings import dtype_name, init_kwargs
 from .config_checks import ConfigError
 from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
@@ -111,28 +111,19 @@ class RLOOConfig(GenerationSettings, TRLRLOOConfig):
     _VALID_DICT_FIELDS = [*getattr(TRLRLOOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
 
 
-def _init_kwargs(args: Any) -> Mapping[str, Any]:
-    given = args.model_init_kwargs or {}
-    return json.loads(given) if isinstance(given, str) else given
-
-
-def _dtype_name(given: Mapping[str, Any]) -> str:
-    return str(given.get("dtype", given.get("torch_dtype", "float32"))).removeprefix("torch.")
-
-
 def given_dtype(args: PolicyConfig, config: Any) -> torch.dtype:
     """The dtype of the parameters of a policy that is given by name: float32, or that of `model_init_kwargs`.
 
     Args:
         config: the checkpoint's, whose dtype is meant by `auto`.
     """
-    name = _dtype_name(_init_kwargs(args))
+    name = dtype_name(init_kwargs(args.model_init_kwargs))
     return (config.dtype or torch.float32) if name == "auto" else _DTYPES[name]
 
 
 def given_attention(args: PolicyConfig) -> str | None:
     """The attention of a policy that is given by name, by Transformers' name for it; `None` for the model's own."""
-    return _init_kwargs(args).get("attn_implementation")
+    return init_kwargs(args.model_init_kwargs).get("attn_implementation")
 
 
 PolicyConfig = GRPOConfig | RLOOConfig
@@ -175,16 +166,14 @@ def check_init_kwargs(args: PolicyConfig) -> None:
     Raises:
         ConfigError: one that the engines that read the model do not know.
     """
-    given = _init_kwargs(args)
+    given = init_kwargs(args.model_init_kwargs)
     if further := sorted(set(given) - _INIT_KWARGS):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(further)}, which engines that read in parts do not know; load the "
             f"model yourself, and pass the loaded model."
         )
-    if _dtype_name(given) not in (*_DTYPES, "auto"):
-        raise ConfigError(
-            f"model_init_kwargs: dtype is one of {', '.join(_DTYPES)} and auto, not {_dtype_name(given)!r}."
-        )
+    if (name := dtype_name(given)) not in (*_DTYPES, "auto"):
+        raise ConfigError(f"model_init_kwargs: dtype is one of {', '.join(_DTYPES)} and auto, not {name!r}.")
 
 
 __all__ = ["GRPOConfig", "PolicyConfig", "RLOOConfig"]

@@ -34,13 +34,19 @@ if TYPE_CHECKING:
 
 
 def check_plan(
-    args: PPOConfig | PolicyConfig, plan: ExecutionPlan, configs: Mapping[Role, Sequence[Any]], adapted: Sequence[Role]
+    args: PPOConfig | PolicyConfig,
+    plan: ExecutionPlan,
+    configs: Mapping[Role, Sequence[Any]],
+    adapted: Sequence[Role],
+    *,
+    own_reference: bool = False,
 ) -> None:
     """Refuse a plan that these settings or these models do not allow.
 
     Args:
         configs: the Transformers config of every model of every role.
         adapted: the roles that train adapters alone.
+        own_reference: the reference is a model of its own, also where the actor trains adapters.
 
     Raises:
         ConfigError: a ZeRO stage without DeepSpeed, fp16 with the engine `megatron`, a temperature below vLLM's
@@ -89,7 +95,7 @@ def check_plan(
             f"the DeepSpeed config offloads the optimizer of {sharded[0]} to an NVMe drive, where its state can be "
             f"neither saved nor resumed; set offload_optimizer.device to cpu or none, or use more devices."
         )
-    check_layouts(plan, configs, adapted, compute_dtype(args))
+    check_layouts(plan, configs, adapted, compute_dtype(args), own_reference=own_reference)
 
 
 def check_adapters_split(adapters: Mapping[str, Any], plan: ExecutionPlan) -> None:
@@ -114,11 +120,14 @@ def check_layouts(
     configs: Mapping[Role, Sequence[Any]],
     adapted: Sequence[Role],
     mixed: torch.dtype | None = None,
+    *,
+    own_reference: bool = False,
 ) -> None:
     """Check the tensor and pipeline parallelism of every call, and the memory that the plan states, against the models'
     configs.
 
     Args:
+        adapted, own_reference: as of `check_plan`.
         mixed: dtype of mixed precision, if any, in which a vLLM engine holds its weights.
 
     Raises:
@@ -135,6 +144,8 @@ def check_layouts(
                     spec = _spec(config, assignment, is_policy)
                     if mixed is not None and assignment.engine == "vllm":
                         spec = replace(spec, bytes_per_element=mixed.itemsize)
+                    if role is Role.REFERENCE and Role.ACTOR in adapted and not own_reference:
+                        spec = replace(spec, is_base=True)
                     specs.setdefault(name, []).append(spec)
     problems.refuse()
     check_memory(plan, specs, adapted)

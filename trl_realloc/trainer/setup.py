@@ -108,7 +108,15 @@ def prepare(
     # kept for the whole run, without the loaded models that `inputs` holds
     settings = None if inputs.optimizer is None else without_parameters(inputs.optimizer)
     sharding = OptimizerSharding(args, settings)
-    check = partial(check_plan_of_run, args, configs, adapters, sharding, request.processes)
+    check = partial(
+        check_plan_of_run,
+        args,
+        configs,
+        adapters,
+        sharding,
+        request.processes,
+        own_reference=inputs.ref_model is not None,
+    )
     if request.plan is not None:
         check(request.plan)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
@@ -170,16 +178,19 @@ def check_plan_of_run(
     sharding: OptimizerSharding,
     processes: Sequence[Process],
     plan: ExecutionPlan,
+    *,
+    own_reference: bool = False,
 ) -> None:
     """Refuse a plan that the models, the optimizer or the visible GPUs do not allow.
 
     Args:
         adapters: the PEFT configs of the policy's adapters, by their names.
+        own_reference: the user gave a reference model.
 
     Raises:
         PlanError, ValueError: names what is not allowed.
     """
-    check_plan(args, plan, configs, [Role.ACTOR] if adapters else [])
+    check_plan(args, plan, configs, [Role.ACTOR] if adapters else [], own_reference=own_reference)
     check_adapters_split(adapters, plan)
     check_sharding(sharding, plan)
     check_gpus(processes, plan)
