@@ -15,7 +15,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from trl_realloc.engines.models import adapts_head, with_adapters
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.profiling.job_models import JobModels, spec_of, specs_of, trained_share
-from trl_realloc.profiling.short_runs import _saved_bytes
+from trl_realloc.profiling.short_runs import Runs, _saved_bytes
 
 
 def config(family: str, **changes: Any) -> Any:
@@ -88,6 +88,37 @@ def test_a_run_that_trains_adapters_is_priced_by_them(tmp_path: Path) -> None:
     for found in (models, models.shallow(1)):
         assert found.specs["actor.train"][0].trained_share == models.trained_share
         assert found.specs["critic.train"][0].trained_share == 1.0
+
+
+def test_a_policy_that_has_adapters_is_measured_with_such_adapters(tmp_path: Path) -> None:
+    """Training all of its parameters would take other times, and memory that the run never needs."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny.policy(), peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+    path = tmp_path / "adapted"
+    adapted.save_pretrained(path)
+    loaded = peft.PeftModel.from_pretrained(tiny.policy(), path, is_trainable=True)
+    made = tiny.trainer(tmp_path, given={"model": loaded})
+    actor = Runs(made.setup.job)._roles()[Role.ACTOR]
+    (measured,) = [load() for load in actor.load]
+    assert actor.adapted
+    sizes = [(p.numel(), p.requires_grad) for p in measured.parameters()]
+    trained = sum(size for size, trains in sizes if trains)
+    assert trained / sum(size for size, _ in sizes) == made.setup.job.models.trained_share < 0.1
+
+
+def test_short_runs_of_fewer_layers_have_adapters_that_belong_to_some_layers_of_the_run(tmp_path: Path) -> None:
+    """Such as the last one, which shallower models do not have; and initial values that would be computed for long."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, layers_to_transform=[3], layers_pattern="layers", init_lora_weights="pissa"
+    )
+    deep = LlamaForCausalLM(tiny.config(num_hidden_layers=4))
+    made = tiny.trainer(tmp_path, given={"model": deep, "peft_config": config})
+    models = made.setup.job.models
+    shallow = replace(made.setup.job, models=models.shallow(1))
+    (measured,) = [load() for load in Runs(shallow)._roles()[Role.ACTOR].load]
+    assert measured.config.num_hidden_layers == 2
+    assert any(p.requires_grad for p in measured.parameters())
 
 
 def test_a_vllm_engine_holds_its_weights_in_the_dtype_of_mixed_precision() -> None:

@@ -27,7 +27,7 @@ class JobModels:
     Args:
         configs: Transformers configs of each role's models.
         specs: parameter specs of each call's models, by the call's name.
-        peft_config: PEFT config of the adapters that the actor trains, if any.
+        peft_config: PEFT config of an adapter like the one that the actor trains, if any.
         processing_class: the tokenizer, for engines that need one.
         mixed: dtype of mixed precision, if any.
         adapts_head: the actor trains an adapter that changes the language head.
@@ -71,6 +71,7 @@ class JobModels:
 
         Args:
             policy: as the user gave it: a model, with adapters or without, or its name.
+            peft_config: of the adapter that is added to it, if any.
             own_reference: the user gave a reference model.
         """
         config = configs[Role.ACTOR][0]
@@ -85,8 +86,11 @@ class JobModels:
             own_reference=own_reference,
             generation_engine=generation_engine,
         )
+        if has_adapters(policy):
+            peft_config = policy.peft_config[policy.active_adapters[0]]
+        like = None if peft_config is None else _as_new(peft_config)
         return JobModels(
-            configs, specs, peft_config, processing_class, mixed, in_head, generation_engine, share, own_reference
+            configs, specs, like, processing_class, mixed, in_head, generation_engine, share, own_reference
         )
 
     def attention_at(self, graph: DataflowGraph) -> dict[Role, float]:
@@ -183,6 +187,17 @@ def _adapted_shell(config: Any, peft_config: Any) -> Any:
         peft_config.init_lora_weights = True
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return with_adapters(shell(config), peft_config, None)
+
+
+def _as_new(peft_config: Any) -> Any:
+    """The config of a new adapter that trains, in models of any depth. Initial values that depend on the weights, which
+    may take long to compute, are left out."""
+    peft_config = copy.copy(peft_config)
+    changes = {"inference_mode": False, "init_lora_weights": True, "layers_to_transform": None, "layers_pattern": None}
+    for name, value in changes.items():
+        if hasattr(peft_config, name):
+            setattr(peft_config, name, value)
+    return peft_config
 
 
 def element_bytes(config: Any) -> int:
