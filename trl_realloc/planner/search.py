@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..common.errors import PlanError
@@ -24,9 +24,10 @@ from .space import Candidate, State
 EXHAUSTIBLE = 20_000  # most combinations that are all evaluated
 EXHAUSTING = 0.8  # of the time limit: the most time for that, after which they are searched as a large space is
 LOOKS = 80_000  # most states that a round looks at, known ones included
-RESTARTS = 6
-PATIENCE = 16_000  # looks without a better plan after which a round ends
-ROUND_S = 5.0  # of the time limit: a large space is searched again for each, from other states at random
+RESTARTS = 8
+PATIENCE = 8_000  # looks without a better plan after which a round ends
+BOUNDARIES = 24  # most places that a boundary between meshes is moved to at a time
+ROUND_S = 1.25  # of the time limit: a large space is searched again for each, from other states at random
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,21 @@ def partitions(size: int, count: int, draw: random.Random, most: int = 24) -> li
     return divisions
 
 
+def _ends(mesh: DeviceMesh) -> set[int]:
+    """The first device of a mesh, and the first after it."""
+    return {mesh.first, mesh.last + 1}
+
+
+def _in_layout_of(one: Candidate, others: Sequence[Candidate]) -> Candidate:
+    """The first of the candidates that has the engine and the degrees of another, but for dp; or the first."""
+
+    def layout(candidate: Candidate) -> tuple[str, int, int, int]:
+        strategy = candidate.assignment.strategy
+        return candidate.assignment.engine, strategy.tp, strategy.pp, strategy.zero_stage
+
+    return next((other for other in others if layout(other) == layout(one)), others[0])
+
+
 class _Climb:
     """Improves states step by step, and remembers the weight of each state that it has seen."""
 
@@ -132,6 +148,9 @@ class _Climb:
             self.on_mesh.append(table)
         self.levels = [level for level in problem.levels if len(level) > 1]
         cluster = problem.space.cluster
+        ends = {place for table in self.on_mesh for mesh in table for place in _ends(mesh)}
+        self._inside = ends - _ends(cluster.mesh)
+        self.edges = sorted(self._inside)
         self.parts = {
             count: [(cluster.mesh,) * count, *partitions(cluster.size, count, self.draw)]
             for count in {len(level) for level in self.levels}
@@ -168,15 +187,17 @@ class _Climb:
         return True
 
     def run(self, starts: Sequence[State], rounds: int) -> None:
-        for number in range(rounds):
-            self.looks = self.improved_at = 0
-            self._round([] if number else starts)
-
-    def _round(self, starts: Sequence[State]) -> None:
         fastest = tuple(candidates[0] for candidates in self.lists)
         smallest = tuple(min(candidates, key=lambda c: c.cost.static + c.cost.transient) for candidates in self.lists)
-        beginnings = [*starts, fastest, smallest]
-        beginnings += [tuple(map(self.draw.choice, self.lists)) for _ in range(RESTARTS)]
+        known = [*starts, fastest, smallest, *self._roles_apart(fastest)]
+        for number in range(rounds):
+            self.looks = self.improved_at = 0
+            if not number or time.perf_counter() < self.deadline:
+                self._round([] if number else known)
+
+    def _round(self, starts: Sequence[State]) -> None:
+        drawn = [tuple(map(self.draw.choice, self.lists)) for _ in range(RESTARTS)]
+        beginnings = [*starts, *drawn]
         ends: list[State] = []
         for state in beginnings:
             if not ends or not self.over:
@@ -185,13 +206,31 @@ class _Climb:
         while not self.over:
             state = self.descend(self.wander(state))
 
+    def _roles_apart(self, fastest: State) -> Iterator[State]:
+        """States in which the calls of one trained role are on some of the devices, and those of the others on the
+        rest; for some ways to divide the cluster. Calls of other roles are where they are fastest."""
+        graph, cluster = self.problem.space.graph, self.problem.space.cluster
+        first, *others = graph.trained_roles
+        for edge in self._some_edges() if others else ():
+            sides = {role: DeviceMesh(edge, cluster.size - edge) for role in others}
+            sides[first] = DeviceMesh(0, edge)
+            roles = [graph.call(name).role for name in self.problem.names]
+            tables = [self.on_mesh[at].get(sides[role], []) if role in sides else [] for at, role in enumerate(roles)]
+            yield tuple(table[0] if table else known for table, known in zip(tables, fastest, strict=True))
+
+    def _some_edges(self) -> list[int]:
+        """Places of the cluster where meshes may meet: those nearest to its eighths."""
+        size = self.problem.space.cluster.size
+        nearest = (min(self.edges, key=lambda edge: abs(edge - size * part // 8)) for part in range(1, 8) if self.edges)
+        return list(dict.fromkeys(nearest))
+
     def descend(self, state: State) -> State:
         """Applies moves that lower the weight until none does."""
         now = self.weigh(state)
         moved = True
         while moved and not self._late:
             moved = False
-            for move in (self._one, self._level, self._pair):
+            for move in (self._one, self._level, self._boundary, self._pair):
                 for other in move(state):
                     if (weight := self.weigh(other)) < now * (1 - 1e-9):
                         state, now, moved = other, weight, True
@@ -244,6 +283,29 @@ class _Climb:
                 states.append(tuple(placed))
         return states
 
+    def _boundary(self, state: State) -> Sequence[State]:
+        """States in which meshes that lie side by side meet elsewhere."""
+        others = self.draw.sample(self.edges, min(BOUNDARIES, len(self.edges)))
+        pairs = itertools.product(self._edges_of(state), others)
+        return [moved for edge, other in pairs if (moved := self._moved(state, edge, other)) is not None]
+
+    def _edges_of(self, state: State) -> list[int]:
+        """Where meshes of a state begin or end within the cluster."""
+        return sorted({place for candidate in state for place in _ends(candidate.assignment.mesh)} & self._inside)
+
+    def _moved(self, state: State, edge: int, other: int) -> State | None:
+        """The state in which all meshes that begin or end at `edge` do so at `other`: one alone would overlap with the
+        rest. Calls keep their layouts where these are possible. `None` where a mesh cannot be so."""
+        placed = []
+        for at, candidate in enumerate(state):
+            mesh = candidate.assignment.mesh
+            first, after = (other if place == edge else place for place in (mesh.first, mesh.last + 1))
+            table = self.on_mesh[at].get(DeviceMesh(first, after - first)) if first < after else None
+            if not table:
+                return None
+            placed.append(_in_layout_of(candidate, table))
+        return tuple(placed)
+
     def _fastest_that_fits(self, state: list[Candidate], at: int, candidates: Sequence[Candidate]) -> Candidate:
         """The first candidate of a call that fits in memory; where none does, the one that holds least."""
         memory = self.problem.space.pricing.memory
@@ -270,7 +332,12 @@ class _Climb:
         return states
 
     def _random(self, state: State) -> State:
-        if self.draw.random() < 0.3 and (pairs := self._pair(state)):
+        way = self.draw.random()
+        if way < 0.3 and (pairs := self._pair(state)):
             return self.draw.choice(list(pairs))
+        if 0.3 <= way < 0.5 and (edges := self._edges_of(state)):
+            moved = self._moved(state, self.draw.choice(edges), self.draw.choice(self.edges))
+            if moved is not None:
+                return moved
         at = self.draw.randrange(len(state))
         return (*state[:at], self.draw.choice(list(self.lists[at])), *state[at + 1 :])

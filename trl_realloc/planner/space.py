@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from ..common.errors import PlanError
 from ..plan.assignment import ENGINE_ABILITIES, Assignment, ParallelStrategy
@@ -22,6 +23,7 @@ from .engine_refusal import check_share
 
 
 MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
+PARTS = 16  # of such a cluster
 KEPT = 12  # largest number of candidates of one call on one mesh
 
 
@@ -261,7 +263,8 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
     """The legal meshes of a cluster.
 
     If there are more than `MOST_MESHES`, only meshes with at least a 64th of the devices are returned: aligned ones of
-    a power of two of devices or nodes, and the rest of the cluster on either side of them.
+    a power of two of devices or nodes, the rest of the cluster on either side of them, and those that begin and end at
+    a `PARTS`th of the nodes.
     """
     if cluster.nodes * (cluster.nodes + 1) // 2 + 2 * cluster.size <= MOST_MESHES:
         return list(dict.fromkeys([*legal_meshes(cluster), cluster.mesh]))
@@ -282,6 +285,8 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
             if rest and cluster.nodes * per_node - count * per_node >= smallest:
                 meshes += [DeviceMesh(count * per_node, rest * per_node), DeviceMesh(0, rest * per_node)]
         count *= 2
+    ends = [*range(0, cluster.nodes, math.ceil(cluster.nodes / PARTS)), cluster.nodes]
+    meshes += [DeviceMesh(start * per_node, (end - start) * per_node) for start, end in combinations(ends, 2)]
     return list(dict.fromkeys(meshes))
 
 
