@@ -348,3 +348,15 @@ def test_a_model_that_vllm_cannot_serve_is_not_measured(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(tmp_path / "nowhere")]) == 2
     assert "/nowhere': neither a recipe nor a folder with a model's config.json." in capsys.readouterr().err
+
+
+def test_a_plan_that_is_there_already_is_not_overwritten_without_being_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", str(RECIPE.resolve()), "--prompt-tokens", "20", "--cluster", "h100:2", "--time-limit", "1"]
+    for name in ("plan.yaml", "plan-2.yaml", "plan-3.yaml"):
+        assert main(asked) == 0
+        assert f"written to {name}" in " ".join(capsys.readouterr().out.split())
+        (tmp_path / name).write_text(f"{(tmp_path / name).read_text()}# edited\n")
+    assert [(tmp_path / name).read_text().count("# edited") for name in ("plan.yaml", "plan-2.yaml")] == [1, 1]

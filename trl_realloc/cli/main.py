@@ -5,6 +5,7 @@ That job is in `measure`, and its start in `measuring_job`. Planning a recipe is
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -146,7 +147,8 @@ def plan(
     """Choose the plan for a RECIPE, and say what it was chosen over; or write the plan that a PRESET stands for.
 
     A recipe is planned for --cluster, for the machine of --profile, or for this one, which is measured the first time.
-    The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json.
+    The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json. Without
+    -o nothing is overwritten: where there is a plan.yaml, it is plan-2.yaml, and so on.
     """
     if what not in PRESETS:
         if not exists(what):
@@ -154,7 +156,7 @@ def plan(
         if is_plan(Path(what)):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
         _refuse_given(OF_PRESETS, f"a preset; {what} is a recipe, with the engine in its settings")
-        output = output or Path("plan.yaml")
+        output = output or _free_name()
         _check_output(output, "the plan")
         named = [call for call in calls if call != OVERLAPS]
         check_request(cluster, measured, devices, nodes, time_limit, named)
@@ -179,6 +181,12 @@ def plan(
     _save(written, output)
     Console().print(plan_table(written))
     click.echo(f"written to {output}; run it with plan: {output}")
+
+
+def _free_name() -> Path:
+    """A file for a plan in the working directory that does not exist yet. One that is there may have been edited."""
+    names = itertools.chain(["plan.yaml"], (f"plan-{number}.yaml" for number in itertools.count(2)))
+    return next(path for path in map(Path, names) if not exists(path))
 
 
 def _refuse_given(options: Mapping[str, str], instead: str) -> None:

@@ -246,8 +246,13 @@ class Transfer:
     # --- messages as bytes ----------------------------------------------------------------------------------------
 
     def _split(self, message: Message) -> tuple[list[ParameterBox], list[ParameterBox]]:
-        """(large, small) parts of a message. Sender and receiver split it alike."""
-        if self.checksum:
+        """(large, small) parts of a message. Sender and receiver split it alike.
+
+        Of a batch each message is one operation. A batch is one NCCL group, whose operations NCCL may cut into kernels
+        otherwise on each rank when they are some hundreds, so that ranks wait for each other (pytorch#174288); with one
+        for each large part there were 488 from 32 devices to 32 others.
+        """
+        if self.checksum or (self._batched and len(message.pieces) > 1):
             return [], list(message.pieces)
         large = [p for p in message.pieces if volume(p.box) * self.dtypes[p.parameter].itemsize >= LARGE_BYTES]
         return large, [piece for piece in message.pieces if piece not in large] if large else list(message.pieces)

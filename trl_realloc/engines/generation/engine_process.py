@@ -115,7 +115,11 @@ class EngineProcess:
         if self._dead is not None:
             raise EngineDied(self._dead)
         if not self._finalizer.alive:
-            raise EngineError(f"{self.name}: the engine is closed.")
+            raise EngineError(
+                f"{self.name}: the engine is closed, as all engines of a trainer are when a call has failed or was "
+                f"interrupted; make a new trainer, whose train(resume_from_checkpoint=True) goes on from the last "
+                f"checkpoint."
+            )
 
     def wait_ready(self) -> tuple[Any, ...]:
         """The process's first message. Raises `EngineError`, with the end of its log, if it does not start."""

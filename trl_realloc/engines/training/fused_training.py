@@ -96,6 +96,7 @@ class FusedTraining:
         self.times = StageTimes(engines[0].device)
         # of the latest mini-batch, on the first tensor rank of each stage
         self._latest: tuple[FusedShape, Orders] | None = None
+        self._has_run = False
 
     def connect(self) -> None:
         """Send one message along every route. NCCL connects two ranks in their first message, and waits there for both,
@@ -149,6 +150,7 @@ class FusedTraining:
             (run.backward if task.is_backward else run.forward)(task.micro_batch)
         for run in runs:
             run.finish()
+        self._has_run = True
 
     def _orders(self, batches: Sequence[MiniBatch]) -> Orders:
         """The order of the tasks on every stage of the line. One rank makes it and sends it to the other stages and to
@@ -212,7 +214,10 @@ class FusedTraining:
             forwards_before=numbers(before, False),
             backwards_after=numbers(after, True),
         )
-        return StageRun(engine.pipeline, batch, neighbours, engine.in_context, partial(self.times.of, model))
+        # A device may have to be idle for the first launch of a kernel, which CUDA loads then, and is not while it
+        # waits for what a neighbour sends after such a launch of its own.
+        measured, ahead = partial(self.times.of, model), self._has_run
+        return StageRun(engine.pipeline, batch, neighbours, engine.in_context, measured, ahead=ahead)
 
     def _route(self, channel: int, peer: int | None) -> Route | None:
         if peer is None:

@@ -64,13 +64,17 @@ class Inbox:
     Args:
         order: the micro-batches in the order in which the neighbour sends them.
         empty: makes the tensor that a micro-batch's is received in.
+        ahead: otherwise a tensor is received only when it is taken.
     """
 
-    def __init__(self, route: Route, order: Sequence[int], empty: Callable[[int], Tensor]) -> None:
-        self.route, self.empty = route, empty
+    def __init__(
+        self, route: Route, order: Sequence[int], empty: Callable[[int], Tensor], *, ahead: bool = True
+    ) -> None:
+        self.route, self.empty, self.ahead = route, empty, ahead
         self._expected = deque(order)
         self._arriving: dict[int, tuple[Any, Tensor]] = {}
-        self._receive_next()
+        if ahead:
+            self._receive_next()
 
     def _receive_next(self) -> None:
         if self._expected:
@@ -86,6 +90,6 @@ class Inbox:
             self._receive_next()
         work, tensor = self._arriving.pop(micro_batch)
         work.wait()
-        if not self._arriving:
+        if self.ahead and not self._arriving:
             self._receive_next()
         return tensor

@@ -43,6 +43,7 @@ class StageRun:
     batch: the mini-batch; its statistics are filled on the last stage.
     call: runs a stage's forward in its context, such as autocast.
     measured: a context that measures a forward or backward (`is_backward`) of so many tokens.
+    ahead: receive a tensor before it is taken.
     """
 
     def __init__(
@@ -52,12 +53,18 @@ class StageRun:
         neighbours: Neighbours,
         call: Callable[[Callable[[], Any]], Any],
         measured: Callable[[bool, int], AbstractContextManager[None]],
+        *,
+        ahead: bool = True,
     ) -> None:
         self.pipeline, self.batch, self.call, self.measured = pipeline, batch, call, measured
         self._inputs = [micro.only(("index", "prompts", "responses")) for micro in batch.micros]
         n = neighbours
-        self._hidden_in = None if n.hidden_from is None else Inbox(n.hidden_from, n.forwards_before, self._empty)
-        self._gradients_in = None if n.gradient_from is None else Inbox(n.gradient_from, n.backwards_after, self._empty)
+
+        def inbox(route: Route | None, order: Sequence[int]) -> Inbox | None:
+            return None if route is None else Inbox(route, order, self._empty, ahead=ahead)
+
+        self._hidden_in = inbox(n.hidden_from, n.forwards_before)
+        self._gradients_in = inbox(n.gradient_from, n.backwards_after)
         self._hidden_out = None if n.hidden_to is None else Outbox(n.hidden_to)
         self._gradients_out = None if n.gradient_to is None else Outbox(n.gradient_to)
         # by micro-batch between its forward and its backward: the stage's input and output

@@ -174,7 +174,7 @@ class WatchdogClient:
             if verdict["generation"] <= self._acknowledged:
                 return
             write_stderr(
-                f"[rank{self.rank}] trl_realloc: {verdict['sentence']} This rank was still in {self.activity}."
+                f"[rank{self.rank}] trl_realloc: {_ended(verdict['sentence'])} This rank was still in {self.activity}."
             )
         os._exit(1)
 
@@ -211,6 +211,11 @@ def watch(timeout_s: float = HEARTBEAT_TIMEOUT_S) -> WatchdogClient:
 def current_watchdog() -> WatchdogClient | None:
     """This process's watchdog client, `None` if it has no watchdog."""
     return _client if _client is not None and _client._owner_pid == os.getpid() else None
+
+
+def _ended(sentence: str) -> str:
+    """A sentence with its full stop, which an exception's message may lack."""
+    return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
 
 
 def write_stderr(sentence: str) -> None:
