@@ -28,7 +28,7 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.decision import why_slower
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.search import partitions, search
+from trl_realloc.planner.search import _Climb, partitions, search
 from trl_realloc.planner.simulate import Overlap
 from trl_realloc.planner.space import KEPT, Candidate, Space, State, _spread, meshes_of, undominated
 
@@ -377,3 +377,33 @@ def test_the_proximal_policys_forward_is_chosen_and_priced_as_any_forward() -> N
     assert costs[0] == costs[1] and costs[0].seconds > 0
     plain = choose(specs(7, 7), prices, time_limit_s=2)
     assert chosen.best.seconds > plain.best.seconds
+
+
+def test_a_boundary_moves_with_all_meshes_that_begin_or_end_there() -> None:
+    """One of them alone would overlap with the others, so no step that changes one call leads to another boundary."""
+    prices = pricing(4, 8)
+    space = Space(prices.cluster, ppo_graph(), specs(1, 1), prices)
+    problem = Problem(space, space.candidates())
+    climb = _Climb(problem, list(problem.candidates.values()), random.Random(0), math.inf)
+    policy = {name for name in problem.names if name.startswith(("actor", "reference"))}
+    left, right = DeviceMesh(0, 16), DeviceMesh(16, 16)
+    tables = [climb.on_mesh[at][left if name in policy else right] for at, name in enumerate(problem.names)]
+    state = tuple(table[0] for table in tables)
+    moved = climb._boundary(state)
+    edges = set()
+    for other in moved:
+        ends = {c.assignment.mesh for name, c in zip(problem.names, other, strict=True) if name in policy}
+        begins = {c.assignment.mesh for name, c in zip(problem.names, other, strict=True) if name not in policy}
+        (edge,) = {mesh.size for mesh in ends}
+        assert ends == {DeviceMesh(0, edge)} and begins == {DeviceMesh(edge, 32 - edge)}
+        assert [c.assignment.engine for c in other] == [c.assignment.engine for c in state]
+        edges.add(edge)
+    assert edges == {8, 24}
+
+
+def test_a_large_cluster_can_be_divided_at_each_sixteenth() -> None:
+    for nodes in (32, 48, 100, 512):
+        meshes = set(meshes_of(Cluster(nodes, 8)))
+        part = math.ceil(nodes / 16) * 8
+        for edge in range(part, nodes * 8, part):
+            assert {DeviceMesh(0, edge), DeviceMesh(edge, nodes * 8 - edge)} <= meshes

@@ -26,7 +26,7 @@ EXHAUSTING = 0.8  # of the time limit: the most time for that, after which they 
 LOOKS = 80_000  # most states that a round looks at, known ones included
 RESTARTS = 8
 PATIENCE = 8_000  # looks without a better plan after which a round ends
-BOUNDARIES = 24  # most places that a boundary between meshes is moved to at a time
+BOUNDARIES = 48  # most moves of a boundary between meshes that a step looks at
 ROUND_S = 1.25  # of the time limit: a large space is searched again for each, from other states at random
 
 
@@ -285,9 +285,10 @@ class _Climb:
 
     def _boundary(self, state: State) -> Sequence[State]:
         """States in which meshes that lie side by side meet elsewhere."""
-        others = self.draw.sample(self.edges, min(BOUNDARIES, len(self.edges)))
-        pairs = itertools.product(self._edges_of(state), others)
-        return [moved for edge, other in pairs if (moved := self._moved(state, edge, other)) is not None]
+        pairs = itertools.product(self._edges_of(state), self.edges)
+        changed = (self._moved(state, edge, other) for edge, other in pairs if edge != other)
+        states = [moved for moved in changed if moved is not None]
+        return self.draw.sample(states, min(BOUNDARIES, len(states)))
 
     def _edges_of(self, state: State) -> list[int]:
         """Where meshes of a state begin or end within the cluster."""
