@@ -61,7 +61,7 @@ def test_an_exception_on_one_rank_ends_those_that_hang_with_its_sentence(ranks: 
     processes = ranks("raise")
     (_, hung), (_, failed) = outputs(processes)
     sentence = f"rank 1 on host {HOST} failed in actor.train of update 1: no memory"
-    assert f"[rank0] trl_realloc: {sentence} This rank was still in actor.train of update 0." in hung
+    assert f"[rank0] trl_realloc: {sentence}. This rank was still in actor.train of update 0." in hung
     assert "RuntimeError: no memory" in failed and [p.returncode for p in processes] == [1, 1]
 
 
