@@ -182,9 +182,7 @@ def trained_share(model: Any, config: Any, peft_config: Any) -> float:
 
 def _adapted_shell(config: Any, peft_config: Any) -> Any:
     """The policy with new adapters, without memory. Initial values that depend on the weights are left out."""
-    if hasattr(peft_config, "init_lora_weights"):
-        peft_config = copy.copy(peft_config)
-        peft_config.init_lora_weights = True
+    peft_config = _changed(peft_config, init_lora_weights=True)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return with_adapters(shell(config), peft_config, None)
 
@@ -192,8 +190,14 @@ def _adapted_shell(config: Any, peft_config: Any) -> Any:
 def _as_new(peft_config: Any) -> Any:
     """The config of a new adapter that trains, in models of any depth. Initial values that depend on the weights, which
     may take long to compute, are left out."""
+    return _changed(
+        peft_config, inference_mode=False, init_lora_weights=True, layers_to_transform=None, layers_pattern=None
+    )
+
+
+def _changed(peft_config: Any, **changes: Any) -> Any:
+    """A copy of a PEFT config with other values of those settings that its kind of adapter has."""
     peft_config = copy.copy(peft_config)
-    changes = {"inference_mode": False, "init_lora_weights": True, "layers_to_transform": None, "layers_pattern": None}
     for name, value in changes.items():
         if hasattr(peft_config, name):
             setattr(peft_config, name, value)
