@@ -254,6 +254,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "critic": ({"value_model": tiny.classifier(num_hidden_layers=1)}, {}, "its critic has 21 trained parameters"),
     "optimizer": ({}, {"optim": "sgd"}, "its optimizer is AdamW, this run's is SGD"),
     "batch": ({}, {"per_device_train_batch_size": 4}, "its updates have 8 episodes, this run's 4.*ignore_data_skip"),
+    "order": ({}, {"data_seed": 7}, "its data_seed is 42, this run's 7.*ignore_data_skip"),
     "rows": ({"train_dataset": tiny.prompts(32)}, {}, "its data set has 64 prompts, this run's 32.*ignore_data_skip"),
 }
 

@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
 
-from trl_realloc import PPOTrainer
+from trl_realloc import GRPOConfig, GRPOTrainer, PPOTrainer
 from trl_realloc.algorithms.nonfinite import NonFiniteError, problem_of
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.runtime import call_inputs
 from trl_realloc.runtime.failures.alarm import JobFailed
+from trl_realloc.trainer.policy_scoring import LEFT_OUT
 
 
 REFUSED = (NonFiniteError, JobFailed)
+TEXTS = Dataset.from_dict({"prompt": [f"w{at} w{at + 7} w{at + 1}" for at in range(2, 34)]})
 SHORT: dict[str, Any] = {"response_length": 4, "num_ppo_epochs": 1, "max_steps": 1}
 
 
@@ -201,3 +206,73 @@ def test_the_means_of_an_evaluation_are_of_the_batches_that_have_the_metric(tmp_
     made = tiny.trainer(tmp_path, given=given, per_device_eval_batch_size=8, skip_nonfinite_updates=True)
     metrics = made.evaluate()
     assert calls == [8, 8] and metrics["eval_objective/scores"] == 1.0
+
+
+def test_the_score_that_is_not_finite_is_named_where_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the number that was returned, and with the function's name."""
+    messages: list[str] = []
+    monkeypatch.setattr(call_inputs.logger, "warning", messages.append)
+    functions = [named("length", 1.0), named("judge", math.nan)]
+    made = tiny.trainer(tmp_path, given={"reward_model": functions}, **SHORT, skip_nonfinite_updates=True)
+    made.train()
+    (message,) = messages
+    assert message.startswith("the score by 'judge' of sample 3 of the batch is nan (prompt 'w")
+
+
+def named(name: str, score: float) -> Any:
+    function = returning(score)
+    function.__name__ = name
+    return function
+
+
+def group_trainer(folder: Path, reward: Any, **changes: Any) -> GRPOTrainer:
+    args = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=2,
+        logging_steps=1,
+        save_steps=100,
+        report_to=[],
+        use_vllm=False,
+        bf16=False,
+        disable_tqdm=True,
+        **changes,
+    )
+    return GRPOTrainer(tiny.policy(), reward, args, TEXTS, processing_class=tiny.tokenizer())
+
+
+def test_an_infinite_reward_of_grpo_is_refused_and_the_state_before_it_is_saved(tmp_path: Path) -> None:
+    made = group_trainer(tmp_path, [named("length", 1.0), Sometimes()])
+    with pytest.raises(NonFiniteError, match=r"'sometimes' returned inf for sample 3 of the batch; .*\(prompt 'w"):
+        made.train()
+    assert made.state.global_step == 1 and (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+
+
+def test_a_completion_with_an_infinite_reward_is_left_out_of_its_group_where_a_setting_says_so(tmp_path: Path) -> None:
+    made = group_trainer(tmp_path, [named("length", 1.0), Sometimes()], skip_nonfinite_updates=True)
+    made.train()
+    rows = [row for row in made.state.log_history if LEFT_OUT in row]
+    assert [row[LEFT_OUT] for row in rows] == [0.0, 1.0]
+    assert all(math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in rows)
+    assert all(math.isfinite(row["reward"]) for row in rows)
+    advantages = list(made._logs["advantages"])[-8:]
+    assert advantages[3] == 0.0 and any(advantages)
+
+
+def test_a_reward_model_of_grpo_that_gives_nan_leaves_the_completion_out(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(tiny.config(num_labels=1))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[20:60] = math.nan
+    model.save_pretrained(tmp_path / "reward")
+    tiny.tokenizer().save_pretrained(tmp_path / "reward")
+    rewards = [str(tmp_path / "reward"), Sometimes()]
+    made = group_trainer(tmp_path / "run", rewards, skip_nonfinite_updates=True)
+    made.train()
+    rows = [row for row in made.state.log_history if LEFT_OUT in row]
+    assert len(rows) == 2 and all(0 < row[LEFT_OUT] <= 8 for row in rows)
+    assert all(math.isfinite(row["grad_norm"]) for row in rows)

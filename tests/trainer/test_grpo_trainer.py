@@ -25,6 +25,7 @@ from trl_realloc.plan.presets import separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.runtime.failures.alarm import JobFailed
 from trl_realloc.trainer import policy_trainer
+from trl_realloc.trainer.checkpoint import CheckpointError
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import check_init_kwargs
 from trl_realloc.trainer.plan_request import PlanRequest
@@ -472,3 +473,40 @@ def test_vespo_needs_weights_of_tokens(tmp_path: Path) -> None:
     args = settings(tmp_path, loss_type="vespo", use_vllm=None)
     with pytest.raises(ConfigError, match="token_truncate"):
         GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 7}, "its seed is 42, this run's 7"),
+        ({"num_generations": 2}, "its num_generations is 4, this run's 2"),
+        ({"steps_per_generation": 4}, "its generation_batch_size is 8, this run's 16"),
+        ({"num_iterations": 2}, "its num_iterations is 1, this run's 2"),
+    ],
+)
+def test_a_run_with_another_order_of_prompts_does_not_resume(
+    checkpoint: Path, changes: dict[str, Any], words: str
+) -> None:
+    args = settings(checkpoint.parent, **changes)
+    other = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    with pytest.raises(CheckpointError, match=f"{words}.*ignore_data_skip"):
+        other.train(resume_from_checkpoint=str(checkpoint))
+    other.close()
+
+
+def test_a_run_with_smaller_micro_batches_resumes(checkpoint: Path, tmp_path: Path) -> None:
+    args = settings(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3)
+    other = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    other.train(resume_from_checkpoint=str(checkpoint))
+    other.close()
+    assert other.state.global_step == 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    args = settings(folder, save_strategy="steps", save_steps=1)
+    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    made.train()
+    made.close()
+    return folder / "checkpoint-2"

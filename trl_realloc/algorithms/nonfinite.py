@@ -58,6 +58,11 @@ def is_bad(numbers: Tensor) -> Tensor:
     return ~(numbers.abs() <= LARGEST)
 
 
+def is_infinite(scores: Tensor) -> Tensor:
+    """Marks infinity and magnitudes above `LARGEST`, but not NaN, which is a score that was not given."""
+    return scores.abs() > LARGEST
+
+
 def problem_of(samples: Rollouts) -> NonFiniteError | None:
     """The error for the first number of a global batch that cannot be trained on, or `None`. It is the same on every
     rank, because every rank has the same samples.
@@ -76,7 +81,8 @@ def problem_of(samples: Rollouts) -> NonFiniteError | None:
         first = int(bad_positions[0])
         row = int(column.row_of[first]) if isinstance(column, Ragged) else first
         sample = int(samples.tensor("index")[row])
-        message = f"{description} of sample {sample} of the batch is {float(numbers[first]):g}"
+        by = _scorers(samples, row) if name == "scores" else ""
+        message = f"{description}{by} of sample {sample} of the batch is {float(numbers[first]):g}"
         if name in DERIVED_COLUMNS:
             message += (
                 ", though its score, log-probabilities and values are finite: kl_coef, gamma, lam or "
@@ -84,6 +90,30 @@ def problem_of(samples: Rollouts) -> NonFiniteError | None:
             )
         return NonFiniteError(message, sample)
     return None
+
+
+def _scorers(samples: Rollouts, row: int) -> str:
+    """By which of several scorers the score of a row cannot be used, for a message."""
+    names = [name for name in samples if name.startswith("reward/") and bool(is_infinite(samples.tensor(name)[row]))]
+    return f" by {', '.join(repr(name.removeprefix('reward/')) for name in names)}" if names else ""
+
+
+def problem_of_rewards(rewards: Tensor, names: Sequence[str]) -> NonFiniteError | None:
+    """The error for the first reward that cannot be trained on, or `None`.
+
+    Args:
+        rewards: (samples, functions), NaN where a function gives a sample no reward.
+        names: of the functions.
+    """
+    places = is_infinite(rewards).nonzero().tolist()
+    if not places:
+        return None
+    sample, function = places[0]
+    return NonFiniteError(
+        f"reward function {names[function]!r} returned {float(rewards[sample, function]):g} for sample {sample} of the "
+        f"batch; rewards must be finite, and at most {LARGEST:g}",
+        sample,
+    )
 
 
 def with_text(error: NonFiniteError, samples: Rollouts, processing_class: Any) -> NonFiniteError:

@@ -34,7 +34,7 @@ class NonFiniteScore(RewardError):
     """A score that is NaN, infinite, or too large to be trained on.
 
     Args:
-        scores: (n,) float32, the scores of all samples, with infinity in place of those that cannot be used.
+        scores: (n,) float32, the scores of all samples, with infinity in place of those that are too large.
     """
 
     def __init__(self, message: str, scores: Tensor) -> None:
@@ -198,7 +198,7 @@ def _check_finite(
         f"{scorer} {float(originals[first]):g} for sample {sample} of the batch ({texts_of_sample}); scores must be "
         f"finite, and at most {LARGEST:g}, so that their squares can be summed in float32. Nothing was trained on this "
         f"batch.",
-        scores.masked_fill(is_bad(scores), math.inf),
+        scores.masked_fill(scores.abs() > LARGEST, math.inf),
     )
 
 
@@ -285,10 +285,11 @@ def weighted_scores(
         models: run first, and also without samples, because the forward of a sharded model is a collective of all ranks
             of the call.
         weights: by the name of the scorer.
-        refuse: raise for a score that is not finite; otherwise it is infinite in the result.
+        refuse: raise for a score that is not finite; otherwise the sample's sum is that score, and the score infinite.
 
     Returns:
-        The weighted sum over the scorers that apply to a sample, (n,) float32; and the scores of each scorer by name.
+        The weighted sum over the scorers that apply to a sample, (n,) float32; and the scores of each scorer by name,
+        where NaN is a score that was not given.
 
     Raises:
         RewardError: see `FunctionReward`; or no scorer applies to a sample.
@@ -296,13 +297,15 @@ def weighted_scores(
     texts = functools.cache(texts)
     table: dict[str, Tensor] = {}  # `read_rewards` makes the names unique
     failure: NonFiniteScore | None = None
+    unusable: list[Tensor] = []
 
     def add(name: str, score: Callable[[], Tensor]) -> None:
         nonlocal failure
         try:
             table[name] = score()
         except NonFiniteScore as error:  # raised after the last model has run, whose forward is a collective
-            failure, table[name] = failure or error, error.scores
+            failure, table[name] = failure or error, error.scores.masked_fill(is_bad(error.scores), math.inf)
+            unusable.append(error.scores)
 
     for model in models:
         add(model.name, partial(model.score, samples, texts))
@@ -319,8 +322,9 @@ def weighted_scores(
         raise RewardError(f"every reward function returned None for sample {sample} of the batch.")
     factors = torch.tensor([weights[name] for name in table], dtype=torch.float32)
     total = torch.nansum(stacked * factors[:, None], 0)
-    # infinite also where the weight of the infinite score is 0
-    return total.masked_fill(stacked.isinf().any(0), math.inf), table
+    for scores in reversed(unusable):  # also where the weight of the score is 0
+        total = torch.where(is_bad(scores), scores, total)
+    return total, table
 
 
 @dataclass(frozen=True)

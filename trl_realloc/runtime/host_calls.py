@@ -10,6 +10,7 @@ the loop trains (`host_ahead`).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -219,7 +220,8 @@ class HostCalls:
         return self._known_or_performed(name, samples)
 
     def score(self, name: str, model: str, tokens: Sequence[Sequence[int]]) -> list[float]:
-        """The scores of one reward model for this rank's texts. Equal texts are computed once.
+        """The scores of one reward model for this rank's texts, infinite where they are not finite. Equal texts are
+        computed once.
 
         Args:
             name: of a call of reward models.
@@ -231,7 +233,11 @@ class HostCalls:
         texts = whole_texts(Ragged.of(tokens, torch.long))
         (column,) = self.executor.plan.graph.call(name).outputs
         outputs = self._known_or_performed(name, texts, model)
-        scores: list[float] = outputs.tensor(column).tolist() if len(outputs) else []
+        if not len(outputs):
+            return []
+        values = outputs.tensor(column)
+        # to TRL's loop NaN would be a score that the model does not give
+        scores: list[float] = values.masked_fill(values.isnan(), math.inf).tolist()
         return scores
 
     def _known_or_performed(self, name: str, samples: Rollouts, model: str = "") -> Rollouts:

@@ -9,24 +9,31 @@ those that were scored is scored then.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
+from ..algorithms.nonfinite import NonFiniteError, is_infinite, problem_of_rewards, quoted
 from ..algorithms.rollout import Ragged, Rollouts
 from ..common.notices import notice
 from ..runtime.calls import TEXTS
 from ..runtime.host_calls import HostCalls
+from ..runtime.process_groups import from_every_rank
 from .plug import takes_turns
 from .policy_groups import Batch, GroupScores, groupable, groups_of
 from .policy_rewards import PlannedRewardModel
 from .trl_policy_trainers import TRLGRPOTrainer, parse_response
 
 
+logger = logging.get_logger(__name__)
+LEFT_OUT = "rewards/nonfinite"  # how many completions of a generation have an infinite reward
 _TOKENIZING = threading.Lock()  # a tokenizer must not change its padding in one thread and be used in another
 
 
@@ -35,6 +42,7 @@ class PolicyScoringMixin:
 
     processing_class: Any
     reward_funcs: Sequence[Any]
+    reward_func_names: Sequence[str]
     num_generations: int
     num_generations_eval: int
 
@@ -44,6 +52,9 @@ class PolicyScoringMixin:
     accelerator: Any
     calls: HostCalls
     async_loop: Any  # TRL's, where there are async functions
+    _metrics: Any  # TRL's
+    _saving_good_state: Callable[[], AbstractContextManager[None]]
+    trains_by_accelerate: bool
 
     _prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
     _rows: Sequence[Mapping[str, Any]] = ()
@@ -52,8 +63,10 @@ class PolicyScoringMixin:
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._rows = inputs
+        saves = self.model.training and not self.trains_by_accelerate
         try:
-            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            with self._saving_good_state() if saves else contextlib.nullcontext():
+                return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         finally:
             self._rows = ()
             if self._group_scores is not None:
@@ -72,15 +85,41 @@ class PolicyScoringMixin:
         prompts = self._prompts if len(self._prompts) == count else [None] * count
         return [pickle.dumps(prompt) for prompt in prompts]
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, with what the functions have returned for groups in place of calling them again."""
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, with what the functions have returned for groups in place of calling them again.
+
+        A completion that has an infinite reward counts as one that no function gives a reward, if the settings say so:
+        TRL leaves it out of its group.
+
+        Returns:
+            (samples of all ranks, functions) float32, NaN where a function gives no reward.
+
+        Raises:
+            NonFiniteError: a reward is infinite or too large; on every rank.
+        """
         given = self.reward_funcs
         if self._group_scores is not None:
             self.reward_funcs = self._group_scores.as_called_by_trl(given)
         try:
-            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+            rewards = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.reward_funcs = given
+        if self.trains_by_accelerate:
+            return rewards
+        unusable = is_infinite(rewards).any(1)
+        if self.args.skip_nonfinite_updates:
+            self._metrics["train" if self.model.training else "eval"][LEFT_OUT].append(float(unusable.sum()))
+        error = problem_of_rewards(rewards, self.reward_func_names)
+        if error is None:
+            return rewards
+        own = error.sample - self.accelerator.process_index * len(prompts)  # every rank has as many
+        text = f" ({quoted(prompts[own], completions[own])})" if 0 <= own < len(prompts) else ""
+        message = str(error) + "".join(from_every_rank(text, self.calls.executor.placement.control))
+        if not self.args.skip_nonfinite_updates:
+            raise NonFiniteError(f"{message}. Nothing was trained on this batch.", error.sample)
+        if self.accelerator.is_main_process:
+            logger.warning(f"{message}. The completion is left out of its group.")
+        return rewards.masked_fill(unusable[:, None], math.nan)
 
     def follow(self, prompts: Sequence[Sequence[int]]) -> Callable[[int, Rollouts], None] | None:
         """Call the reward functions for each group of this rank's prompts as its last sample ends, if the settings say

@@ -239,8 +239,7 @@ class PPOTrainer(
 
     def get_train_dataloader(self) -> DataLoader[PromptBatch]:
         """Global batches, the same on every rank, in the order of the current pass."""
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        order = SeededOrder(len(self.train_dataset), seed)
+        order = SeededOrder(len(self.train_dataset), self.data_seed)
         return prompt_loader(self.train_dataset, self.args.batch_size, self.setup.collate, order)
 
     # --- training ---------------------------------------------------------------------------------------------------

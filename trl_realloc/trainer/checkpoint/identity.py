@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,19 +24,21 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Identity:
-    """The optimizer, batch size and data of a run.
+    """The optimizer, batch size, data and order of the data of a run.
 
     Args:
         optimizer: name of the optimizers' class.
         batch_size: episodes of one update.
         rows: number of prompts; `None` if the data set does not tell.
         data: checksum of up to 1,000 prompts, spread evenly; `None` if they cannot be read twice.
+        order: the settings by which the prompts are ordered and repeated, by name.
     """
 
     optimizer: str
     batch_size: int
     rows: int | None
     data: int | None
+    order: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -92,11 +94,17 @@ def optimizer_differences(saved: Mapping[str, Any], current: Identity) -> list[s
 
 
 def data_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
-    """How the data or the batch size of a checkpoint's run differ from this run's. The saved position in the data is
-    then not valid for this run."""
+    """How the data, their order or the batch size of a checkpoint's run differ from this run's. The saved position in
+    the data is then not valid for this run: prompts would be trained on twice or never."""
     problems = []
     if saved.get("batch_size", current.batch_size) != current.batch_size:
         problems.append(f"its updates have {saved['batch_size']} episodes, this run's {current.batch_size}")
+    order = saved.get("order", {})
+    problems += [
+        f"its {name} is {order[name]}, this run's {value}"
+        for name, value in current.order.items()
+        if order.get(name, value) != value
+    ]
     if None in (current.rows, current.data):
         return problems
     if saved.get("rows", current.rows) != current.rows:

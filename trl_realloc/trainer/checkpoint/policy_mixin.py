@@ -52,9 +52,11 @@ class PolicyCheckpointMixin(CheckpointMixin):
             kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.model_before_start)
         readable = hasattr(data, "__len__") and "prompt" in (data.column_names or ())
         size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return Identity(
-            kind.__name__, size, len(data) if readable else None, prompts_checksum(data) if readable else None
-        )
+        # of TRL's RepeatSampler
+        order = {name: getattr(self.args, name) for name in ("seed", "num_generations", "generation_batch_size")}
+        order |= {"num_iterations": self.args.num_iterations, "shuffle_dataset": self.args.shuffle_dataset}
+        rows, checksum = (len(data), prompts_checksum(data)) if readable else (None, None)
+        return Identity(kind.__name__, size, rows, checksum, order)
 
     def _samples_under_way(self) -> DrawnSamples | None:
         # TRL's loop generates again where a run goes on in the middle of a generation, or before an optimizer step that

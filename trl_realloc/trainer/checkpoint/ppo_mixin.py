@@ -41,7 +41,14 @@ class PPOCheckpointMixin(CheckpointMixin):
         kind: type = type(source)
         if not isinstance(source, torch.optim.Optimizer):
             kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.models_before_start[0])
-        return Identity(kind.__name__, self.args.batch_size, len(data), data_checksum(data))
+        order = {"data_seed": self.data_seed}
+        return Identity(kind.__name__, self.args.batch_size, len(data), data_checksum(data), order)
+
+    @property
+    def data_seed(self) -> int:
+        """What the order of the prompts is drawn from."""
+        seed: int = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return seed
 
     def _about_checkpoint(self) -> dict[str, Any]:
         return {**super()._about_checkpoint(), "data_begins": self._data_begins}
