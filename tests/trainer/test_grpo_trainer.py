@@ -475,6 +475,20 @@ def test_vespo_needs_weights_of_tokens(tmp_path: Path) -> None:
         GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
 
 
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_reward_models_by_name_are_loaded_with_model_init_kwargs(tmp_path: Path, kind: type) -> None:
+    config = GRPOConfig if kind is GRPOTrainer else RLOOConfig
+    asked = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    args = settings(tmp_path / "run", config, model_init_kwargs=asked)
+    trainer = kind(policy(), classifier(tmp_path / "reward"), args, PROMPTS, processing_class=tiny.tokenizer())
+    trainer._start()
+    (engine,) = trainer.placement.engines["reward.forward"]
+    model = engine.head.model
+    trainer.close()
+    assert model.config._attn_implementation == "eager"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

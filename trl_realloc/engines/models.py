@@ -89,6 +89,12 @@ def trained_config(config: Any, model: PreTrainedModel | str, dtype: torch.dtype
     return _in_dtype(config, dtype) if isinstance(model, str) else config
 
 
+def loaded_config(config: Any, dtype: torch.dtype | None, attention: str | None) -> Any:
+    """The config of a model that is loaded by name with another dtype or attention, a copy; `None` for the model's
+    own."""
+    return attending_by(config if dtype is None else _in_dtype(config, dtype), attention)
+
+
 def attending_by(config: Any, attention: str | None) -> Any:
     """The config of models with another attention, a copy.
 
@@ -150,10 +156,22 @@ def load_policy(
     return _load(AutoModelForCausalLM, model, in_parts, dtype=dtype if trained else "auto", **attends)
 
 
-def load_classifier(model: PreTrainedModel | str, trained: bool, *, in_parts: bool = True) -> PreTrainedModel:
-    """A sequence classifier with one output, loaded as `load_policy` loads."""
-    dtype = torch.float32 if trained else "auto"
-    return _load(AutoModelForSequenceClassification, model, in_parts, num_labels=1, dtype=dtype)
+def load_classifier(
+    model: PreTrainedModel | str,
+    trained: bool,
+    *,
+    in_parts: bool = True,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+) -> PreTrainedModel:
+    """A sequence classifier with one output, loaded as `load_policy` loads.
+
+    Args:
+        dtype: in place of float32 or the checkpoint's, for a model that is given by name.
+    """
+    attends = {} if attention is None else {"attn_implementation": attention}
+    of_parameters = dtype or (torch.float32 if trained else "auto")
+    return _load(AutoModelForSequenceClassification, model, in_parts, num_labels=1, dtype=of_parameters, **attends)
 
 
 def _load(kind: Any, model: PreTrainedModel | str, in_parts: bool, **kwargs: Any) -> PreTrainedModel:

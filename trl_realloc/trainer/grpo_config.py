@@ -121,8 +121,15 @@ def given_dtype(args: PolicyConfig, config: Any) -> torch.dtype:
     return (config.dtype or torch.float32) if name == "auto" else _DTYPES[name]
 
 
+def reward_dtype(args: PolicyConfig) -> torch.dtype | None:
+    """The dtype of the parameters of reward models that are given by name; `None` for that of their checkpoints."""
+    name = dtype_name(init_kwargs(args.model_init_kwargs), "auto")
+    return None if name == "auto" else _DTYPES[name]
+
+
 def given_attention(args: PolicyConfig) -> str | None:
-    """The attention of a policy that is given by name, by Transformers' name for it; `None` for the model's own."""
+    """The attention of the policy and of reward models that are given by name, by Transformers' name for it; `None` for
+    that of the model itself."""
     return init_kwargs(args.model_init_kwargs).get("attn_implementation")
 
 
@@ -161,7 +168,7 @@ def _problems(args: Any) -> Iterator[str]:
 
 
 def check_init_kwargs(args: PolicyConfig) -> None:
-    """Check the settings with which a policy is loaded that is given by name.
+    """Check the settings with which a policy and reward models are loaded that are given by name.
 
     Raises:
         ConfigError: one that the engines that read the model do not know.

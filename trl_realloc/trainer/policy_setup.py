@@ -24,6 +24,7 @@ from ..engines.models import (
     check_trains,
     has_adapters,
     load_classifier,
+    loaded_config,
     read_config,
     shell,
     trained_config,
@@ -45,7 +46,7 @@ from ..runtime.roles import Roles
 from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
-from .grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype
+from .grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype, reward_dtype
 from .input_checks import check_positions
 from .job_builder import compute_dtype
 from .optimizer_sharding import OptimizerSharding
@@ -128,9 +129,9 @@ def prepare_policy(
     model, peft_config = inputs["model"], inputs.get("peft_config")
     optimizer, scheduler = inputs.get("optimizers") or (None, None)
     rank = world.process_index
-    rewards = _reward_sources(args, inputs)
-    if isinstance(model, str):
+    if any(isinstance(given, str) for given in [model, *reward_models(inputs.get("reward_funcs"))]):
         check_init_kwargs(args)
+    rewards = _reward_sources(args, inputs)
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
     check_turns(args, inputs)
     request = of_host_loop(read_plan_request(args, plugin, world, model, graph), inputs)
@@ -267,7 +268,8 @@ def _reward_sources(args: PolicyConfig, inputs: Mapping[str, Any]) -> Rewards:
     models = reward_models(inputs.get("reward_funcs"))
     if not models:
         return Rewards((), (), {})
-    return read_rewards(models, partial(load_seeded, args.seed, load_classifier, trained=False))
+    load = partial(load_classifier, dtype=reward_dtype(args), attention=given_attention(args))
+    return read_rewards(models, partial(load_seeded, args.seed, load, trained=False))
 
 
 def _check_models(
@@ -292,7 +294,13 @@ def _check_models(
     if Role.REFERENCE in graph.roles:
         configs[Role.REFERENCE] = [config]
     if rewards:
-        configs[Role.REWARD] = [read_config(reward, "reward_funcs") for reward in rewards]
+        by_name = partial(loaded_config, dtype=reward_dtype(args), attention=given_attention(args))
+        configs[Role.REWARD] = [
+            by_name(read_config(reward, "reward_funcs"))
+            if isinstance(reward, str)
+            else read_config(reward, "reward_funcs")
+            for reward in rewards
+        ]
         for reward_config, reward in zip(configs[Role.REWARD], rewards, strict=True):
             model_checks.check_config_of(reward_config, reward, "reward_funcs")
     return configs
