@@ -19,7 +19,7 @@ from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.plan.timeline import Span
+from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Observation, Profile, model_key
@@ -91,9 +91,12 @@ def test_the_next_run_begins_with_what_the_last_one_has_learned(job: Job, capsys
     observer = RunObserver(job, first)
     for _ in range(6):
         observer.note(three_times_slower(job, first), LENGTHS)
-    corrected = observer.end(LENGTHS)
-    assert corrected is not None
+    expected = observer.end(LENGTHS)
+    assert expected is not None
     assert "actor.train x 3" in capsys.readouterr().err
+    slow = Timeline(three_times_slower(job, first)).by_call()
+    for name, seconds in expected.timeline.by_call().items():
+        assert slow[name] == pytest.approx(3 * seconds, rel=0.1), "the run is compared with what was expected of it"
     second = known_estimate(job, plan)
     assert second.priced is not None
     busy = second.priced.timeline.by_call()

@@ -38,7 +38,7 @@ class RunObserver:
 
     def follow(self, job_plan: JobPlan) -> None:
         """Observe another plan from now on."""
-        self.job_plan = job_plan
+        self._chosen = self.job_plan = job_plan
         self._evidence: PlanEvidence | None = None
         profile = job_plan.profile
         if self.job.rank == 0 and profile is not None and job_plan.priced is not None:
@@ -71,7 +71,8 @@ class RunObserver:
             lengths: of the run's responses, tokens.
 
         Returns:
-            The plan's estimate for these lengths, to compare with the run's times; `None` where nothing was measured.
+            The estimate by which the plan was chosen, for these lengths, to compare with the run's times: without the
+            corrections that were learned under the plan. `None` where nothing was measured.
         """
         profile = self.job_plan.profile
         if self._evidence is not None and profile is not None and profile.corrections != self._evidence.before:
@@ -81,7 +82,7 @@ class RunObserver:
                     f"this run's own times against those expected: {text}. Estimates are corrected by these, and the "
                     f"factors are kept for the next run ({cache_path(self.job)})"
                 )
-        return estimate_at_lengths(self.job, self.job_plan, lengths)
+        return estimate_at_lengths(self.job, self._chosen, lengths)
 
     def _keep(self) -> None:
         self._kept = self.job_plan.profile
