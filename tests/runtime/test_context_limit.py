@@ -9,7 +9,7 @@ from trl_realloc.runtime.context_limit import ContextLimit
 
 
 def test_a_response_is_shortened_to_the_room_and_the_first_one_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    limit = ContextLimit(100, "raise it")
+    limit = ContextLimit(100, "leave it out", "raise it")
     assert limit.response(90, 10) is None and not caplog.messages
     assert [limit.response(prompt, 10) for prompt in (91, 99)] == [9, 1]
     (message,) = caplog.messages

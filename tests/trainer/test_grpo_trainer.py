@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import trl
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -467,6 +467,21 @@ def test_an_engine_says_that_it_shortens_completions_and_what_to_set(
     assert "5 tokens" in message and "at most 6, not 8; set vllm_max_model_length" in message
     with pytest.raises(JobFailed, match="11 tokens, .* nothing can be generated; set vllm_max_model_length"):
         made.evaluate(words(11))
+
+
+@pytest.mark.parametrize("use_vllm", [True, False])
+@pytest.mark.parametrize("where", ["train_dataset", "eval_dataset"])
+def test_a_prompt_without_room_for_a_completion_is_refused_before_engines_start(
+    tmp_path: Path, where: str, use_vllm: bool
+) -> None:
+    positions = tiny.config().max_position_embeddings
+    given = {"train_dataset": PROMPTS, where: concatenate_datasets([PROMPTS, words(positions)])}
+    with pytest.raises(
+        DataError, match=f"longest prompt of the data sets has {positions} tokens, .*; the model has no more positions"
+    ):
+        GRPOTrainer(
+            policy(), distinct, settings(tmp_path, use_vllm=use_vllm), processing_class=tiny.tokenizer(), **given
+        )
 
 
 def test_vespo_needs_weights_of_tokens(tmp_path: Path) -> None:

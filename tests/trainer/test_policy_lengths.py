@@ -132,3 +132,4 @@ def test_a_limit_says_what_to_do() -> None:
     config = tiny.config(max_position_embeddings=128)
     assert "set vllm_max_model_length to" in context_limit(100, config).remedy
     assert "filter long prompts out" in context_limit(128, config).remedy
+    assert "lower max_completion_length" in context_limit(128, config).remedy_of_shortened

@@ -16,10 +16,12 @@ class ContextLimit:
     Args:
         tokens: most of a prompt and its response together.
         remedy: what a user does about a prompt that is too long, for messages.
+        remedy_of_shortened: what a user does about a prompt that leaves room for a shorter response; by default the
+            same.
     """
 
-    def __init__(self, tokens: int, remedy: str) -> None:
-        self.tokens, self.remedy = tokens, remedy
+    def __init__(self, tokens: int, remedy: str, remedy_of_shortened: str = "") -> None:
+        self.tokens, self.remedy, self.remedy_of_shortened = tokens, remedy, remedy_of_shortened or remedy
         self._has_warned = False
 
     def response(self, prompt: int, most: int) -> int | None:
@@ -36,12 +38,25 @@ class ContextLimit:
         room = self.tokens - prompt
         if room >= most:
             return None
-        text = f"a prompt has {prompt} tokens, and the context {self.tokens} with the completion, so"
         if room < 1:
-            raise EngineError(f"{text} nothing can be generated; {self.remedy}.")
+            raise EngineError(self.refusal("a prompt", prompt))
+        text = f"a prompt has {prompt} tokens, and the context {self.tokens} with the completion, so"
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"{text} the completion has at most {room}, not {most}; {self.remedy}. Further ones are not logged."
+                f"{text} the completion has at most {room}, not {most}; {self.remedy_of_shortened}. Further ones are "
+                f"not logged."
             )
         return room
+
+    def refusal(self, what: str, prompt: int) -> str:
+        """The message for a prompt that leaves no room for a token.
+
+        Args:
+            what: the prompt's words, such as "a prompt".
+            prompt: its tokens.
+        """
+        return (
+            f"{what} has {prompt} tokens, and the context {self.tokens} with the completion, so nothing can be "
+            f"generated; {self.remedy}."
+        )

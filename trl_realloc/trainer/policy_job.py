@@ -14,7 +14,7 @@ from .accelerate_plugin import ReallocationPlugin
 from .grpo_config import PolicyConfig
 from .job_builder import engine_options, make_job, recomputes
 from .plan_request import PlanRequest
-from .policy_lengths import context_length, lengths_of
+from .policy_lengths import check_lengths, context_length, lengths_of
 
 
 def make_policy_job(
@@ -30,6 +30,9 @@ def make_policy_job(
 
     Args:
         inputs: the arguments of the trainer's constructor, by name.
+
+    Raises:
+        DataError: a prompt of the data sets leaves no room for a completion.
     """
     datasets = (inputs.get("train_dataset"), inputs.get("eval_dataset"))
     lengths = lengths_of(*datasets, models.processing_class, args.chat_template_kwargs or {})
@@ -37,6 +40,8 @@ def make_policy_job(
     completion, is_open = int(args.max_completion_length), bool(turn_makers(inputs))
     context = context_length(args.vllm_max_model_length, lengths, completion, config, is_open=is_open)
     context = context or int(4 * lengths.mean) + completion
+    if not is_open:
+        check_lengths(lengths, context, config)
     usual = min(context, lengths.usual + completion)
     workload = Workload.of_groups(
         steps_per_generation=args.steps_per_generation,

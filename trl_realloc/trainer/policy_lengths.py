@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..algorithms.prompts import DataError
 from ..runtime.context_limit import ContextLimit
 
 
@@ -161,10 +162,25 @@ def context_limit(tokens: int, config: Any) -> ContextLimit:
     """
     positions = positions_of(config)
     if positions is not None and tokens >= positions:
-        return ContextLimit(tokens, "the model has no more positions: filter long prompts out of the data set")
+        no_more = "the model has no more positions: filter long prompts out of the data set"
+        return ContextLimit(tokens, no_more, f"{no_more}, or lower max_completion_length")
     return ContextLimit(
         tokens, "set vllm_max_model_length to the tokens of the longest prompt and max_completion_length together"
     )
+
+
+def check_lengths(lengths: Lengths, context: int, config: Any) -> None:
+    """Refuse data sets with a prompt after which the context has no room for a token.
+
+    Args:
+        context: most tokens of a prompt with its completion.
+        config: the policy's Transformers config.
+
+    Raises:
+        DataError: gives the tokens of the longest prompt, and says what to do.
+    """
+    if lengths.counted >= context:
+        raise DataError(context_limit(context, config).refusal("the longest prompt of the data sets", lengths.counted))
 
 
 def positions_of(config: Any) -> int | None:
