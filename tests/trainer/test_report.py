@@ -65,9 +65,22 @@ def test_the_summary_is_of_the_first_and_last_updates(scores: list[float]) -> No
     assert summary.last_error == pytest.approx(math.sqrt(variance / 5), abs=1e-9)
 
 
-def test_too_few_updates_are_refused() -> None:
-    with pytest.raises(ValueError, match="need 10, there are 9"):
-        reward_summary(rows([0.0] * 9))
+@pytest.mark.parametrize("updates", range(2, 10))
+def test_the_halves_of_a_short_run_are_compared_and_no_rise_of_it_is_called_clear(tmp_path: Path, updates: int) -> None:
+    summary = reward_summary(rows([float(at) for at in range(updates)]))
+    assert summary.window == updates // 2 and summary.rise > 0 and not summary.rose_clearly
+    text = write_report(tmp_path, rows([float(at) for at in range(updates)]), "").read_text()
+    assert "too few updates to tell" in text and "nan" not in text
+
+
+def test_one_update_is_refused_and_leaves_no_files(tmp_path: Path) -> None:
+    made = [{"step": 1, "objective/scores": 1.0, "time/step": 1.0, "tokens/s": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    Timeline([Span("actor.train", 0, 0, 0.0, 1.0)]).save(tmp_path / "timeline.json")
+    before = set(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="of which the log has 1;"):
+        report_run(tmp_path)
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_the_report_has_the_reward_the_times_the_plan_and_completions(tmp_path: Path) -> None:

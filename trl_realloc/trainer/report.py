@@ -31,6 +31,7 @@ from .report_estimate import age_lines, estimate_lines, markdown
 from .report_stages import makespans, stage_lines, stages_of
 
 
+WINDOW = 5  # updates at each end of a run that are compared
 CLEARLY = 3.0  # standard errors of the difference
 
 
@@ -46,7 +47,8 @@ class _Completions(TypedDict):
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """The mean score and its standard error over the first and over the last `window` updates."""
+    """The mean score and its standard error over the first and over the last `window` updates. The error of one update
+    is NaN."""
 
     updates: int
     window: int
@@ -60,27 +62,35 @@ class RewardSummary:
         return self.last - self.first
 
     @property
+    def verdict(self) -> str:
+        """What the updates say of the rise."""
+        return "clear" if self.rose_clearly else "not clear" if self.window == WINDOW else "too few updates to tell"
+
+    @property
     def rose_clearly(self) -> bool:
-        """The rise is more than three standard errors of the difference."""
-        return self.rise > CLEARLY * math.hypot(self.first_error, self.last_error)
+        """The rise is more than three standard errors of the difference. Errors of fewer than `WINDOW` updates are not
+        used: they are too uncertain themselves."""
+        return self.window == WINDOW and self.rise > CLEARLY * math.hypot(self.first_error, self.last_error)
 
 
-def reward_summary(rows: Sequence[Mapping[str, Any]], key: str = SCORES, window: int = 5) -> RewardSummary:
-    """Raises:
-    ValueError: fewer than two windows of updates.
+def reward_summary(rows: Sequence[Mapping[str, Any]], key: str = SCORES) -> RewardSummary:
+    """The first against the last `WINDOW` updates, or the first against the second half of fewer.
+
+    Raises:
+        ValueError: fewer than two updates.
     """
     scores = [float(row[key]) for row in rows]
-    if len(scores) < 2 * window:
+    if len(scores) < 2:
         raise ValueError(
-            f"a first and a last {window} updates need {2 * window}, there are {len(scores)} in the log; train longer, "
-            f"or with logging_steps=1."
+            f"a report compares updates, of which the log has {len(scores)}; train longer, or with logging_steps=1."
         )
+    window = min(WINDOW, len(scores) // 2)
     (first, first_error), (last, last_error) = _mean(scores[:window]), _mean(scores[-window:])
     return RewardSummary(len(scores), window, first, first_error, last, last_error)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    return fmean(values), stdev(values) / math.sqrt(len(values))
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
@@ -93,17 +103,17 @@ def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, floa
     return {name: (seconds, seconds / whole) for name, seconds in means.items()}
 
 
-def reward_curve(rows: Sequence[Mapping[str, Any]], path: str | Path, window: int = 5) -> None:
+def reward_curve(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Draw the score of every update and its running mean to `path`, in the image format of its suffix."""
     from matplotlib.figure import Figure
 
     steps = [row["step"] for row in rows]
     scores = [float(row[SCORES]) for row in rows]
-    running = [fmean(scores[max(0, end - window) : end]) for end in range(1, len(scores) + 1)]
+    running = [fmean(scores[max(0, end - WINDOW) : end]) for end in range(1, len(scores) + 1)]
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, scores, "o", markersize=3, color="#9db4c8", label="mean score of the update")
-    axes.plot(steps, running, color="#1f5c99", linewidth=2, label=f"mean of {window} updates")
+    axes.plot(steps, running, color="#1f5c99", linewidth=2, label=f"mean of {WINDOW} updates")
     axes.set_xlabel("update")
     axes.set_ylabel("score")
     axes.grid(alpha=0.3)
@@ -114,9 +124,10 @@ def reward_curve(rows: Sequence[Mapping[str, Any]], path: str | Path, window: in
 
 def reward_table(summary: RewardSummary) -> Table:
     table = Table("updates", "mean score", "standard error", title="reward", title_justify="left")
-    table.add_row(f"first {summary.window}", f"{summary.first:.3f}", f"{summary.first_error:.3f}")
-    table.add_row(f"last {summary.window}", f"{summary.last:.3f}", f"{summary.last_error:.3f}")
-    table.add_row("rise", f"{summary.rise:+.3f}", "clear" if summary.rose_clearly else "not clear")
+    ends = [("first", summary.first, summary.first_error), ("last", summary.last, summary.last_error)]
+    for name, mean, error in ends:
+        table.add_row(f"{name} {summary.window}", f"{mean:.3f}", "" if math.isnan(error) else f"{error:.3f}")
+    table.add_row("rise", f"{summary.rise:+.3f}", summary.verdict)
     return table
 
 
@@ -260,6 +271,7 @@ def report_run(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     rows = logged_updates(folder)
+    reward_summary(rows)  # refuses too few updates before anything is written
     plan, completions_file = folder / "plan.yaml", folder / "completions.json"
     completions = _Completions(before=[], after=[])
     if exists(completions_file):
