@@ -476,3 +476,12 @@ def test_a_profile_of_two_nodes_is_planned_for_two_nodes(folder: Path, capsys: p
     assert "is a measurement of 2 node(s), but --nodes is 1" in refusal(
         [*READERS["profile.json"], "--nodes", "1"], capsys
     )
+
+
+def test_a_cluster_is_checked_before_the_recipes_models_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: /nowhere/model\nreward_model_path: /nowhere/reward\noutput_dir: out\n")
+    err = refusal(["plan", str(recipe), "--cluster", "h100x8"], capsys)
+    assert "--cluster: a cluster is written as h100:16x8" in err and "nowhere" not in err

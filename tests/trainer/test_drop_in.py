@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -253,6 +255,19 @@ def test_completions_are_shown_for_the_evaluation_prompts(run) -> None:
     made, _, _ = run
     rows = made.generate_completions()
     assert len(rows) == 6 and set(rows[0]) == {"query", "model response", "score"}
+
+
+def test_predict_names_what_to_use(run) -> None:
+    made, _, _ = run
+    with pytest.raises(NotImplementedError, match="PPOTrainer has no predict.*generate_completions"):
+        made.predict(tiny.prompts(8))
+
+
+def test_a_table_of_completions_begins_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with tqdm(total=2, file=sys.stdout):
+        show_completions([{"query": "a", "model response": "b", "score": 1.0}], [], 1)
+    title = next(line for line in capsys.readouterr().out.split("\n") if "completions after" in line)
+    assert "it/s" not in title.rpartition("\r")[2] and "\r" in title
 
 
 def test_texts_with_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

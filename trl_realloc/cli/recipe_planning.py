@@ -39,6 +39,9 @@ def check_request(
 ) -> None:
     """Refuse options that exclude each other, and values that are out of range."""
     problems = Problems()
+    if cluster is not None:
+        with problems.of("--cluster"):
+            parse_cluster(cluster)
     if cluster is not None and measured is not None:
         problems.append(
             "--cluster plans for devices by their specification and --profile for a measured machine; keep one."

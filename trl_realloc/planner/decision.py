@@ -79,6 +79,8 @@ class Decision:
 def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
     """The main reason why a plan takes longer than the best one, in a sentence."""
     difference = plan.seconds - best.seconds
+    if difference < 0.0005 * best.seconds:
+        return f"as fast by estimate{_other_layouts(plan, best)}"
     if difference < 0.01 * best.seconds:
         return f"{difference / best.seconds:.1%} slower by estimate{_other_layouts(plan, best)}"
     here, there = (_by_run(priced, plan.fused or best.fused) for priced in (plan, best))

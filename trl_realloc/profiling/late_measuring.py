@@ -73,11 +73,12 @@ class LateMeasuring:
 
     def _verdict(self, updates_left: int, start_s: float) -> Verdict:
         saved_s, cost_s = GAIN * median(self._seconds[WARM_UP:]) * updates_left, self.cost(start_s)
+        left = f"{updates_left} {self.unit}{'s' if updates_left != 1 else ''}"
         if saved_s < cost_s:
             if cost_s < math.inf:
                 notice(
                     f"this machine is not measured for a better plan: measuring takes about {cost_s:.0f} s, and in the "
-                    f"{updates_left} {self.unit}s left a better plan might save {saved_s:.0f} s"
+                    f"{left} left a better plan might save {saved_s:.0f} s"
                 )
             return Verdict(None, True)
         trained_s = sum(self._seconds)
@@ -86,7 +87,7 @@ class LateMeasuring:
         budget_s = min(saved_s, trained_s)
         notice(
             f"{self.unit} {len(self._seconds)}: measuring this machine for a better plan, for {budget_s:.0f} s at "
-            f"most; in the {updates_left} {self.unit}s left a better plan might save {saved_s:.0f} s"
+            f"most; in the {left} left a better plan might save {saved_s:.0f} s"
         )
         return Verdict(budget_s - start_s, True)  # the run's engines are started again after it
 

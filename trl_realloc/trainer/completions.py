@@ -27,12 +27,14 @@ def show_completions(rows: Sequence[dict[str, Any]], report_to: Sequence[str], s
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+    from tqdm import tqdm
 
     table = Table(*rows[0].keys(), show_lines=True, title=f"completions after update {step}") if rows else Table()
     for row in rows[:5]:
         # rich would read "[/INST]" in a plain string as markup
         table.add_row(Text(row["query"]), Text(row["model response"]), f"{row['score']:.3f}")
-    Console().print(table)
+    with tqdm.external_write_mode():  # a progress bar may stand on the terminal's line
+        Console().print(table)
     if "wandb" in report_to:
         import pandas as pd
         import wandb

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
@@ -155,6 +155,17 @@ class EvaluationMixin:
         if self.accelerator.is_main_process:
             show_completions(table, self.args.report_to, self.state.global_step)
         return table
+
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for PPO, whose data have no labels.
+
+        Raises:
+            NotImplementedError: names the methods to use.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no predict, which compares logits with labels; evaluate(dataset) scores the "
+            f"completions of a data set, and generate_completions() returns them."
+        )
 
     def _show_completions(self) -> None:
         """After an update: print a few completions where `num_sample_generations` asks for them."""

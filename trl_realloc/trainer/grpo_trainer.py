@@ -89,10 +89,13 @@ def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any
     is none.
 
     Raises:
-        TypeError: the installed TRL's class has no such argument.
+        TypeError: the installed TRL's class has no such argument, or one is missing.
         ConfigError: `args` is not a configuration of this package.
     """
-    named: dict[str, Any] = dict(inspect.signature(trl).bind(*args, **kwargs).arguments)
+    try:
+        named: dict[str, Any] = dict(inspect.signature(trl).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise TypeError(f"{trl.__name__}: {error}; its arguments are those of TRL's {trl.__name__}") from None
     for argument in {"model", "reward_funcs"} & named.keys():
         given = named[argument]
         named[argument] = [path_as_text(one) for one in given] if isinstance(given, list) else path_as_text(given)
