@@ -13,11 +13,12 @@ import torch
 import trl
 from datasets import Dataset, concatenate_datasets
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from trl import TrlParser
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.algorithms.prompts import DataError
 from trl_realloc.engines.base import Sampling
-from trl_realloc.engines.generation.sampling_checks import why_not_moved
+from trl_realloc.engines.generation.sampling_checks import argument_names, why_not_moved
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.models import ModelError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
@@ -488,6 +489,113 @@ def test_vespo_needs_weights_of_tokens(tmp_path: Path) -> None:
     args = settings(tmp_path, loss_type="vespo", use_vllm=None)
     with pytest.raises(ConfigError, match="token_truncate"):
         GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_flags_need_no_value_on_the_command_line(tmp_path: Path, config: type) -> None:
+    given = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+    (args,) = TrlParser(config).parse_args_and_config([*given, "--use_vllm", "--vllm_enable_sleep_mode"])
+    assert args.use_vllm is True and args.vllm_enable_sleep_mode is True
+    (args,) = TrlParser(config).parse_args_and_config([*given, "--use_vllm", "false"])
+    assert args.use_vllm is False and args.vllm_enable_sleep_mode is None
+
+
+def test_init_kwargs_that_ask_for_nothing_are_those_of_trls_scripts(tmp_path: Path) -> None:
+    asked = {"revision": "main", "trust_remote_code": False, "token": None, "cache_dir": None, "dtype": "float32"}
+    check_init_kwargs(settings(tmp_path, model_init_kwargs=asked))
+    with pytest.raises(ConfigError, match="model_init_kwargs has revision, which"):
+        check_init_kwargs(settings(tmp_path, model_init_kwargs={**asked, "revision": "v2"}))
+
+
+@pytest.mark.skipif(not argument_names(), reason="vLLM is not installed")
+@pytest.mark.parametrize("by_vllm", [True, False])
+def test_generation_kwargs_of_transformers_are_read_or_refused_with_what_to_do(tmp_path: Path, by_vllm: bool) -> None:
+    def read(**given: Any) -> Sampling:
+        return sampling_of(settings(tmp_path, generation_kwargs=given), (1,), 100, by_vllm=by_vllm)
+
+    assert read(do_sample=True, use_cache=True, pad_token_id=0) == read()
+    assert read(eos_token_id=[3, 4]).stop_token_ids == (3, 4) and read(eos_token_id=3).stop_token_ids == (3,)
+    with pytest.raises(ConfigError, match="max_new_tokens is of Transformers' generate, .*; set max_completion_length"):
+        read(max_new_tokens=4)
+    with pytest.raises(ConfigError, match="no_repeat_ngram_size is of Transformers' generate, .*; leave it out"):
+        read(no_repeat_ngram_size=2)
+    if by_vllm:
+        assert read(min_new_tokens=2).extra == {"min_tokens": 2}
+
+
+class OwnOptimizer(GRPOTrainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25)
+        return self.optimizer
+
+
+def test_a_subclass_that_makes_its_optimizer_is_trained_by_accelerate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(policy_trainer.logger, "warning", said.append)
+    made = OwnOptimizer(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
+    assert made.trains_by_accelerate and "OwnOptimizer.create_optimizer makes the optimizer" in said[0]
+    made.train()
+    assert isinstance(getattr(made.optimizer, "optimizer", made.optimizer), torch.optim.SGD)
+    made.close()
+
+
+def test_an_optimizer_that_is_set_on_a_trainer_is_refused(tmp_path: Path) -> None:
+    made = GRPOTrainer(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
+    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1e-6)
+    with pytest.raises(ConfigError, match=r"trainer.optimizer has been set .* as optimizers=\("):
+        made.train()
+    made.close()
+
+
+class CallsTheModel(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        with torch.no_grad():
+            self.width = model(input_ids=inputs["prompt_ids"]).logits.shape[-1], model.config.hidden_size
+        return super()._compute_loss(model, inputs)
+
+
+class LossOfLogits(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return model(input_ids=inputs["prompt_ids"]).logits.mean()
+
+
+def test_a_loss_may_read_the_model_but_not_train_by_its_logits(tmp_path: Path) -> None:
+    made = CallsTheModel(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
+    made.train()
+    made.close()
+    assert made.width == (made.model.config.vocab_size, made.model.config.hidden_size)
+    args = settings(tmp_path, beta=0.1)
+    other = LossOfLogits(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    with pytest.raises(ConfigError, match="the loss calls the model itself"):
+        other.train()
+    with pytest.raises(ConfigError, match="ref_model is in an engine of the plan"):
+        other.ref_model(input_ids=torch.tensor([[2]]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": 3}, "model must be a loaded model, or a name or path, not int"),
+        ({"processing_class": "words"}, "processing_class must be a tokenizer or a processor, not str"),
+        ({"peft_config": {"r": 4}}, "peft_config must be a peft.PeftConfig, .* not dict"),
+        ({"train_dataset": Dataset.from_dict({"prompt": [7] * 8})}, r"prompt 0 of a data set is a int \(7\)"),
+        ({"train_dataset": Dataset.from_dict({"prompt": ["w2", None] * 4})}, r"prompt 1 of .* a NoneType \(None\)"),
+    ],
+)
+def test_arguments_of_another_type_are_named(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    inputs = {"model": policy(), "train_dataset": PROMPTS, "processing_class": tiny.tokenizer(), **given}
+    with pytest.raises((TypeError, DataError), match=words):
+        GRPOTrainer(reward_funcs=distinct, args=settings(tmp_path), **inputs)
+
+
+def test_a_checkpoint_of_the_engines_is_not_resumed_without_its_optimizer(checkpoint: Path, tmp_path: Path) -> None:
+    args = settings(tmp_path)
+    other = OwnOptimizer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    with pytest.raises(CheckpointError, match="in this run Accelerate trains, which does not read training_state"):
+        other.train(resume_from_checkpoint=str(checkpoint))
+    other.close()
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])

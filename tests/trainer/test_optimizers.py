@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
 
+from trl_realloc import PPOTrainer
 from trl_realloc.engines.training.group_settings import GroupSettings
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.trainer.config_checks import ConfigError
@@ -202,3 +203,25 @@ def test_what_makes_a_part_of_the_users_optimizer_keeps_its_settings_without_the
     assert isinstance(settings, torch.optim.AdamW)
     assert [(group["lr"], group["weight_decay"]) for group in settings.param_groups] == [(0.5, 0.01), (1e-3, 0.25)]
     assert settings.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+class Overriding(PPOTrainer):
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        raise AssertionError("not called")
+
+
+def test_an_optimizer_that_ppo_would_not_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Overriding.create_optimizer_and_scheduler is not called"):
+        Overriding(
+            args=tiny.arguments(tmp_path),
+            processing_class=tiny.tokenizer(),
+            model=tiny.policy(),
+            ref_model=None,
+            reward_model=tiny.short,
+            value_model=tiny.classifier(),
+            train_dataset=tiny.prompts(8),
+        )
+    made = tiny.trainer(tmp_path)
+    made.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ConfigError, match="trainer.optimizer has been set to another SGD"):
+        made.train()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
@@ -17,6 +18,7 @@ from transformers.utils import logging
 from ..engines.generation.vllm_support import is_vllm_available
 from ..engines.models import CustomCodeError, ModelError, read_config
 from .accelerate_plugin import ReallocationPlugin
+from .checkpoint import STATE_FOLDER, CheckpointError
 from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.resuming import ResumeSetting, read_resume_setting
 from .config_checks import ConfigError
@@ -74,11 +76,14 @@ def plan_generation(trainer: Any, plugin: ReallocationPlugin) -> None:
     unplanned += "the model generates by Transformers, as TRL's does"
     if wants is False or not (wants or is_vllm_available()):
         if plan is not None and trainer.accelerator.is_main_process:
-            reason = "vLLM is not installed" if wants is None else "use_vllm or generation_engine asks for that"
+            asked = "use_vllm is false" if args.use_vllm is False else "the plugin's generation_engine says so"
+            reason = "vLLM is not installed" if wants is None else asked
             logger.warning(f"{unplanned}: {reason}.")
         return
     try:
         plug(trainer, plan=plan, heartbeat_timeout=plugin.heartbeat_timeout)
+        if trainer.accelerator.is_main_process:
+            logger.warning("The plan is that of the generation alone.")
     except (ConfigError, ModelError) as error:
         if wants:  # which has called `plug`, not the user
             raise type(error)(str(error).replace("leave plug out", "leave use_vllm out")) from None
@@ -96,6 +101,26 @@ def checkpoint_of_trainer(setting: ResumeSetting, output_dir: str) -> str | bool
     if request == "auto":
         return get_last_checkpoint(output_dir)
     return request if isinstance(request, bool | None) else str(request)
+
+
+def check_resumable(folder: str | bool | None, output_dir: str) -> None:
+    """Refuse a checkpoint whose optimizer Accelerate cannot read: it would begin with a new one, and say nothing.
+
+    Args:
+        folder: as `checkpoint_of_trainer` returns it.
+
+    Raises:
+        CheckpointError: the plan's engines have written it.
+    """
+    found = get_last_checkpoint(output_dir) if folder is True else folder
+    if not found or not isinstance(found, str):
+        return
+    if (Path(found) / STATE_FOLDER).exists() and not (Path(found) / "optimizer.pt").exists():
+        raise CheckpointError(
+            f"cannot resume from {found}: the plan's engines have trained its run, and in this run Accelerate trains, "
+            f"which does not read {STATE_FOLDER}. Resume it with the settings that it was run with; or begin a run "
+            f"with its policy, model={found!r}, in another output_dir."
+        )
 
 
 def config_or_model(args: Any, model: Any) -> Any:

@@ -13,12 +13,17 @@ import torch
 from ..plan.staleness import uncorrected
 from ..planner.recipe_settings import dtype_name, init_kwargs
 from .config_checks import ConfigError
-from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
+from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
 
-# What `model_init_kwargs` may have; the engines place and decode in their own ways.
-_INIT_KWARGS = {"dtype", "torch_dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"}
+# What `model_init_kwargs` may have; the engines place and decode in their own ways, and a model with code of its own is
+# Accelerate's.
+_INIT_KWARGS = {
+    *("dtype", "torch_dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"),
+    "trust_remote_code",
+}
+_WITHOUT_EFFECT = (None, False, "", "main")  # values by which the others ask for nothing, as TRL's scripts pass them
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,11 +54,14 @@ class GenerationSettings(PlanSettings):
 
     use_vllm: bool | None = field(
         default=None,
-        metadata={"help": "Generate by vLLM engines, or by the training's models. Default: vLLM, if it can."},
+        metadata={
+            "help": "Generate by vLLM engines, or by the training's models. Default: vLLM, if it can.",
+            **FLAG,
+        },
     )
     vllm_enable_sleep_mode: bool | None = field(
         default=None,
-        metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs."},
+        metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG},
     )
 
     max_staleness: int = field(
@@ -174,7 +182,9 @@ def check_init_kwargs(args: PolicyConfig) -> None:
         ConfigError: one that the engines that read the model do not know.
     """
     given = init_kwargs(args.model_init_kwargs)
-    if further := sorted(set(given) - _INIT_KWARGS):
+    if further := sorted(
+        name for name, value in given.items() if name not in _INIT_KWARGS and value not in _WITHOUT_EFFECT
+    ):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(further)}, which engines that read in parts do not know; load the "
             f"model yourself, and pass the loaded model."

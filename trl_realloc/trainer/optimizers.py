@@ -72,7 +72,9 @@ def check_optimizer(
         optimizer_name = str(getattr(args.optim, "value", args.optim))
         if any(word in optimizer_name for word in _UNSUPPORTED):
             raise ConfigError(
-                f"optim={optimizer_name!r} cannot train a role; use another, such as 'adamw_torch' or 'adafactor'."
+                f"optim={optimizer_name!r} steps within the backward pass, projects gradients, or keeps other weights "
+                f"for generating than for training, which no engine of a plan does; use another, such as 'adamw_torch' "
+                f"or 'adafactor'."
             )
         if scheduler is not None:
             raise ConfigError(
@@ -170,6 +172,22 @@ def without_whole(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callabl
 def follows_metrics(scheduler: Any) -> bool:
     """Whether a scheduler steps with the metric of each evaluation (reduce_lr_on_plateau) and not after each update."""
     return "metrics" in inspect.signature(scheduler.step).parameters
+
+
+def check_own_optimizer(optimizer: Any, rates: LearningRates) -> None:
+    """Refuse an optimizer that was set on a trainer after it had been made. The engines would not step it.
+
+    Args:
+        optimizer: the trainer's attribute.
+
+    Raises:
+        ConfigError: it is another than the trainer has made.
+    """
+    if optimizer is not rates.scheduled:
+        raise ConfigError(
+            f"trainer.optimizer has been set to another {type(optimizer).__name__}, which no engine steps; give it to "
+            f"the constructor as optimizers=(optimizer, scheduler or None)."
+        )
 
 
 @dataclass(frozen=True)

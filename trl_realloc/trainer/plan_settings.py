@@ -22,6 +22,8 @@ from ..runtime.launch.slurm import adopt_slurm
 from .config_checks import check_settings
 
 
+# a field of type `bool | None` may be given on a command line without a value, as one of type `bool`
+FLAG: dict[str, Any] = {"nargs": "?", "const": True}
 # TrlParser reads fields of type dict from YAML only where they are named in `_VALID_DICT_FIELDS`
 DICT_FIELDS = ("plan", "vllm_engine_kwargs")
 

@@ -6,9 +6,37 @@ TRL reads them when a batch is made, and trains on nothing if they do not fill o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import is_peft_available
+
 from ..algorithms.prompts import DataError
+
+
+def check_types(inputs: Mapping[str, Any]) -> None:
+    """Refuse a model, a tokenizer or an adapter's config of another type.
+
+    Args:
+        inputs: the arguments of the trainer's constructor, by name.
+
+    Raises:
+        TypeError: names the argument and the type.
+    """
+    kinds: dict[str, tuple[tuple[type, ...], str]] = {
+        "model": ((str, nn.Module), "a loaded model, or a name or path"),
+        "processing_class": ((PreTrainedTokenizerBase, ProcessorMixin, NoneType), "a tokenizer or a processor"),
+    }
+    if is_peft_available():
+        from peft import PeftConfig
+
+        kinds["peft_config"] = (PeftConfig, NoneType), "a peft.PeftConfig, such as LoraConfig(r=16)"
+    for name, (types, words) in kinds.items():
+        given = inputs.get(name)
+        if not isinstance(given, types):
+            raise TypeError(f"{name} must be {words}, not {type(given).__name__}.")
 
 
 def check_columns(inputs: Mapping[str, Any]) -> None:

@@ -113,6 +113,12 @@ class _Prompts:
         for start in range(0, len(self._column), READ):
             prompts = list(self._column[start : start + READ])
             is_text = isinstance(prompts[0], str)
+            for at, prompt in enumerate(prompts, start):
+                if not isinstance(prompt, str if is_text else list):
+                    raise DataError(
+                        f"prompt {at} of a data set is a {type(prompt).__name__} ({prompt!r:.80}); all prompts are "
+                        f"texts, or all are conversations (lists of messages)."
+                    )
             yield from prompts if is_text else self._in_template(prompts, tokenize=False)
 
     def _ids(self, prompts: Sequence[Any]) -> Any:

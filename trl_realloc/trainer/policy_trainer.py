@@ -31,16 +31,23 @@ from ..runtime.failures.watchdog_client import watch
 from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
 from ..runtime.training_calls import check_first_weights
-from .accelerate_fallback import checkpoint_of_trainer, config_or_model, leave_to_accelerate, plan_generation
+from .accelerate_fallback import (
+    check_resumable,
+    checkpoint_of_trainer,
+    config_or_model,
+    leave_to_accelerate,
+    plan_generation,
+)
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.policy_mixin import PolicyCheckpointMixin
 from .checkpoint.saving import make_output_dir
 from .config_checks import ConfigError
 from .host_generation import HostGeneration
+from .optimizers import check_own_optimizer
 from .planned_generation import PlannedGeneration
 from .plug import finish_turns, takes_turns
-from .policy_data import check_columns, check_rows
+from .policy_data import check_columns, check_rows, check_types
 from .policy_loss import PolicyLossMixin
 from .policy_modules import ModelInEngine, ReferenceInEngine
 from .policy_plan_change import PolicyPlanChangeMixin
@@ -48,7 +55,7 @@ from .policy_rewards import REWARD, planned_rewards
 from .policy_scoring import PolicyScoringMixin
 from .policy_setup import PolicySetup, prepare_policy
 from .policy_window import Window
-from .trainable import why_not_trained
+from .trainable import own_optimizer, why_not_trained
 
 
 logger = logging.get_logger(__name__)
@@ -86,6 +93,7 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpoint
         """
         args = arguments["args"]
         self.plugin = (plugin or ReallocationPlugin()).under(args)
+        check_types(arguments)
         check_columns(arguments)
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
@@ -96,11 +104,16 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpoint
             arguments.get("peft_config"),
             quantization_config=arguments.get("quantization_config"),
         )
+        if reason is None and (method := own_optimizer(type(self))) is not None:
+            reason = (
+                f"Accelerate trains, because {method} makes the optimizer, and each engine makes its part of one; the "
+                f"argument `optimizers` can be divided."
+            )
         if reason is not None:
             if args.max_staleness:
                 raise ConfigError(f"{reason} It generates nothing ahead: set max_staleness to 0.")
             if world.is_main_process:
-                logger.warning(f"{reason} The plan is that of the generation alone.")
+                logger.warning(reason)
             self.trains_by_accelerate = True
             return arguments
         self._is_by_name = isinstance(arguments["model"], str)
@@ -216,8 +229,10 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpoint
         if self.trains_by_accelerate:
             given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
             folder = checkpoint_of_trainer(given, self.args.output_dir)
+            check_resumable(folder, self.args.output_dir)
             return super(CheckpointMixin, self).train(folder, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
         check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
+        check_own_optimizer(self.optimizer, self.setup.rates)
         self.is_in_train = True
         with self._failing_together():
             self._resumed = self._find_checkpoint(resume_from_checkpoint)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..algorithms.ppo_settings import PPOSettings
 from .config_checks import ConfigError
-from .plan_settings import DICT_FIELDS, PlanSettings, before_training_arguments
+from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
 from .trl_compat import ConfigBase
 from .trl_ppo_config import TRLPPOConfig
 
@@ -87,7 +87,8 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
         default=None,
         metadata={
             "help": "Weight the loss by how likely the trained policy would have drawn what the generation engine "
-            "drew; see docs/old_rollouts.md. Default: no, if `max_staleness` is 0; otherwise to be chosen."
+            "drew; see docs/old_rollouts.md. Default: no, if `max_staleness` is 0; otherwise to be chosen.",
+            **FLAG,
         },
     )
     vllm_importance_sampling_mode: str = field(
@@ -111,7 +112,7 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
     )
     vllm_enable_sleep_mode: bool | None = field(
         default=None,
-        metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs."},
+        metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG},
     )
 
     if TYPE_CHECKING:  # TrainingArguments' own

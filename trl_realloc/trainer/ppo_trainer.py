@@ -37,16 +37,18 @@ from .checkpoint import CheckpointError
 from .checkpoint.ppo_mixin import PPOCheckpointMixin
 from .checkpoint.resuming import Checkpoint
 from .checkpoint.saving import make_output_dir
+from .config_checks import ConfigError
 from .evaluation import EvaluationMixin
 from .input_checks import check_config
 from .metrics import SPANS, RunMetrics
-from .optimizers import follows_metrics, without_whole
+from .optimizers import check_own_optimizer, follows_metrics, without_whole
 from .plan_change import PlanChangeMixin
 from .plan_request import read_plan_request
 from .policy_and_value import PolicyAndValueWrapper
 from .ppo_config import PPOConfig
 from .run_record import save_record
 from .setup import Setup, prepare
+from .trainable import own_optimizer
 from .trainer_inputs import TrainerInputs
 from .training_state import TrainingStateMixin
 from .trl_attributes import OnlineTrainerState, TrlAttributes
@@ -127,6 +129,11 @@ class PPOTrainer(
         reallocation_plugin: ReallocationPlugin | None = None,
     ) -> None:
         check_config(args)
+        if (method := own_optimizer(type(self))) is not None:
+            raise ConfigError(
+                f"{method} is not called, since each role's engine makes its part of the optimizer; give the optimizer "
+                f"as optimizers=(optimizer, scheduler or None)."
+            )
         make_output_dir(Path(args.output_dir))
         args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
         world = PartialState()
@@ -267,6 +274,7 @@ class PPOTrainer(
         self._memory_tracker.start()
         self.is_in_train = True
         with self._failing_together():
+            check_own_optimizer(self.optimizer, self.setup.rates)
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             load_start = time.time()
             with working("loading models and starting engines"):

@@ -42,6 +42,22 @@ def why_not_trained(
     return None if reason is None else f"Accelerate trains, because {reason}."
 
 
+_OPTIMIZER_METHODS = (
+    *("create_optimizer", "create_optimizer_and_scheduler"),
+    *("get_decay_parameter_names", "get_optimizer_cls_and_kwargs"),
+)
+_LIBRARIES = ("trl.", "transformers.", __name__.partition(".")[0] + ".")
+
+
+def own_optimizer(kind: type) -> str | None:
+    """The method by which a user's subclass makes the optimizer, which no engine calls; `None` if there is none."""
+    for name in _OPTIMIZER_METHODS:
+        owner = next(base for base in kind.__mro__ if name in vars(base))
+        if not owner.__module__.startswith(_LIBRARIES):
+            return f"{owner.__name__}.{name}"
+    return None
+
+
 def _reasons(args: Any, model: Any, peft_config: Any, environment: Mapping[str, str]) -> Iterator[str]:
     is_loaded = isinstance(model, nn.Module)
     config = model.config if is_loaded else model

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from transformers import GenerationConfig
 
 from ..engines.base import Sampling
-from ..engines.generation.sampling_checks import transformers_problems, vllm_problems, with_generation_kwargs
+from ..engines.generation.sampling_checks import (
+    argument_names,
+    transformers_problems,
+    vllm_problems,
+    with_generation_kwargs,
+)
 from .config_checks import ConfigError
+
+
+# arguments of Transformers' `generate` that do not change what is drawn
+_WITHOUT_EFFECT = {"pad_token_id", "bos_token_id", "use_cache", "cache_implementation", "return_dict_in_generate"}
+_INSTEAD = {
+    "max_new_tokens": "set max_completion_length",
+    "min_new_tokens": "leave it out, or generate by vLLM",
+    "stop_strings": "give vLLM's stop, a list of texts",
+    "suppress_tokens": "give vLLM's logit_bias, a mapping of token ids to -100",
+    "bad_words_ids": "give vLLM's bad_words, a list of texts",
+}
 
 
 def uncorrected_loss(args: Any) -> str:
@@ -64,6 +81,15 @@ def sampling_of(args: Any, stops: tuple[int, ...], vocabulary: int, *, by_vllm: 
             f"generation_kwargs: num_beams {beams} is beam search, whose responses are not drawn from the policy; "
             f"leave it out."
         )
+    for name in _WITHOUT_EFFECT & given.keys():
+        del given[name]
+    if "eos_token_id" in given:  # of Transformers' `generate`, where it replaces the model's
+        ends = given.pop("eos_token_id")
+        sampling = replace(sampling, stop_token_ids=tuple(ends) if isinstance(ends, list | tuple) else (ends,))
+    if "min_new_tokens" in given and by_vllm:
+        given["min_tokens"] = given.pop("min_new_tokens")
+    if problems := list(_of_transformers(given)):
+        raise ConfigError("\n".join(problems))
     if given.pop("ignore_eos", False):
         sampling = replace(sampling, stop_token_ids=())
     if "stop_token_ids" in given:  # TRL's engine ends at these and at the model's own
@@ -77,6 +103,18 @@ def sampling_of(args: Any, stops: tuple[int, ...], vocabulary: int, *, by_vllm: 
     if problems:
         raise ConfigError("\n".join(problems))
     return sampling
+
+
+def _of_transformers(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each argument that Transformers' `generate` has and vLLM has not."""
+    of_vllm, of_transformers = argument_names(), vars(GenerationConfig())
+    for name in arguments:
+        if name in of_transformers and name not in of_vllm and of_vllm:
+            instead = _INSTEAD.get(name, "leave it out")
+            yield (
+                f"generation_kwargs: {name} is of Transformers' generate, which no engine of a plan calls, for each "
+                f"draws its tokens itself; {instead}."
+            )
 
 
 def generation_config(model: Any) -> Any:

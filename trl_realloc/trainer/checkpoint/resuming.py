@@ -200,7 +200,7 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> 
     peers = [other for other, place in enumerate(places) if place == places[rank]]
     reports = by_host(from_every_rank(read_files(folder, peers.index(rank), len(peers)), control), inspection.readers)
     inspection.manifest = next((report.manifest for report in reports.values() if report.manifest), None)
-    inspection.damage = _find_damage(inspection, reports)
+    inspection.damage = _find_damage(folder, inspection, reports)
     if inspection.damage or inspection.manifest is None:
         return inspection
     names = [name for name in inspection.manifest.files if is_needed_by_all(name)]
@@ -226,14 +226,17 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> 
 # --- files, on every host -------------------------------------------------------------------------------------------
 
 
-def _find_damage(inspection: _Inspection, reports: Mapping[int, HostFiles]) -> list[str]:
+def _find_damage(folder: Path, inspection: _Inspection, reports: Mapping[int, HostFiles]) -> list[str]:
     """The problems of the files that no host has undamaged. Sets `inspection.holders`."""
     manifest = inspection.manifest
     if all("" in report.wrong for report in reports.values()):
         return ["there is no such folder"]
     if manifest is None:
         problems = [report.wrong[MANIFEST] for report in reports.values() if MANIFEST in report.wrong]
-        return problems[:1] or [f"{MANIFEST} is missing: its writer was another program, or was killed"]
+        return problems[:1] or [
+            f"{MANIFEST} is missing: its writer was killed, or was another program, such as TRL's trainer, or "
+            f"Accelerate where it trains; a new run begins with its weights by model={str(folder)!r}"
+        ]
     # the files of a host without a manifest have not been checked: copying to it was interrupted
     checked = {reader: report for reader, report in reports.items() if report.manifest is not None}
     inspection.holders = {
@@ -246,7 +249,10 @@ def _find_damage(inspection: _Inspection, reports: Mapping[int, HostFiles]) -> l
         wrong.append(f"{name} {next((text for text in problems if text != 'is missing'), 'is missing')}")
     wrong += [f"{name} is missing" for name in NEEDED if name not in manifest.files]
     if METADATA not in manifest.files:
-        wrong.append("checkpoints of save_only_model have no optimizers")
+        wrong.append(
+            f"checkpoints of save_only_model have no optimizers; a new run begins with their weights by "
+            f"model={str(folder)!r}"
+        )
     return wrong
 
 
