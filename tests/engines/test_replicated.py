@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from launched_job import Job
-from own_optimizers import Estimating
 from peft import LoraConfig, get_peft_model
 from ranks import RankServers
 from torch import Tensor, nn
@@ -23,11 +22,10 @@ from trl_realloc.algorithms import ppo
 from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.ppo_weights import sample_weights
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import GROUP, Rate
+from trl_realloc.engines.base import GROUP
 from trl_realloc.engines.mesh_group import MeshGroup
-from trl_realloc.engines.training.group_settings import GroupSettings
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead, cut
-from trl_realloc.engines.training.replicated import ReplicatedEngine
+from trl_realloc.engines.training.replicated import ReplicatedEngine, set_learning_rate
 from trl_realloc.plan.batching import balance
 
 
@@ -202,41 +200,10 @@ def test_each_parameter_group_is_set_to_its_own_settings() -> None:
     a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     groups: list[dict[str, Any]] = [{"params": [a], GROUP: 2}, {"params": [b], GROUP: 0}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    settings = GroupSettings(optimizer)
-    settings.give([{"lr": 0.5, "momentum": 0.9}, {"lr": 0.1}, {"lr": 0.2}])
+    set_learning_rate(optimizer, [{"lr": 0.5, "momentum": 0.9}, {"lr": 0.1}, {"lr": 0.2}])
     assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [(0.2, 0), (0.5, 0.9)]
-    settings.give(0.3)
+    set_learning_rate(optimizer, 0.3)
     assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
-
-
-@pytest.mark.parametrize("low", [False, True])
-def test_what_an_optimizer_estimates_in_its_groups_is_kept_over_steps_and_loaded(samples: Rollouts, low: bool) -> None:
-    """A scheduler gives the settings of the beginning before each step."""
-
-    def made(head: RoleHead) -> ReplicatedEngine:
-        return engine(head.bfloat16() if low else head, optimizer=lambda module: Estimating(module.parameters()))
-
-    def given(of: ReplicatedEngine) -> Rate:
-        start = Estimating([nn.Parameter(torch.zeros(1))]).param_groups[0]
-        return [{name: value for name, value in start.items() if name != "params"}]
-
-    one, other = made(value_head()), made(value_head())
-    for of in (one, other):
-        of.optimizer.param_groups[0][GROUP] = 0  # type: ignore[union-attr]
-    for _ in range(2):
-        one.train(samples, VALUE_LOSS, 30, given(one))
-    group = one.optimizer.param_groups[0]  # type: ignore[union-attr]
-    assert group["k"] == 2 and group["d"] > 1e-4
-    load_whole(other, whole_state(one))
-    for of in (one, other):
-        of.train(samples, VALUE_LOSS, 30, given(of))
-    again = other.optimizer.param_groups[0]  # type: ignore[union-attr]
-    assert (again["k"], again["d"], float(again["total"])) == (3, group["d"], float(group["total"]))
-    assert same_parameters(one, other)
-
-
-def same_parameters(one: ReplicatedEngine, other: ReplicatedEngine) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.head.parameters(), other.head.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
 
 from trl_realloc import PPOTrainer
-from trl_realloc.engines.training.group_settings import GroupSettings
+from trl_realloc.engines.training.replicated import set_learning_rate
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_whole
@@ -114,7 +114,7 @@ def test_every_group_follows_its_own_rate(tmp_path: Path, kind: str) -> None:
     parts = {Role.ACTOR: part_of(given, model), Role.CRITIC: part_of(given, value)}
     for step in range(2):
         for role, part in parts.items():
-            GroupSettings(part).give(rates.role(role))
+            set_learning_rate(part, rates.role(role))
         told = [group["lr"] for part in parts.values() for group in part.param_groups]
         assert told == pytest.approx(expected[step])
         rates.scheduled.step()
@@ -129,7 +129,7 @@ def test_a_scheduler_that_changes_betas_changes_them_in_the_roles(tmp_path: Path
     part = part_of(given, model)
     given.step()
     scheduler.step()
-    GroupSettings(part).give(LearningRates.of(args, given, scheduler).role(Role.ACTOR))
+    set_learning_rate(part, LearningRates.of(args, given, scheduler).role(Role.ACTOR))
     assert part.param_groups[0]["betas"] == given.param_groups[0]["betas"] != (0.9, 0.999)
 
 

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from own_optimizers import Estimating
 from peft import LoraConfig
-from torch.optim.lr_scheduler import OneCycleLR
 
 from trl_realloc.runtime.parameter_sinks import STALE
 from trl_realloc.trainer.checkpoint import CheckpointError
@@ -86,30 +84,3 @@ def test_a_run_goes_on_without_the_best_checkpoint_if_nobody_has_it_any_more(tmp
     again = tiny.trainer(tmp_path, given=given, **{**changes, "max_steps": 3})
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3 and again.state.best_model_checkpoint is None
-
-
-def with_optimizer(kind: str) -> dict[str, Any]:
-    """Models, with the user's optimizer over both and, in one case, a scheduler that changes its betas."""
-    model, value = tiny.policy(), tiny.classifier()
-    parameters = [*model.parameters(), *value.parameters()]
-    if kind == "estimates in its groups":
-        return {"model": model, "value_model": value, "optimizers": (Estimating(parameters), None)}
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    scheduler = OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
-    return {"model": model, "value_model": value, "optimizers": (optimizer, scheduler)}
-
-
-@pytest.mark.parametrize("kind", ["estimates in its groups", "one cycle of the momentum"])
-def test_what_an_optimizer_and_a_scheduler_keep_in_the_groups_is_resumed(tmp_path: Path, kind: str) -> None:
-    changes: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "num_mini_batches": 2}
-    whole = tiny.trainer(tmp_path, given=with_optimizer(kind), **changes)
-    whole.train()
-    shutil.rmtree(tmp_path / "checkpoint-4")
-    resumed = tiny.trainer(tmp_path, given=with_optimizer(kind), **changes)
-    resumed.train(resume_from_checkpoint=True)
-    assert tiny.updates(resumed) == tiny.updates(whole)
-    kept, made = tiny.weights(whole), tiny.weights(resumed)
-    assert all(torch.equal(kept[name], made[name]) for name in kept)
-    (group,) = resumed.placement.engine("actor.train").optimizer.param_groups
-    if kind == "estimates in its groups":
-        assert group["k"] == 4 * 4 and group["d"] > 1.5e-4, "no step has set them back"

@@ -8,7 +8,6 @@ role's module. Schedulers are made by Transformers or by the user. Whether an op
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from .ppo_config import PPOConfig
 
 
-SCHEDULED_SETTINGS = ("lr", "momentum", "betas")  # of a group that torch's schedulers change
 # These step inside the backward pass, need calls before parameters are read, or project the gradients of whole matrices
 # that they choose by `optim_target_modules`. The engines do none of it.
 _UNSUPPORTED = ("lomo", "adalomo", "layerwise", "schedule_free", "galore", "apollo")
@@ -123,8 +121,7 @@ def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.
     """
     module_ids = {id(p) for p in module.parameters() if p.requires_grad}
     groups = [
-        # copies, because an optimizer may change a tensor or a list of its group in place
-        {**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": params, GROUP: number}
+        {**group, "params": params, GROUP: number}
         for number, group in enumerate(optimizer.param_groups)
         if (params := [p for p in group["params"] if id(p) in module_ids])
     ]
@@ -148,11 +145,11 @@ def with_groups(
     # The constructor is not used: its arguments differ from `defaults` (for example in torch.optim.AdamW), and the
     # other attributes must be kept. `step` is not copied, because a scheduler has wrapped that of the original.
     kind = type(optimizer)
-    made: torch.optim.Optimizer = kind.__new__(kind)
+    copy: torch.optim.Optimizer = kind.__new__(kind)
     attributes = {name: value for name, value in vars(optimizer).items() if not callable(getattr(kind, name, None))}
-    made.__dict__.update({k: v.copy() if isinstance(v, (dict, list)) else v for k, v in attributes.items()})
-    made.__setstate__({"state": defaultdict(dict, state), "param_groups": list(groups)})
-    return made
+    copy.__dict__.update({k: v.copy() if isinstance(v, (dict, list)) else v for k, v in attributes.items()})
+    copy.__setstate__({"state": defaultdict(dict, state), "param_groups": list(groups)})
+    return copy
 
 
 def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -242,15 +239,8 @@ class LearningRates:
         """The learning rate of the first group, which is logged."""
         return float(self.scheduled.param_groups[0]["lr"] or 0.0)
 
-    def settings(self) -> list[dict[str, Any]]:
-        """What schedulers may have changed in each group."""
-        return [
-            {name: copy.deepcopy(group[name]) for name in SCHEDULED_SETTINGS if name in group}  # a rate may be a tensor
-            for group in self.scheduled.param_groups
-        ]
-
-    def restore(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Set what schedulers change in each group, as saved in a checkpoint. Loading a scheduler's state does not set
-        it."""
-        for group, saved in zip(self.scheduled.param_groups, settings, strict=True):
-            group.update(saved)
+    def restore(self, rates: Sequence[float]) -> None:
+        """Set the learning rate of each group, as saved in a checkpoint. Loading a scheduler's state does not set
+        them."""
+        for group, rate in zip(self.scheduled.param_groups, rates, strict=True):
+            group["lr"] = rate

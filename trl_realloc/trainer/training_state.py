@@ -43,7 +43,7 @@ class TrainingStateMixin:
 
     def _make_scheduler(self) -> None:
         """Make the schedule of the arguments, as it begins."""
-        self._first_rates = self.setup.rates.settings()
+        self._first_rates = [group["lr"] for group in self.setup.rates.scheduled.param_groups]
         self.callback_handler.lr_scheduler = self.create_scheduler(self.args.num_total_batches, self.optimizer)
 
     def _renew_scheduler(self) -> None:

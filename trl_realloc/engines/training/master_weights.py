@@ -29,7 +29,6 @@ from ..training_state import (
     room_for,
     scalars_of,
 )
-from .group_settings import GroupSettings
 from .tensor_parallel import box_of, is_split, local, local_gradient
 
 
@@ -240,7 +239,6 @@ class SplitMasters:
                 # of a float32 parameter this shares its memory, so stepping it steps the parameter
                 master.weight = nn.Parameter(master.value.detach().to(_master_dtype(master.parameter)))
         self.optimizer = optimizer.over(self.all)
-        self.settings = GroupSettings(self.optimizer)
 
     def steps(self, master: Master) -> bool:
         """Whether this rank steps a master weight."""
@@ -278,8 +276,7 @@ class SplitMasters:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
             for gradient in gradients.values():
                 gradient.mul_(factor.to(gradient.device))
-        with self.settings.stepping():
-            self.optimizer.step()
+        self.optimizer.step()
         for master in self.all:
             if master.weight is not None:
                 master.weight.grad = None
@@ -345,12 +342,12 @@ class SplitMasters:
 
     def training_state(self, version: int) -> TrainingState:
         """The parts of the training state that this rank steps."""
-        state, of_groups = TrainingState(version), self.settings.scalars()
+        state = TrainingState(version)
         for master, weight in self._stepped():
             values = self.optimizer.state.get(weight, {})
             tensors = {MASTER: weight, **{key: value for key, value in values.items() if is_elementwise(value)}}
             state.tensors[master.name] = {key: master.part(tensor) for key, tensor in tensors.items()}
-            state.scalars[master.name] = {**scalars_of(values), **of_groups.get(weight, {})}
+            state.scalars[master.name] = scalars_of(values)
         return state
 
     @contextlib.contextmanager
@@ -365,8 +362,7 @@ class SplitMasters:
             state.scalars[name] = {}
         yield state
         for master, weight in self._stepped():
-            scalars = self.settings.load(weight, state.scalars[master.name])
-            scalars = loaded_scalars(self.optimizer, weight, scalars)
+            scalars = loaded_scalars(self.optimizer, weight, state.scalars[master.name])
             self.optimizer.state.pop(weight, None)
             if loaded := {**values[master.name], **scalars}:
                 self.optimizer.state[weight] = loaded

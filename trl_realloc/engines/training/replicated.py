@@ -19,7 +19,7 @@ from ...algorithms.base import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, Rate
+from ..base import BUCKET_BYTES, GROUP, Bucket, Rate
 from ..mesh_group import MeshGroup
 from ..parameter_pieces import Piece
 from ..training_state import (
@@ -33,7 +33,6 @@ from ..training_state import (
     room_for,
     scalars_of,
 )
-from .group_settings import GroupSettings
 from .master_weights import MasterWeights
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
@@ -76,7 +75,6 @@ class ReplicatedEngine:
         self.compute_dtype, self.max_grad_norm = compute_dtype, max_grad_norm
         self.optimizer = make_optimizer(head.model) if make_optimizer else None
         self.masters = MasterWeights(self.optimizer) if self.optimizer else None
-        self.settings = GroupSettings(self.optimizer) if self.optimizer else None
         self._left_out = [] if self.optimizer is None else self._not_of(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype is torch.float16)
         self.version, self.grad_norm = 0, math.nan
@@ -132,9 +130,8 @@ class ReplicatedEngine:
         self.grad_norm = float(self._clip())
         if not math.isfinite(self.grad_norm):
             self._refuse(samples, statistics)
-        self._settings.give(learning_rate)
-        with self._settings.stepping():
-            self.scaler.step(self.optimizer)
+        set_learning_rate(self.optimizer, learning_rate)
+        self.scaler.step(self.optimizer)
         self.scaler.update()
         self._clear()
         self._masters.publish()
@@ -154,11 +151,6 @@ class ReplicatedEngine:
     def _masters(self) -> MasterWeights:
         assert self.masters is not None, "a frozen role has no master weights"
         return self.masters
-
-    @property
-    def _settings(self) -> GroupSettings:
-        assert self.settings is not None, "a frozen role has no optimizer"
-        return self.settings
 
     def _clear(self) -> None:
         """Forget all gradients."""
@@ -224,12 +216,11 @@ class ReplicatedEngine:
         """See `base.TrainingEngine`: here full tensors."""
         assert self.optimizer is not None, "a frozen role has no training state"
         state = TrainingState(self.version, scaler=self.scaler.state_dict() if self.scaler.is_enabled() else {})
-        of_groups = self._settings.scalars()
         for name, master in self._named_masters():
             values = self.optimizer.state.get(master, {})
             tensors = {MASTER: master, **{key: value for key, value in values.items() if is_elementwise(value)}}
             state.tensors[name] = {key: StateTensor.of(tensor) for key, tensor in tensors.items()}
-            state.scalars[name] = {**scalars_of(values), **of_groups.get(master, {})}
+            state.scalars[name] = scalars_of(values)
         return state
 
     @contextlib.contextmanager
@@ -248,8 +239,7 @@ class ReplicatedEngine:
         yield state
         for name, master in masters:
             self.optimizer.state.pop(master, None)
-            scalars = self._settings.load(master, state.scalars[name])
-            if loaded := {**values[name], **loaded_scalars(self.optimizer, master, scalars)}:
+            if loaded := {**values[name], **loaded_scalars(self.optimizer, master, state.scalars[name])}:
                 self.optimizer.state[master] = loaded
         self._masters.publish()
         if self.scaler.is_enabled() and state.scaler:
@@ -296,6 +286,12 @@ def whole_parts(model: nn.Module) -> Parts:
     named = list(model.named_parameters())
     trained = [(name, p) for name, p in named if p.requires_grad] or named
     return {name: [(tuple((0, size) for size in p.shape), p.data)] for name, p in trained}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: Rate) -> None:
+    """Set every parameter group of an optimizer to one learning rate, or to the settings under its number (`GROUP`)."""
+    for group in optimizer.param_groups:
+        group.update({"lr": learning_rate} if isinstance(learning_rate, (int, float)) else learning_rate[group[GROUP]])
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols

@@ -35,11 +35,10 @@ from ..training_state import (
 )
 from . import deepspeed_compat as compat
 from .compiled_ops import clear_stale_locks, compiles
-from .group_settings import GroupSettings
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
-from .replicated import whole_parts
+from .replicated import set_learning_rate, whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
 from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
@@ -115,7 +114,6 @@ class ZeroEngine:
             )
         check_gradients(self.engine.optimizer)
         self._gradients = compat.GradientMemory(self.engine.optimizer)
-        self.settings = GroupSettings(self.engine.optimizer)
         self.version, self.grad_norm = 0, math.nan
 
     @property
@@ -140,7 +138,7 @@ class ZeroEngine:
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
         self.engine.train()
-        self.settings.give(learning_rate)
+        set_learning_rate(self.engine.optimizer, learning_rate)
 
         def backward(value: Tensor, is_last: bool) -> None:
             self.engine.set_gradient_accumulation_boundary(is_last)
@@ -148,7 +146,7 @@ class ZeroEngine:
             self.engine.backward(value * self.group.size)
             self.engine.step()
 
-        with self._linear(), self._gradients.allocated(), self.settings.stepping():
+        with self._linear(), self._gradients.allocated():
             statistics = run_training(
                 self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
             )
@@ -210,8 +208,7 @@ class ZeroEngine:
         """See `base.TrainingEngine`: here ranges of the flattened parameters, as views of DeepSpeed's partitions."""
         if self.stage < 3 and self._state_names():
             compat.link_state(self.engine.optimizer)
-        # a flat partition has parameters of several names, and DeepSpeed takes them out of its groups
-        keys, scalars = [MASTER, *self._state_names()], {**self._scalars(), **self.settings.of_first_group()}
+        keys, scalars = [MASTER, *self._state_names()], self._scalars()
         state = TrainingState(self.version, scalars={name: scalars_of(scalars) for name, _ in self._trained()})
         state.scaler = loss_scale(self.engine.optimizer)
         state.tensors = {name: {key: self._state_part(p, key) for key in keys} for name, p in self._trained()}
@@ -233,9 +230,9 @@ class ZeroEngine:
         state = TrainingState(scalars={first: {}})
         state.tensors = {name: {key: self._state_part(p, key) for key in (MASTER, *keys)} for name, p in trained}
         yield state
-        optimizer, scalars = self.engine.optimizer.optimizer, self.settings.load(None, state.scalars[first])
+        optimizer = self.engine.optimizer.optimizer
         for flat in compat.flat_weights(self.engine.optimizer) if keys else ():
-            optimizer.state[flat].update(loaded_scalars(optimizer, flat, scalars))
+            optimizer.state[flat].update(loaded_scalars(optimizer, flat, state.scalars[first]))
         compat.publish_weights(self.engine.optimizer, (p for _, p in trained), self.stage)
         set_loss_scale(self.engine.optimizer, state.scaler)
         self.version = state.version

@@ -32,7 +32,6 @@ from .identity import Identity, Shapes, trained_shapes
 from .manifest import is_of_run
 from .models import save_models
 from .resuming import (
-    GROUP_SETTINGS,
     SAMPLES,
     SCHEDULER,
     STATE,
@@ -198,8 +197,7 @@ class CheckpointMixin:
             return background if args.async_save else None
         if not args.save_only_model:
             with problems.writing(folder / SCHEDULER):
-                state = {**self.lr_scheduler.state_dict(), GROUP_SETTINGS: self.rates.settings()}
-                torch.save(state, folder / SCHEDULER)
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
         with problems.writing(folder / "plan.yaml"):
             self.plan.save(folder / "plan.yaml")
         with problems.writing(folder / STATE):
@@ -281,10 +279,8 @@ class CheckpointMixin:
             self._agree_on_best()
         self.alarm.checkpoint(checkpoint.folder)
         self._load_training_state(checkpoint)
-        scheduler = dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
-        settings = scheduler.pop(GROUP_SETTINGS, None)
-        self.lr_scheduler.load_state_dict(scheduler)
-        self.rates.restore(settings or [{"lr": rate} for rate in self.lr_scheduler.get_last_lr()])
+        self.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
+        self.rates.restore(self.lr_scheduler.get_last_lr())
         self._load_rng_state(str(checkpoint.folder))
         under_way, file = None, checkpoint.folder / SAMPLES
         if self.accelerator.is_main_process and file.exists() and not self.args.ignore_data_skip:

@@ -29,7 +29,6 @@ from .state_storage import Reader
 logger = logging.get_logger(__name__)
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
-GROUP_SETTINGS = "trl_realloc.group_settings"  # beside the scheduler's own state
 SAMPLES = "samples_under_way.pt"  # drawn for later updates, of a run with a staleness
 ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
 NEEDED = (STATE, SCHEDULER, METADATA)
