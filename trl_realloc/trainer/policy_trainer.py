@@ -219,7 +219,7 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpoint
             return super(CheckpointMixin, self).train(folder, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
         check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
         self.is_in_train = True
-        with self._failing_together():
+        with self._failing_together(), self.setup.rates.unstepped():
             self._resumed = self._find_checkpoint(resume_from_checkpoint)
             load_start = time.time()
             self._start()
