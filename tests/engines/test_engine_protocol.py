@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from generating import SAMPLING, buckets, llama, requests, tokens, worst_difference
 from generating import samples as in_order
+from group_optimizers import Counting
 from peft import LoraConfig, get_peft_model
 from replay import rollouts
 from torch import Tensor, nn
@@ -294,6 +295,29 @@ def test_training_goes_on_from_a_state_in_any_engine_as_if_never_stopped(kind: s
         fresh = build(other, PolicyHead(tiny.policy(seed=5), TEMPERATURE), optimizer=adamw)
         load_whole(fresh, state)
         assert fresh.version == 2
+        fresh.train(samples, mean_logprob, 1000, 0.01)
+        assert_same(exported(fresh), exported(made), 1e-5)
+
+
+KEEPS_NUMBERS = ["replicated", "megatron", pytest.param("zero 2", marks=pytest.mark.deepspeed)]
+
+
+@pytest.mark.parametrize("kind", KEEPS_NUMBERS)
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_part_of_the_state(kind: str) -> None:
+    def counting(module: nn.Module) -> torch.optim.Optimizer:
+        named = list(module.named_parameters())
+        groups = [[p for name, p in named if ("norm" in name) is is_norm] for is_norm in (False, True)]
+        return Counting([{"params": group} for group in groups])
+
+    samples, made = rollouts(4), build(kind, optimizer=counting)
+    for _ in range(2):
+        made.train(samples, mean_logprob, 1000, 0.01)
+    state = whole_state(made)
+    assert state["group_numbers"] == {0: {"step": 2}, 1: {"step": 2}}
+    made.train(samples, mean_logprob, 1000, 0.01)
+    for other in {kind, "replicated", "megatron"}:
+        fresh = build(other, PolicyHead(tiny.policy(seed=5), TEMPERATURE), optimizer=counting)
+        load_whole(fresh, state)
         fresh.train(samples, mean_logprob, 1000, 0.01)
         assert_same(exported(fresh), exported(made), 1e-5)
 

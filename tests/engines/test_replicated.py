@@ -22,10 +22,9 @@ from trl_realloc.algorithms import ppo
 from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.ppo_weights import sample_weights
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import GROUP
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead, cut
-from trl_realloc.engines.training.replicated import ReplicatedEngine, set_learning_rate
+from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.batching import balance
 
 
@@ -194,16 +193,6 @@ def test_gradients_can_be_added_by_and_by_and_scaled_at_the_end(samples: Rollout
         torch.testing.assert_close(together[name], column[sum(order, [])], rtol=accuracy, atol=accuracy)
     for one, other in zip(parts.head.parameters(), whole.head.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=accuracy, atol=accuracy)
-
-
-def test_each_parameter_group_is_set_to_its_own_settings() -> None:
-    a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    groups: list[dict[str, Any]] = [{"params": [a], GROUP: 2}, {"params": [b], GROUP: 0}]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    set_learning_rate(optimizer, [{"lr": 0.5, "momentum": 0.9}, {"lr": 0.1}, {"lr": 0.2}])
-    assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [(0.2, 0), (0.5, 0.9)]
-    set_learning_rate(optimizer, 0.3)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

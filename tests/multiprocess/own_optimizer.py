@@ -1,5 +1,5 @@
-"""A rank that trains two models under tensor parallelism with an optimizer of the script's own; which of the parameters
-that the script has loaded are still in memory after the start is written to the folder."""
+"""A rank that trains two models with an optimizer of the script's own; which of the parameters that the script has
+loaded are still in memory after the start is written to the folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from typing import Any
 
 import tiny
 import torch
+from group_optimizers import Counting
+
+
+def counting(policy: Any, value: Any) -> Counting:
+    """An optimizer that keeps numbers in its groups, one of embeddings and one of the rest."""
+    named = [(name, p) for model in (policy, value) for name, p in model.named_parameters()]
+    groups = [[p for name, p in named if ("embed" in name) is is_embedding] for is_embedding in (True, False)]
+    return Counting([{"params": group} for group in groups])
 
 
 def main() -> None:
@@ -24,7 +32,10 @@ def main() -> None:
         if name.endswith("_proj.weight")  # which are split
     }
     given: dict[str, Any] = {"model": policy, "value_model": value, "ref_model": tiny.policy()}
-    if options.pop("own"):
+    own = options.pop("own")
+    if own == "counting":
+        given["optimizers"] = (counting(policy, value), None)
+    elif own:
         optimizer = torch.optim.AdamW([*policy.parameters(), *value.parameters()], lr=1e-2)
         given["optimizers"] = (optimizer, None)
         del optimizer

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from group_optimizers import Counting
 from peft import LoraConfig, get_peft_model
-from policy_alone import adam, execute, roles
+from policy_alone import adam, execute, roles, update
 from remax import options, prompts
 
 from trl_realloc.algorithms.rollout import Rollouts
@@ -58,6 +59,29 @@ def test_a_head_that_its_config_ties_stays_the_models_own() -> None:
     for name in ("ref_logprobs", "responses"):
         assert torch.equal(before.ragged(name).values, after.ragged(name).values)
     assert torch.equal(before.tensor("scores"), after.tensor("scores"))
+
+
+def test_numbers_that_the_optimizer_keeps_in_its_groups_move_with_its_state() -> None:
+    """Apex's FusedAdam, which `optim` may name, counts its steps there."""
+    graph = grpo_graph(reference=False, reward_models=False)
+    plan = flatten(Cluster(1, 1), generation_engine="transformers", graph=graph)
+    of = roles(graph)
+
+    def started(models: Roles) -> Placement:
+        made = Placement(plan, 0, models, options(lambda module: Counting(module.parameters())))
+        made.start()
+        return made
+
+    first = started(of)
+    for number in range(2):
+        update(execute(first), number)
+    state = RunState(first)
+    first.discard()
+    second = started(state.roles(of, plan))
+    state.load_into(second)
+    engine: Any = second.trained(Role.ACTOR)
+    assert [group["step"] for group in engine.optimizer.param_groups] == [2]
+    second.discard()
 
 
 class Own(type(tiny.classifier())):  # type: ignore[misc]

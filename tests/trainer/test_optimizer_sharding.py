@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from group_optimizers import Adapting, Counting
 from peft import IA3Config, LoraConfig
 from torch import nn
 
 from trl_realloc.engines.models import adapter_configs
+from trl_realloc.engines.training.group_settings import copied, is_same
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
@@ -25,6 +27,7 @@ from trl_realloc.trainer import ppo_trainer, setup
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.optimizer_sharding import (
     OptimizerSharding,
+    can_be_sharded,
     check_sharding,
     named_maker,
     user_maker,
@@ -53,6 +56,23 @@ class Normed(torch.optim.Optimizer):
                 p -= rate * p.grad / norm
 
 
+class Patient(torch.optim.Optimizer):
+    """Sums over all parameters that change its steps only after many, as Prodigy's do at a small `d0`."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "total": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        parameters = [(group["lr"], p) for group in self.param_groups for p in group["params"]]
+        total = sum(float(p.grad.abs().sum()) for _, p in parameters if p.grad is not None)
+        for group in self.param_groups:
+            group["total"] += total
+        for rate, p in parameters:
+            if p.grad is not None:
+                p -= rate * p.grad
+
+
 MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, bool]] = {
     "AdamW": (torch.optim.AdamW, True, True),
     "AdamW, fused": (lambda ps: torch.optim.AdamW(ps, fused=True), True, True),
@@ -65,6 +85,9 @@ MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, bool]] = {
     "Adafactor": (torch.optim.Adafactor, False, True),
     "Muon": (torch.optim.Muon, False, True),
     "one norm of everything": (Normed, False, False),
+    "a step size from everything": (Adapting, False, False),
+    "sums of everything that have no effect yet": (Patient, False, False),
+    "a count of steps in the group": (Counting, True, True),
 }
 
 
@@ -89,6 +112,11 @@ def test_named_optimizers_are_seen_the_same_way(tmp_path: Path, named: str, by_e
 def test_a_recipe_is_planned_with_what_a_test_of_its_optimizer_finds(tmp_path: Path, named: str) -> None:
     """The names of Transformers that need no further package."""
     assert training_splits(named) == OptimizerSharding(tiny.arguments(tmp_path, optim=named), None).splits
+
+
+def test_a_recipe_with_an_optimizer_that_counts_in_its_groups_is_planned_without_zero_stage_3() -> None:
+    splits = training_splits("adamw_apex_fused")
+    assert [splits.allow("zero", zero_stage=stage) for stage in range(4)] == [True, True, True, False]
 
 
 def _plan(**training: Any) -> ExecutionPlan:
@@ -154,6 +182,26 @@ def test_an_adapter_that_tp_cannot_split_is_refused_before_a_model_is_loaded(
         check_adapters_split(adapters, plan)
     splits = OptimizerSharding(tiny.arguments(tmp_path), None).splits_with(adapters)
     assert splits == TrainingSplits(tensor=is_split)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_not_stepped_range_by_range(tmp_path: Path) -> None:
+    sharding = OptimizerSharding(tiny.arguments(tmp_path), Counting([nn.Parameter(torch.ones(3, 2))]))
+    assert sharding.splits == TrainingSplits(by_ranges=False)
+    assert [sharding.splits.allow("zero", zero_stage=stage) for stage in range(4)] == [True, True, True, False]
+    for allowed in ({"engine": "zero", "zero_stage": 2}, {"engine": "megatron", "zero_stage": 1}):
+        check_sharding(sharding, _plan(dp=4, **allowed))
+    with pytest.raises(
+        ConfigError, match="Counting keeps numbers in its parameter groups.*critic.train under zero_stage: 3"
+    ):
+        check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=3))
+    assert not can_be_sharded(lambda module: Counting(module.parameters()), CPU), "a later plan may have ZeRO stage 3"
+
+
+def test_testing_an_optimizer_leaves_its_groups_as_they_are() -> None:
+    given = Adapting([nn.Parameter(torch.ones(3, 2))])
+    before = copied(given.param_groups[0])
+    works_by_element(user_maker(given), 1, CPU)
+    assert all(is_same(value, before[key]) for key, value in given.param_groups[0].items() if key != "params")
 
 
 @pytest.mark.parametrize("training", [{"dp": 2, "pp": 2}, {"dp": 4, "zero_stage": 1}])

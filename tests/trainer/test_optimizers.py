@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from group_optimizers import Adapting
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
 
 from trl_realloc import PPOTrainer
-from trl_realloc.engines.training.replicated import set_learning_rate
+from trl_realloc.engines.training.group_settings import GroupSettings
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_whole
@@ -114,7 +115,7 @@ def test_every_group_follows_its_own_rate(tmp_path: Path, kind: str) -> None:
     parts = {Role.ACTOR: part_of(given, model), Role.CRITIC: part_of(given, value)}
     for step in range(2):
         for role, part in parts.items():
-            set_learning_rate(part, rates.role(role))
+            GroupSettings(part).give(rates.role(role))
         told = [group["lr"] for part in parts.values() for group in part.param_groups]
         assert told == pytest.approx(expected[step])
         rates.scheduled.step()
@@ -127,10 +128,51 @@ def test_a_scheduler_that_changes_betas_changes_them_in_the_roles(tmp_path: Path
     given = torch.optim.AdamW([*model.parameters(), *value.parameters()], lr=0.1)
     scheduler = OneCycleLR(given, max_lr=0.1, total_steps=4)
     part = part_of(given, model)
+    settings = GroupSettings(part)
     given.step()
     scheduler.step()
-    set_learning_rate(part, LearningRates.of(args, given, scheduler).role(Role.ACTOR))
+    settings.give(LearningRates.of(args, given, scheduler).role(Role.ACTOR))
     assert part.param_groups[0]["betas"] == given.param_groups[0]["betas"] != (0.9, 0.999)
+
+
+def test_the_scheduled_optimizer_is_not_stepped_in_a_training_and_is_the_users_again_after_it(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """A step without gradients may count in the groups, or fail."""
+    weight = nn.Parameter(torch.ones(2))
+    given = Adapting([weight])
+    scheduler = LambdaLR(given, lambda step: 0.5**step)
+    rates = LearningRates.of(None, given, scheduler, [Role.ACTOR])  # type: ignore[arg-type]
+    with rates.unstepped():
+        LambdaLR(given, lambda step: 1.0)  # a scheduler that is made in the training
+        for _ in range(2):
+            given.step()
+            scheduler.step()
+    assert given.param_groups[0]["k"] == 0 and given.param_groups[0]["lr"] == 0.25 and not recwarn.list
+    weight.grad = torch.ones(2)
+    given.step()
+    assert given.param_groups[0]["k"] == 1 and not torch.equal(weight, torch.ones(2))
+
+
+def test_what_is_saved_of_the_settings_is_what_has_changed(tmp_path: Path) -> None:
+    def made() -> tuple[Any, Any, LearningRates]:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+        return optimizer, scheduler, LearningRates.of(None, optimizer, scheduler, [Role.ACTOR])  # type: ignore[arg-type]
+
+    optimizer, scheduler, rates = made()
+    (first,) = rates.changed()
+    assert first == {"lr": optimizer.param_groups[0]["lr"]}
+    optimizer.step()
+    scheduler.step()
+    optimizer.param_groups[0]["hook"] = print  # a checkpoint cannot hold it
+    (changed,) = rates.changed()
+    assert changed.keys() == {"lr", "betas"}
+    torch.save([changed], tmp_path / "saved.pt")
+    other, _, again = made()
+    other.param_groups[0]["eps"] = 1.0
+    again.restore(torch.load(tmp_path / "saved.pt", weights_only=True))
+    assert [other.param_groups[0][key] for key in ("lr", "betas", "eps")] == [*changed.values(), 1e-8]
 
 
 def test_an_adamw_of_torch_trains_without_a_scheduler(tmp_path: Path) -> None:

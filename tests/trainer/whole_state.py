@@ -12,26 +12,35 @@ from trl_realloc.engines.training_state import TensorSpec
 
 
 def whole_state(engine: Any) -> dict[str, Any]:
-    """`version`, `parameters[name][key]` and `scalars[name]`; the same on every rank. Collective over the mesh."""
+    """`version`, `parameters[name][key]`, `scalars[name]` and `group_numbers[number]`; the same on every rank.
+    Collective over the mesh."""
     mesh = engine.groups.mesh if hasattr(engine, "groups") else engine.group
     state = engine.training_state()
     shapes = {(n, k): t.spec.shape for n, tensors in state.tensors.items() for k, t in tensors.items()}
     # as arrays of NumPy, which are sent in a tenth of the time: torch pickles each tensor as a file of its own
-    mine = (shapes, [(n, k, box, cell.detach().numpy().copy()) for n, k, box, cell in state.cells()], state.scalars)
+    cells = [(name, key, box, cell.detach().numpy().copy()) for name, key, box, cell in state.cells()]
+    mine = (shapes, cells, state.scalars, state.group_numbers)
     ranks: list[Any] = [mine]
     if mesh.size > 1:
         ranks = [None] * mesh.size
         dist.all_gather_object(ranks, mine, group=mesh.group)
     parameters: dict[str, dict[str, torch.Tensor]] = {}
-    for shapes, cells, _ in ranks:
+    for shapes, cells, *_ in ranks:
         for name, key, box, array in cells:
             cell = torch.from_numpy(array)
             tensors = parameters.setdefault(name, {})
             if key not in tensors:
                 tensors[key] = torch.full(shapes[name, key], torch.nan if cell.is_floating_point() else 0).to(cell)
             tensors[key][tuple(slice(*ends) for ends in box)] = cell
-    scalars = {name: values for _, _, by_name in reversed(ranks) for name, values in by_name.items()}
-    return {"version": state.version, "parameters": parameters, "scalars": scalars, "scaler": state.scaler}
+    scalars = {name: values for _, _, by_name, _ in reversed(ranks) for name, values in by_name.items()}
+    numbers = {number: values for *_, by_group in reversed(ranks) for number, values in by_group.items()}
+    return {
+        "version": state.version,
+        "parameters": parameters,
+        "scalars": scalars,
+        "group_numbers": numbers,
+        "scaler": state.scaler,
+    }
 
 
 def load_whole(engine: Any, state: Mapping[str, Any]) -> None:
@@ -42,4 +51,5 @@ def load_whole(engine: Any, state: Mapping[str, Any]) -> None:
         for name, key, box, cell in loading.cells():
             cell.copy_(whole[name][key][tuple(slice(*ends) for ends in box)])
         loading.scalars = {name: dict(state["scalars"][name]) for name in loading.scalars}
+        loading.group_numbers = {n: dict(state.get("group_numbers", {}).get(n, {})) for n in loading.group_numbers}
         loading.version, loading.scaler = state["version"], state["scaler"]

@@ -382,8 +382,8 @@ class TrainingEngine(ScoringEngine, Protocol):
 
     def loading(self, specs: StateSpecs) -> AbstractContextManager[TrainingState]:
         """Inside the context, this rank's part of the training state can be filled with another one: the cells of its
-        tensors in place, `version`, `scalars` and `scaler` by assignment. At the end the engine takes it over, which
-        is collective over the mesh.
+        tensors in place, `version`, `scalars`, `group_numbers` and `scaler` by assignment. At the end the engine takes
+        it over, which is collective over the mesh.
 
         Args:
             specs: the tensors of the whole state, the same on every rank.

@@ -70,12 +70,15 @@ class TrainingState:
         tensors: by parameter name and key; of every trained parameter of which this rank holds something.
         scalars: the rest of the optimizer's state by parameter name, such as `step`. To load, the names for which this
             rank needs it, each with an empty dict to be filled.
+        group_numbers: the numbers that the optimizer itself keeps in its parameter groups, by the number of the group,
+            of every group of which this rank holds something. To load, every group with an empty dict to be filled.
         scaler: the state of the loss scaler of float16; empty without one.
     """
 
     version: int = 0
     tensors: dict[str, dict[str, StateTensor]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    group_numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
 
     def cells(self) -> Iterator[tuple[str, str, Box, Tensor]]:

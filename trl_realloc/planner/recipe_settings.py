@@ -86,6 +86,7 @@ _ELSEWHERE = {
 }
 # in the name of an `optim` that factors, quantises in blocks, or divides by a norm of each parameter
 _NEED_WHOLE_PARAMETERS = ("adafactor", "8bit", "4bit", "stable_adamw")
+_COUNTS_IN_GROUPS = "apex"  # in the name of an `optim` that counts its steps in its parameter groups
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 
@@ -102,7 +103,8 @@ def training_splits(optim: str) -> TrainingSplits:
     """How a named optimizer allows training calls to be split. A run finds it by a test of the optimizer itself
     (`trainer.optimizer_sharding`), which needs torch."""
     whole = any(word in optim for word in _NEED_WHOLE_PARAMETERS)
-    return TrainingSplits(elements=not whole, by_deepspeed=optim != "adagrad")
+    by_ranges = _COUNTS_IN_GROUPS not in optim
+    return TrainingSplits(elements=not whole, by_deepspeed=optim != "adagrad", by_ranges=by_ranges)
 
 
 def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], list[str]]:

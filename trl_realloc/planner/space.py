@@ -50,18 +50,21 @@ class TrainingSplits:
         elements: a parameter may be split, or lie in a flat tensor with others: ZeRO of the engine `zero`, and tp.
         parameters: whole parameters may be distributed over several optimizers: ZeRO of megatron, and pp.
         by_deepspeed: DeepSpeed can make the optimizer of its flat tensors.
+        by_ranges: the optimizer may be called several times in a step, on a range of its parameters each, as DeepSpeed
+            does in ZeRO stage 3.
         tensor: the engine megatron can split by tp what the policy trains: whole models and plain LoRA.
     """
 
     elements: bool = True
     parameters: bool = True
     by_deepspeed: bool = True
+    by_ranges: bool = True
     tensor: bool = True
 
     def allow(self, engine: str, tp: int = 1, pp: int = 1, zero_stage: int = 0) -> bool:
         """Whether a call may train so."""
         flattens, distributes = zero_stage and engine == "zero", zero_stage and engine != "zero"
-        if flattens and not self.by_deepspeed:
+        if flattens and not (self.by_deepspeed and (self.by_ranges or zero_stage < 3)):
             return False
         if tp > 1 and not self.tensor:
             return False

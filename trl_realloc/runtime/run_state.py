@@ -69,12 +69,14 @@ class TrainingDescription:
         version, scaler: as in `TrainingState`.
         specs: of the tensors.
         scalars: of all parameters.
+        group_numbers: of all parameter groups.
     """
 
     version: int
     scaler: Mapping[str, Any]
     specs: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    group_numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def of_names(self, names: Iterable[str], state: TrainingState) -> TrainingDescription:
         """This description with those tensors of a rank's state that have these names (`_name`)."""
@@ -115,7 +117,8 @@ class RunState:
             state = states.get(key)
             self._parts[key] = HostParts(versions[key], _on_host(parts, kept[self.rank], state, shares=shares))
             if state is not None:
-                training[key] = TrainingDescription(state.version, state.scaler).of_names(kept[self.rank], state)
+                described = TrainingDescription(state.version, state.scaler, group_numbers=state.group_numbers)
+                training[key] = described.of_names(kept[self.rank], state)
         self.descriptions: dict[str, ModelDescription] = {}
         self.training: dict[str, TrainingDescription] = {}
         for of_rank, training_of_rank in from_every_rank((descriptions, training), placement.control):
@@ -125,6 +128,7 @@ class RunState:
                 for parameter, specs in description.specs.items():
                     merged.specs.setdefault(parameter, {}).update(specs)
                 merged.scalars |= description.scalars
+                merged.group_numbers |= description.group_numbers
 
     def model(self, key: str) -> Any:
         """A model with uninitialized parameters, which `load_into` fills."""
@@ -163,6 +167,7 @@ class RunState:
                     self._send(key, placement, StateSink(state))
                     state.version, state.scaler = training.version, dict(training.scaler)
                     state.scalars = {name: training.scalars[name] for name in state.scalars}
+                    state.group_numbers = {n: training.group_numbers.get(n, {}) for n in state.group_numbers}
 
     def _send(self, key: str, placement: Placement, sink: Sink | None) -> None:
         """Reallocate one model's tensors from host memory. All ranks together."""

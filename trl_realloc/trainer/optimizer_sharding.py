@@ -1,19 +1,21 @@
-"""Tests whether an optimizer updates every element independently of the others, which sharding requires. It is tested
-on small matrices, because optimizers do not declare it.
+"""Tests whether an optimizer updates every element independently of the others, which sharding requires, and whether it
+keeps numbers in its parameter groups. It is tested on small matrices, because optimizers do not declare it.
 
 What an assignment shards is defined in `plan.assignment`. Optimizers are made in `optimizers`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..engines.training.group_settings import RATE, GroupSettings, Numbers, copied
 from ..engines.training.tensor_parallel import splits_adapter
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 # A matrix has more than 4,096 elements and its halves fewer: up to 4,096, 8-bit optimizers keep a float32 state.
 ROWS, COLUMNS = 96, 64
-STEPS, RATE = 4, 1e-2
+STEPS, STEP_SIZE = 4, 1e-2
 TOLERANCE = 1e-4  # for rounding, relative to the largest change of a parameter
 
 Make = Callable[[Sequence[Sequence[nn.Parameter]]], torch.optim.Optimizer]
@@ -59,7 +61,12 @@ class OptimizerSharding:
         weights = [[nn.Parameter(torch.zeros(1, device=self._device))] for _ in range(self._groups)]
         # DeepSpeed 0.19.8 makes it anew from its defaults, without its groups (stage_1_and_2.py:946)
         is_adagrad = by_element and isinstance(self._make(weights), torch.optim.Adagrad)
-        return TrainingSplits(by_element, by_element or works_by_parameter(*given), not is_adagrad)
+        return TrainingSplits(
+            by_element,
+            by_element or works_by_parameter(*given),
+            by_deepspeed=not is_adagrad,
+            by_ranges=not by_element or not keeps_numbers(*given),
+        )
 
     def splits_with(self, adapters: Mapping[str, Any]) -> TrainingSplits:
         """How training calls may be split with these adapters of the policy, PEFT configs by their names."""
@@ -91,8 +98,14 @@ def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
         for name, setting in sharded.items():
             raise ConfigError(
                 f"{kind} does not step each element by itself (it factors, projects, quantises in blocks, or uses "
-                f"norms of whole tensors), so {name} under {setting} {way_out}"
+                f"norms or sums of whole tensors or of all parameters), so {name} under {setting} {way_out}"
             )
+    ranged = [name for name in staged if trained[name].strategy.zero_stage == 3]
+    if ranged and not splits.by_ranges:
+        raise ConfigError(
+            f"{kind} keeps numbers in its parameter groups, such as a count of steps, and DeepSpeed's ZeRO stage 3 "
+            f"calls it several times in a step, so {ranged[0]} under {sharded[ranged[0]]} {way_out}"
+        )
     if not splits.parameters:
         for name, setting in distributed.items():
             raise ConfigError(f"{kind} does not step each parameter by itself, so {name} under {setting} {way_out}")
@@ -100,7 +113,11 @@ def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
 
 def can_be_sharded(make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.device) -> bool:
     """Whether every plan may shard the optimizer that `make` makes over a role's module."""
-    return works_by_element(lambda groups: make(_Parameters([p for group in groups for p in group])), 1, device)
+
+    def make_of_groups(groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+        return make(_Parameters([p for group in groups for p in group]))
+
+    return works_by_element(make_of_groups, 1, device) and not keeps_numbers(make_of_groups, 1, device)
 
 
 def element_sharding(assignment: Assignment) -> str:
@@ -131,7 +148,7 @@ def user_maker(optimizer: torch.optim.Optimizer) -> Make:
 
     def make(groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         settings = [
-            {**group, "params": list(parameters)}
+            {**copied(group), "params": list(parameters)}
             for group, parameters in zip(optimizer.param_groups, groups, strict=True)
         ]
         return with_groups(optimizer, settings, {})
@@ -163,10 +180,29 @@ def works_by_parameter(make: Make, groups: int, device: torch.device) -> bool:
     """Whether a parameter is updated independently of other parameters."""
     together = _trained(make, groups, device, lambda matrix: [matrix])
     first = _trained(make, groups, device, lambda matrix: [matrix], slice(0, 1))
-    return together is not None and _equal(first, {key: value for key, value in together.items() if key[1] == 0})
+    return together is not None and _equal(
+        first, replace(together, moved={key: value for key, value in together.moved.items() if key[1] == 0})
+    )
 
 
-Moved = dict[tuple[int, int], Tensor]
+def keeps_numbers(make: Make, groups: int, device: torch.device) -> bool:
+    """Whether an optimizer writes numbers of its own into its parameter groups."""
+    whole = _trained(make, groups, device, lambda matrix: [matrix])
+    return whole is not None and any(whole.numbers.values())
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What an optimizer has done to two matrices per group in some steps.
+
+    Args:
+        moved: the change of each matrix, flat, by (group, matrix).
+        numbers: that it has left in its groups. Prodigy's `d` is a sum over all parameters that may stay as it is for
+            some steps, but the sums that it is made of, in the same group, change with the first step.
+    """
+
+    moved: Mapping[tuple[int, int], Tensor]
+    numbers: Numbers
 
 
 def _trained(
@@ -175,9 +211,8 @@ def _trained(
     device: torch.device,
     cut: Callable[[Tensor], list[Tensor]],
     which: slice = slice(None),
-) -> Moved | None:
-    """The change of each of two matrices per group after some steps, flat, by (group, matrix); `None` if the optimizer
-    raises."""
+) -> _Trial | None:
+    """What the optimizer does to two matrices per group in some steps; `None` if it raises."""
     draw = torch.Generator().manual_seed(0)
     shape = (ROWS, COLUMNS)
     scales = torch.logspace(-2, 2, ROWS)[:, None]  # rows of different scales, which a factored moment would mix
@@ -192,8 +227,9 @@ def _trained(
         of_group = [[p for key, ps in parameters.items() if key[0] == at for p in ps] for at in range(groups)]
         optimizer = make(of_group)
         for group in optimizer.param_groups:
-            if group.get("lr") is not None:  # a warmup may have set it to 0
-                group["lr"] = RATE
+            if group.get(RATE) is not None:  # a warmup may have set it to 0
+                group[RATE] = STEP_SIZE
+        settings = GroupSettings(optimizer)
         for step in range(STEPS):
             gradients = {key: drawn() * 10.0 ** (step * (key[1] - 0.5)) for key in start}
             for key, ps in parameters.items():
@@ -202,7 +238,7 @@ def _trained(
             optimizer.step()
     except Exception:  # the user's optimizer may raise any error; one for matrices alone raises on a flat tensor
         return None
-    moved: Moved = {}
+    moved: dict[tuple[int, int], Tensor] = {}
     with torch.no_grad():
         for key, ps in parameters.items():
             before, place = kept[key], torch.arange(ROWS * COLUMNS, device=device).view(shape)
@@ -210,10 +246,22 @@ def _trained(
             for parameter, where in zip(ps, cut(place), strict=True):
                 after[where.flatten()] = parameter.flatten().float()
             moved[key] = after - before.flatten()
-    return moved
+    return _Trial(moved, settings.numbers())
 
 
-def _equal(sharded: Moved | None, whole: Moved) -> bool:
+def _equal(sharded: _Trial | None, whole: _Trial) -> bool:
     if sharded is None:
         return False
-    return all(bool((sharded[key] - whole[key]).abs().max() <= TOLERANCE * whole[key].abs().max()) for key in whole)
+    ours, theirs = _flat(sharded.numbers), _flat(whole.numbers)
+    return (
+        all(
+            bool((sharded.moved[key] - change).abs().max() <= TOLERANCE * change.abs().max())
+            for key, change in whole.moved.items()
+        )
+        and ours.keys() == theirs.keys()
+        and all(math.isclose(ours[key], theirs[key], rel_tol=TOLERANCE) for key in theirs)
+    )
+
+
+def _flat(numbers: Numbers) -> dict[tuple[int, str], float]:
+    return {(group, key): float(value) for group, own in numbers.items() for key, value in own.items()}

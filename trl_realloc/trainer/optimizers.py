@@ -8,9 +8,10 @@ role's module. Schedulers are made by Transformers or by the user. Whether an op
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from torch import nn
 from transformers import Trainer
 
 from ..engines.base import GROUP, Rate
+from ..engines.training.group_settings import RATE, copied, is_same
 from ..plan.dataflow import Role
 from .config_checks import ConfigError
 
@@ -121,7 +123,7 @@ def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.
     """
     module_ids = {id(p) for p in module.parameters() if p.requires_grad}
     groups = [
-        {**group, "params": params, GROUP: number}
+        {**copied(group), "params": params, GROUP: number}
         for number, group in enumerate(optimizer.param_groups)
         if (params := [p for p in group["params"] if id(p) in module_ids])
     ]
@@ -155,7 +157,7 @@ def with_groups(
 def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer with the class, the settings and the groups of another, without its parameters and their state, for
     checks."""
-    return with_groups(optimizer, [{**group, "params": []} for group in optimizer.param_groups], {})
+    return with_groups(optimizer, [{**copied(group), "params": []} for group in optimizer.param_groups], {})
 
 
 def without_whole(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -187,19 +189,24 @@ def check_own_optimizer(optimizer: Any, rates: LearningRates) -> None:
         )
 
 
+_NOT_SENT = ("params", "initial_lr")  # keys of a parameter group that are no settings for a role's optimizer
+
+
 @dataclass(frozen=True)
 class LearningRates:
     """The learning rates that the roles' optimizers get before each update.
 
     Args:
-        scheduled: the optimizer whose parameter groups the scheduler changes.
+        scheduled: the optimizer whose parameter groups the scheduler changes. It is not stepped.
         by_group: its groups are those of the user's optimizer. Otherwise there is one for each trained role.
         roles: the trained roles, in the order of the groups.
+        first_settings: of each group of `scheduled`, before the training.
     """
 
     scheduled: torch.optim.Optimizer
     by_group: bool
     roles: tuple[Role, ...]
+    first_settings: tuple[Mapping[str, Any], ...]
 
     @staticmethod
     def of(
@@ -214,7 +221,7 @@ class LearningRates:
         would keep the whole parameters in memory, which the engines replace by their parts.
         """
         if optimizer is not None and scheduler is not None:
-            return LearningRates(optimizer, by_group=True, roles=tuple(roles))
+            return LearningRates(optimizer, True, tuple(roles), _settings(optimizer))
         if optimizer is not None:
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         else:
@@ -224,23 +231,68 @@ class LearningRates:
             ]
         stand_in = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
         optimizer_of_rates = torch.optim.SGD(stand_in, lr=args.learning_rate)
-        return LearningRates(optimizer_of_rates, by_group=optimizer is not None, roles=tuple(roles))
+        return LearningRates(optimizer_of_rates, optimizer is not None, tuple(roles), _settings(optimizer_of_rates))
 
     def role(self, role: Role) -> Rate:
         """The learning rate of a role. With the user's optimizer it is the settings of all its groups, because a
-        scheduler may change the momentum too."""
+        scheduler or a callback may change others too. An engine takes over those that have changed."""
         groups = self.scheduled.param_groups
         if not self.by_group:
-            return float(groups[self.roles.index(role)]["lr"])
-        return tuple({k: v for k, v in group.items() if k not in ("params", "initial_lr")} for group in groups)
+            return float(groups[self.roles.index(role)][RATE])
+        return tuple({k: v for k, v in group.items() if k not in _NOT_SENT} for group in groups)
 
     @property
     def first(self) -> float:
         """The learning rate of the first group, which is logged."""
-        return float(self.scheduled.param_groups[0]["lr"] or 0.0)
+        return float(self.scheduled.param_groups[0][RATE] or 0.0)
 
-    def restore(self, rates: Sequence[float]) -> None:
-        """Set the learning rate of each group, as saved in a checkpoint. Loading a scheduler's state does not set
-        them."""
-        for group, rate in zip(self.scheduled.param_groups, rates, strict=True):
-            group["lr"] = rate
+    @contextlib.contextmanager
+    def unstepped(self) -> Iterator[None]:
+        """Inside, `step` of the scheduled optimizer does nothing, because the engines step the roles' optimizers.
+        Without gradients the user's optimizer may still count a step in its groups, or fail."""
+        optimizer: Any = self.scheduled
+        previous = vars(optimizer).get("step")
+
+        def step(*_: Any, **__: Any) -> None:
+            optimizer._opt_called = True  # a scheduler warns if its optimizer has made no step
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that a scheduler does not wrap it
+        optimizer.step = step
+        try:
+            yield
+        finally:
+            del optimizer.step
+            if previous is not None:
+                optimizer.step = previous
+
+    def changed(self) -> list[dict[str, Any]]:
+        """Copies of the learning rate and of the settings of each group that have changed since the training began, for
+        a checkpoint. Settings of types that a checkpoint cannot hold are left out."""
+        return [
+            {k: v for k, v in settings.items() if k == RATE or (_is_saved(v) and not is_same(v, first.get(k)))}
+            for settings, first in zip(_settings(self.scheduled), self.first_settings, strict=True)
+        ]
+
+    def restore(self, changed: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Set each group to the first settings and what `changed` has returned, as saved in a checkpoint. Loading a
+        scheduler's state does not set them."""
+        groups = self.scheduled.param_groups
+        for group, first, saved in zip(groups, self.first_settings, changed or [{}] * len(groups), strict=True):
+            group.update({k: _placed_as(first.get(k), value) for k, value in copied({**first, **saved}).items()})
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Copies of the settings of each parameter group."""
+    return tuple(copied({k: v for k, v in g.items() if k not in _NOT_SENT}) for g in optimizer.param_groups)
+
+
+def _placed_as(first: Any, value: Any) -> Any:
+    """A setting on the device of the first one, if both are tensors."""
+    return value.to(first.device) if torch.is_tensor(first) and torch.is_tensor(value) else value
+
+
+def _is_saved(value: Any) -> bool:
+    """Whether `torch.load` reads a value again with `weights_only`."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_saved, value))
+    return torch.is_tensor(value) or type(value) in (bool, int, float, str, type(None))

@@ -234,7 +234,7 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpoint
         check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
         check_own_optimizer(self.optimizer, self.setup.rates)
         self.is_in_train = True
-        with self._failing_together():
+        with self._failing_together(), self.setup.rates.unstepped():
             self._resumed = self._find_checkpoint(resume_from_checkpoint)
             load_start = time.time()
             self._start()

@@ -273,7 +273,7 @@ class PPOTrainer(
         """
         self._memory_tracker.start()
         self.is_in_train = True
-        with self._failing_together():
+        with self._failing_together(), self.setup.rates.unstepped():
             check_own_optimizer(self.optimizer, self.setup.rates)
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             load_start = time.time()
@@ -305,7 +305,7 @@ class PPOTrainer(
             with self._working(self.state.global_step - start_step), self._saving_good_state():
                 early = following if self._may_begin_early(is_last) else ()
                 iteration = self.executor.run(batch, self.state.global_step, rates, following=early)
-            self.setup.rates.scheduled.step()  # it has no gradients, so nothing changes; the scheduler expects it
+            self.setup.rates.scheduled.step()  # does nothing; the scheduler expects it
             if not follows_metrics(self.lr_scheduler):
                 self.lr_scheduler.step()
             self.state.episode += len(batch)

@@ -43,7 +43,6 @@ class TrainingStateMixin:
 
     def _make_scheduler(self) -> None:
         """Make the schedule of the arguments, as it begins."""
-        self._first_rates = [group["lr"] for group in self.setup.rates.scheduled.param_groups]
         self.callback_handler.lr_scheduler = self.create_scheduler(self.args.num_total_batches, self.optimizer)
 
     def _renew_scheduler(self) -> None:
@@ -51,7 +50,7 @@ class TrainingStateMixin:
         goes on."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-            self.setup.rates.restore(self._first_rates)
+            self.setup.rates.restore()
             self._make_scheduler()
 
     def _start_state(self, checkpoint: Checkpoint | None) -> None:

@@ -29,6 +29,7 @@ from ..training_state import (
     room_for,
     scalars_of,
 )
+from .group_settings import GroupSettings
 from .tensor_parallel import box_of, is_split, local, local_gradient
 
 
@@ -239,6 +240,7 @@ class SplitMasters:
                 # of a float32 parameter this shares its memory, so stepping it steps the parameter
                 master.weight = nn.Parameter(master.value.detach().to(_master_dtype(master.parameter)))
         self.optimizer = optimizer.over(self.all)
+        self.settings = GroupSettings(self.optimizer)
 
     def steps(self, master: Master) -> bool:
         """Whether this rank steps a master weight."""
@@ -342,7 +344,7 @@ class SplitMasters:
 
     def training_state(self, version: int) -> TrainingState:
         """The parts of the training state that this rank steps."""
-        state = TrainingState(version)
+        state = TrainingState(version, group_numbers=self.settings.numbers())
         for master, weight in self._stepped():
             values = self.optimizer.state.get(weight, {})
             tensors = {MASTER: weight, **{key: value for key, value in values.items() if is_elementwise(value)}}
@@ -353,7 +355,7 @@ class SplitMasters:
     @contextlib.contextmanager
     def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
         """See `base.TrainingEngine.loading`, without the check of names."""
-        state, values = TrainingState(), dict[str, dict[str, Tensor]]()
+        state, values = TrainingState(group_numbers=self.settings.empty()), dict[str, dict[str, Tensor]]()
         for master, weight in self._stepped():
             name, current, shape = master.name, self.optimizer.state.get(weight, {}), tuple(master.parameter.shape)
             others = [(key, spec) for key, spec in specs[name].items() if key != MASTER]
@@ -366,6 +368,7 @@ class SplitMasters:
             self.optimizer.state.pop(weight, None)
             if loaded := {**values[master.name], **scalars}:
                 self.optimizer.state[weight] = loaded
+        self.settings.load(state.group_numbers)
         self.publish()
 
     def _stepped(self) -> list[tuple[Master, nn.Parameter]]:

@@ -41,7 +41,6 @@ from .packed_forward import (
 )
 from .part_gather import PartGather
 from .pipeline import MiniBatch, Pipeline, keep_stage
-from .replicated import set_learning_rate
 from .tensor_parallel import box_of, is_split, local, split_tensors, splits_adapter, vocabulary_start
 from .token_logprobs import TokenLogprobs
 from .vocab_parallel import SplitLogprobs
@@ -195,7 +194,7 @@ class MegatronEngine:
     ) -> None:
         """See `AddingEngine`."""
         assert self.masters is not None, "a frozen role cannot be trained"
-        set_learning_rate(self.masters.optimizer, learning_rate)
+        self.masters.settings.give(learning_rate)
         self.grad_norm = self.masters.step(self.max_grad_norm, scale)
         if not math.isfinite(self.grad_norm):
             raise refusal(self.groups.mesh, samples, statistics)

@@ -19,7 +19,7 @@ from ...algorithms.base import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, GROUP, Bucket, Rate
+from ..base import BUCKET_BYTES, Bucket, Rate
 from ..mesh_group import MeshGroup
 from ..parameter_pieces import Piece
 from ..training_state import (
@@ -33,6 +33,7 @@ from ..training_state import (
     room_for,
     scalars_of,
 )
+from .group_settings import GroupSettings
 from .master_weights import MasterWeights
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
@@ -75,6 +76,7 @@ class ReplicatedEngine:
         self.compute_dtype, self.max_grad_norm = compute_dtype, max_grad_norm
         self.optimizer = make_optimizer(head.model) if make_optimizer else None
         self.masters = MasterWeights(self.optimizer) if self.optimizer else None
+        self._settings = GroupSettings(self.optimizer) if self.optimizer else None
         self._left_out = [] if self.optimizer is None else self._not_of(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype is torch.float16)
         self.version, self.grad_norm = 0, math.nan
@@ -119,7 +121,7 @@ class ReplicatedEngine:
         self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate, scale: float = 1.0
     ) -> None:
         """See `AddingEngine`."""
-        assert self.optimizer is not None, "a frozen role cannot be trained"
+        assert self.optimizer is not None and self._settings is not None, "a frozen role cannot be trained"
         self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also where there were no samples
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
@@ -130,7 +132,7 @@ class ReplicatedEngine:
         self.grad_norm = float(self._clip())
         if not math.isfinite(self.grad_norm):
             self._refuse(samples, statistics)
-        set_learning_rate(self.optimizer, learning_rate)
+        self._settings.give(learning_rate)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self._clear()
@@ -214,8 +216,9 @@ class ReplicatedEngine:
 
     def training_state(self) -> TrainingState:
         """See `base.TrainingEngine`: here full tensors."""
-        assert self.optimizer is not None, "a frozen role has no training state"
+        assert self.optimizer is not None and self._settings is not None, "a frozen role has no training state"
         state = TrainingState(self.version, scaler=self.scaler.state_dict() if self.scaler.is_enabled() else {})
+        state.group_numbers = self._settings.numbers()
         for name, master in self._named_masters():
             values = self.optimizer.state.get(master, {})
             tensors = {MASTER: master, **{key: value for key, value in values.items() if is_elementwise(value)}}
@@ -226,10 +229,10 @@ class ReplicatedEngine:
     @contextlib.contextmanager
     def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
         """See `base.TrainingEngine`."""
-        assert self.optimizer is not None, "a frozen role has no training state"
+        assert self.optimizer is not None and self._settings is not None, "a frozen role has no training state"
         masters = self._named_masters()
         check_names(specs, [name for name, _ in masters])
-        state = TrainingState(scalars={name: {} for name, _ in masters})
+        state = TrainingState(scalars={name: {} for name, _ in masters}, group_numbers=self._settings.empty())
         values: dict[str, dict[str, Tensor]] = {}
         for name, master in masters:
             current, shape = self.optimizer.state.get(master, {}), tuple(master.shape)
@@ -241,6 +244,7 @@ class ReplicatedEngine:
             self.optimizer.state.pop(master, None)
             if loaded := {**values[name], **loaded_scalars(self.optimizer, master, state.scalars[name])}:
                 self.optimizer.state[master] = loaded
+        self._settings.load(state.group_numbers)
         self._masters.publish()
         if self.scaler.is_enabled() and state.scaler:
             self.scaler.load_state_dict(state.scaler)
@@ -286,12 +290,6 @@ def whole_parts(model: nn.Module) -> Parts:
     named = list(model.named_parameters())
     trained = [(name, p) for name, p in named if p.requires_grad] or named
     return {name: [(tuple((0, size) for size in p.shape), p.data)] for name, p in trained}
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: Rate) -> None:
-    """Set every parameter group of an optimizer to one learning rate, or to the settings under its number (`GROUP`)."""
-    for group in optimizer.param_groups:
-        group.update({"lr": learning_rate} if isinstance(learning_rate, (int, float)) else learning_rate[group[GROUP]])
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols

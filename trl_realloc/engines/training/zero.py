@@ -35,10 +35,11 @@ from ..training_state import (
 )
 from . import deepspeed_compat as compat
 from .compiled_ops import clear_stale_locks, compiles
+from .group_settings import GroupSettings
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
-from .replicated import set_learning_rate, whole_parts
+from .replicated import whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
 from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
@@ -113,6 +114,7 @@ class ZeroEngine:
                 dist_init_required=False,
             )
         check_gradients(self.engine.optimizer)
+        self._settings = None if self.frozen else GroupSettings(self.engine.optimizer.optimizer)
         self._gradients = compat.GradientMemory(self.engine.optimizer)
         self.version, self.grad_norm = 0, math.nan
 
@@ -138,7 +140,8 @@ class ZeroEngine:
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
         self.engine.train()
-        set_learning_rate(self.engine.optimizer, learning_rate)
+        assert self._settings is not None, "a frozen role cannot be trained"
+        self._settings.give(learning_rate)
 
         def backward(value: Tensor, is_last: bool) -> None:
             self.engine.set_gradient_accumulation_boundary(is_last)
@@ -211,12 +214,14 @@ class ZeroEngine:
         keys, scalars = [MASTER, *self._state_names()], self._scalars()
         state = TrainingState(self.version, scalars={name: scalars_of(scalars) for name, _ in self._trained()})
         state.scaler = loss_scale(self.engine.optimizer)
+        state.group_numbers = self._settings.numbers() if self._settings is not None else {}
         state.tensors = {name: {key: self._state_part(p, key) for key in keys} for name, p in self._trained()}
         return state
 
     @contextlib.contextmanager
     def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
         """See `base.TrainingEngine`."""
+        assert self._settings is not None, "a frozen role has no training state"
         trained = self._trained()
         check_names(specs, [name for name, _ in trained])
         keys = sorted({key for tensors in specs.values() for key in tensors} - {MASTER})
@@ -227,12 +232,13 @@ class ZeroEngine:
             compat.link_state(self.engine.optimizer)
         # a partition has many parameters and one step count, which is the same for all of them
         first = trained[0][0]
-        state = TrainingState(scalars={first: {}})
+        state = TrainingState(scalars={first: {}}, group_numbers=self._settings.empty())
         state.tensors = {name: {key: self._state_part(p, key) for key in (MASTER, *keys)} for name, p in trained}
         yield state
         optimizer = self.engine.optimizer.optimizer
         for flat in compat.flat_weights(self.engine.optimizer) if keys else ():
             optimizer.state[flat].update(loaded_scalars(optimizer, flat, state.scalars[first]))
+        self._settings.load(state.group_numbers)
         compat.publish_weights(self.engine.optimizer, (p for _, p in trained), self.stage)
         set_loss_scale(self.engine.optimizer, state.scaler)
         self.version = state.version

@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ...algorithms.nonfinite import NonFiniteError
+from ...engines.training.group_settings import RATE
 from ...plan.dataflow import Role
 from ...runtime.drawn_samples import DrawnSamples
 from ...runtime.executor import Executor
@@ -34,6 +35,7 @@ from .models import save_models
 from .resuming import (
     SAMPLES,
     SCHEDULER,
+    SETTINGS,
     STATE,
     Checkpoint,
     CurrentRun,
@@ -41,6 +43,7 @@ from .resuming import (
     fetch,
     find_checkpoint,
     newest_whole,
+    read_settings,
 )
 from .saving import UnfinishedCheckpoint, check_writable, new_run
 from .state_plans import ROLES
@@ -198,6 +201,8 @@ class CheckpointMixin:
         if not args.save_only_model:
             with problems.writing(folder / SCHEDULER):
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+            with problems.writing(folder / SETTINGS):
+                torch.save(self.rates.changed(), folder / SETTINGS)
         with problems.writing(folder / "plan.yaml"):
             self.plan.save(folder / "plan.yaml")
         with problems.writing(folder / STATE):
@@ -280,7 +285,8 @@ class CheckpointMixin:
         self.alarm.checkpoint(checkpoint.folder)
         self._load_training_state(checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
-        self.rates.restore(self.lr_scheduler.get_last_lr())
+        changed = read_settings(checkpoint.folder / SETTINGS)
+        self.rates.restore(changed or [{RATE: rate} for rate in self.lr_scheduler.get_last_lr()])
         self._load_rng_state(str(checkpoint.folder))
         under_way, file = None, checkpoint.folder / SAMPLES
         if self.accelerator.is_main_process and file.exists() and not self.args.ignore_data_skip:

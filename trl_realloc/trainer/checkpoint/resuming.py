@@ -29,6 +29,7 @@ from .state_storage import Reader
 logger = logging.get_logger(__name__)
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+SETTINGS = "scheduled_settings.pt"  # what the scheduler has written into the optimizer's parameter groups
 SAMPLES = "samples_under_way.pt"  # drawn for later updates, of a run with a staleness
 ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
 NEEDED = (STATE, SCHEDULER, METADATA)
@@ -258,7 +259,7 @@ def _find_damage(folder: Path, inspection: _Inspection, reports: Mapping[int, Ho
 def is_needed_by_all(name: str) -> bool:
     """Whether every host needs a file to resume. Resuming reads no model files, because the training state has the
     float32 weights; which files of that a host needs is known when its engines have been started (`fetch`)."""
-    return name in (*NEEDED, SAMPLES, ENTROPY_STATE) or name.startswith("rng_state")
+    return name in (*NEEDED, SETTINGS, SAMPLES, ENTROPY_STATE) or name.startswith("rng_state")
 
 
 # --- contents, on rank 0 --------------------------------------------------------------------------------------------
@@ -281,6 +282,7 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
     # the state of a trainer of another algorithm lacks this one's counters
     read(STATE, lambda path: _read_state(path, () if other_algorithm else current_run.counters))
     read(SCHEDULER, lambda path: dict(torch.load(path, weights_only=True)))
+    read(SETTINGS, read_settings)
     for path in sorted(folder.glob("rng_state*.pth")):
         read(path.name, _read_rng)
     if other_algorithm:
@@ -309,6 +311,11 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
             "Give the trainer what the checkpoint was run with, or another output_dir and its policy as the model."
         )
     inspection.unfit += data
+
+
+def read_settings(path: Path) -> list[dict[str, Any]] | None:
+    """What `LearningRates.changed` had returned; `None` in a checkpoint of a release that did not save it."""
+    return [dict(settings) for settings in torch.load(path, weights_only=True)] if path.exists() else None
 
 
 def _read_state(path: Path, counters: Sequence[str]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from . import STATE_FOLDER
 
 ROLES = {Role.ACTOR: "policy", Role.CRITIC: "critic"}  # the names of the trained roles in the checkpoint
 CHUNK_BYTES = 64 << 20  # of the tensors that are written, and so the memory that reading takes beyond the parts
-_PROGRESS, _SCALARS = "progress", "scalars"
+_PROGRESS, _SCALARS, _GROUPS = "progress", "scalars", "groups"
 
 # What a rank contributes to a checkpoint, by name: tensors in parts, and values that are stored by torch.save.
 Entries = dict[str, Any]
@@ -52,7 +52,8 @@ def entries_of(role: str, state: TrainingState) -> Entries:
     entries: Entries = {f"{role}/{_PROGRESS}": {"version": state.version, "scaler": state.scaler}}
     for name, tensors in state.tensors.items():
         entries |= {f"{role}/{name}/{key}": tensor for key, tensor in tensors.items()}
-    return entries | {f"{role}/{name}/{_SCALARS}": values for name, values in state.scalars.items() if values}
+    entries |= {f"{role}/{name}/{_SCALARS}": values for name, values in state.scalars.items() if values}
+    return entries | {f"{role}/{_GROUPS}/{number}": own for number, own in state.group_numbers.items() if own}
 
 
 def specs_of(metadata: Metadata, role: str) -> dict[str, dict[str, TensorSpec]]:
@@ -145,12 +146,14 @@ class Loading(DefaultLoadPlanner):
         self.role, self.state, self.stored = role, state, metadata.state_dict_metadata
         # what is no tensor is replaced by what is read
         self.entries = entries_of(role, state) | {f"{role}/{name}/{_SCALARS}": {} for name in state.scalars}
+        self.entries |= {f"{role}/{_GROUPS}/{number}": {} for number in state.group_numbers}
 
     def finish(self) -> None:
         """Set what is no tensor, after everything has been read."""
         progress = self.entries[f"{self.role}/{_PROGRESS}"]
         self.state.version, self.state.scaler = progress["version"], progress["scaler"]
         self.state.scalars = {name: self.entries[f"{self.role}/{name}/{_SCALARS}"] for name in self.state.scalars}
+        self.state.group_numbers = {n: self.entries[f"{self.role}/{_GROUPS}/{n}"] for n in self.state.group_numbers}
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([item for name, entry in self.entries.items() for item in self._items(name, entry)])
