@@ -23,7 +23,7 @@ from ..runtime.calls import TEXTS
 from ..runtime.host_calls import HostCalls
 from .plug import takes_turns
 from .policy_groups import Batch, GroupScores, groupable, groups_of
-from .policy_rewards import PlannedRewardModel
+from .policy_rewards import PlannedRewardModel, followed
 from .trl_policy_trainers import TRLGRPOTrainer, parse_response
 
 
@@ -45,6 +45,7 @@ class PolicyScoringMixin:
     calls: HostCalls
     async_loop: Any  # TRL's, where there are async functions
 
+    trains_by_accelerate = False  # then nobody follows what a rank is doing
     _prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
     _rows: Sequence[Mapping[str, Any]] = ()
     _group_scores: GroupScores | None = None
@@ -73,10 +74,16 @@ class PolicyScoringMixin:
         return [pickle.dumps(prompt) for prompt in prompts]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, with what the functions have returned for groups in place of calling them again."""
+        """TRL's, with what the functions have returned for groups in place of calling them again. The message of a
+        failure on one of several ranks names the function."""
+        if self.trains_by_accelerate:
+            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         given = self.reward_funcs
         if self._group_scores is not None:
             self.reward_funcs = self._group_scores.as_called_by_trl(given)
+        alarm, update = self.calls.executor.alarm, f"update {self.state.global_step + 1}"
+        alarm.at(f"the rewards of {update}")
+        self.reward_funcs = [followed(reward, update, alarm.at) for reward in self.reward_funcs]
         try:
             return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         finally:
