@@ -48,6 +48,18 @@ def test_a_reward_that_fails_on_one_rank_fails_on_all_and_nothing_is_trained(
     assert time.monotonic() - begun < patience(60) and job.gone_within(GONE_WITHIN_S)
 
 
+def test_a_reward_function_that_raises_on_one_rank_is_named_with_its_exception(
+    start: Callable[..., Any], servers: RankServers
+) -> None:
+    """In TRL's loop the other rank waits for the rewards in a collective that never ends."""
+    job = start("failing_reward.py", 2, {"fails_on_rank": 1}, servers=servers, grace_s=GRACE_S)
+    assert job.wait(90) != 0
+    why = "failed in reward function 'judged' of update 2: KeyError: 'no answer of the judge'"
+    said = f"[rank0] trl_realloc: rank 1 on host {socket.gethostname()} {why}."
+    assert f"{said} This rank ends for that reason; it was still in the rewards of update 2." in job.text()
+    assert job.gone_within(GONE_WITHIN_S)
+
+
 def wait_for_generation(job: Any, engines: int) -> list[int]:
     """The pids of the engines, once they work on a run."""
     deadline = time.monotonic() + patience(90)
@@ -133,5 +145,5 @@ def test_an_exception_on_one_rank_inside_a_collective_call_ends_the_job_with_its
     row = faults.run(faults.Row("flatten", "error", "actor.train"), tmp_path, None)
     assert row.seconds is not None and not row.left, row
     host = socket.gethostname()
-    said = f"rank 1 on host {host} failed in actor.train of update 3: an error made by benchmarks/faults.py"
+    said = f"rank 1 on host {host} failed in actor.train of update 3: ValueError: an error made by benchmarks/faults.py"
     assert said in row.message, row

@@ -70,6 +70,8 @@ def main() -> None:
             alarm = Alarm(watchdog)
             meet(store, message, size)  # runtimes are made together
         return
+    if what == "fail":
+        raise RuntimeError("a mistake of the user's")
     if what == "raise" and rank == 1:
         with alarm.covers():
             raise RuntimeError("no memory")

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from trl_realloc import GRPOTrainer, PPOTrainer
+from trl_realloc import Cluster, GRPOTrainer, PPOTrainer
+from trl_realloc.engines.base import EngineError
 from trl_realloc.realloc.transfer import TransferError
 from trl_realloc.runtime.failures import watchdog_client
-from trl_realloc.runtime.failures.alarm import Alarm, is_network
+from trl_realloc.runtime.failures.alarm import Alarm, in_words, is_network
 from trl_realloc.runtime.failures.coordinator_watchdog import CoordinatorWatchdog
 from trl_realloc.runtime.failures.liveness import Verdict
 from trl_realloc.runtime.failures.message_socket import MessageSocket
@@ -32,12 +33,13 @@ Ranks = Callable[..., list[subprocess.Popen[str]]]
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Start two ranks that do `what`."""
+    """Start two ranks, or another number, that do `what`."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(what: str) -> list[subprocess.Popen[str]]:
-        for rank in (0, 1):
-            command = [sys.executable, str(Path(__file__).parent / "rank.py"), str(rank), "2", str(tmp_path / "store")]
+    def start(what: str, size: int = 2) -> list[subprocess.Popen[str]]:
+        for rank in range(size):
+            script, store = Path(__file__).parent / "rank.py", tmp_path / "store"
+            command = [sys.executable, str(script), str(rank), str(size), str(store)]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "LOCAL_WORLD_SIZE": "2"}
             started.append(subprocess.Popen([*command, what], text=True, env=environment, **pipes))  # type: ignore[call-overload]
@@ -60,8 +62,9 @@ def outputs(processes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 def test_an_exception_on_one_rank_ends_those_that_hang_with_its_sentence(ranks: Ranks) -> None:
     processes = ranks("raise")
     (_, hung), (_, failed) = outputs(processes)
-    sentence = f"rank 1 on host {HOST} failed in actor.train of update 1: no memory"
-    assert f"[rank0] trl_realloc: {sentence}. This rank was still in actor.train of update 0." in hung
+    sentence = f"rank 1 on host {HOST} failed in actor.train of update 1: RuntimeError: no memory"
+    here = "This rank ends for that reason; it was still in actor.train of update 0."
+    assert f"[rank0] trl_realloc: {sentence}. {here}" in hung
     assert "RuntimeError: no memory" in failed and [p.returncode for p in processes] == [1, 1]
 
 
@@ -102,10 +105,23 @@ def test_a_stopped_rank_ends_the_job_within_its_limit(ranks: Ranks) -> None:
     assert processes[stopped].returncode == -signal.SIGKILL and processes[1 - stopped].returncode == 1
 
 
+def test_of_a_process_alone_that_failed_the_watchdog_says_nothing(ranks: Ranks) -> None:
+    """Its own message is there. It knows neither what the process was doing nor its newest checkpoint."""
+    (process,) = ranks("fail", 1)
+    _, said = outputs([process])[0]
+    assert process.returncode == 1 and said.endswith("RuntimeError: a mistake of the user's\n"), said
+
+
+def test_a_message_has_the_type_of_an_exception_that_is_not_this_packages() -> None:
+    assert in_words(KeyError("score")) == "KeyError: 'score'" and in_words(ValueError()) == "ValueError"
+    assert in_words(EngineError("no room")) == "no room" and in_words(EngineError()) == "EngineError"
+
+
 def test_a_failure_that_is_caught_on_all_ranks_leaves_the_next_runtime_alone(ranks: Ranks) -> None:
     processes = ranks("caught twice")
     (first, _), (second, _) = outputs(processes)
-    said = [f"rank 0 on host {HOST} failed in actor.train of update 0: {word}" for word in ("first", "second")]
+    where = f"rank 0 on host {HOST} failed in actor.train of update 0"
+    said = [f"{where}: RuntimeError: {word}" for word in ("first", "second")]
     assert first.splitlines()[1:] == ["first", "second"] and second.splitlines()[1:] == said
     assert [p.returncode for p in processes] == [0, 0]
 
@@ -172,11 +188,12 @@ def test_a_failure_under_a_changed_plan_is_one_of_the_new_runtime() -> None:
         trainer: Any = object.__new__(kind)
         closed: list[str] = []
         trainer.is_in_train, trainer.alarm = False, Alarm(watchdog)
-        trainer.placement = SimpleNamespace(close=lambda closed=closed: closed.append("old"))
+        plan = SimpleNamespace(cluster=Cluster(1, 2))
+        trainer.placement = SimpleNamespace(plan=plan, close=lambda closed=closed: closed.append("old"))
         rung.clear()
         with pytest.raises(ValueError, match="no memory"), trainer._failing_together():
             trainer.alarm = Alarm(watchdog)  # as a plan change makes one
-            trainer.placement = SimpleNamespace(close=lambda closed=closed: closed.append("new"))
+            trainer.placement = SimpleNamespace(plan=plan, close=lambda closed=closed: closed.append("new"))
             raise ValueError("no memory")
         generation = trainer.alarm.generation
         assert rung == [("error", generation), ("known", generation)] and closed == ["new"]

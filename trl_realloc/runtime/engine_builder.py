@@ -54,7 +54,7 @@ class EngineBuilder:
 
     def build(self) -> None:
         """Build everything. All ranks together."""
-        self._start_vllm()
+        self.start_vllm()
         for role in self.graph.trained_roles:
             self._build_trained(role)
         for role in self.graph.roles:
@@ -71,7 +71,7 @@ class EngineBuilder:
 
     # --- generation -------------------------------------------------------------------------------------------------
 
-    def _start_vllm(self) -> None:
+    def start_vllm(self) -> None:
         """Start one engine for all calls that generate with the same role under the same assignment.
 
         On a CPU the engines start while the models load here. On an accelerator the engines of all ranks are ready
@@ -88,7 +88,7 @@ class EngineBuilder:
             role = self.placement.role_of(call)
             key = role, self.plan[call]
             if key not in started:
-                config, stack = self.roles[role].config, self.placement.stack
+                config, stack = self.roles[role].config, self.placement.engine_processes
                 started[key] = start_vllm(self.plan, call, self.rank, config, self.options, stack)
             engine = started[key]
             if engine is not None:

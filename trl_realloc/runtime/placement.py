@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 
+from ..engines.adding_engine import AddingEngine
 from ..engines.base import GenerationEngine, ScoringEngine, TrainingEngine
 from ..engines.child_process import die_with_launcher
 from ..engines.device import is_accelerator, release_cached_memory
@@ -38,7 +39,7 @@ from .roles import Roles
 
 class Placement:
     """This rank's engines for one plan. The constructor makes the process groups, on all ranks together. `start` loads
-    models and starts engines. `close` ends everything that was started.
+    models and starts engines. `close` ends everything that was started, `reset` what cannot be used after a failure.
 
     Attributes:
         engines: by call, this rank's engines that run it, one for each of the role's models. Calls that use the
@@ -47,6 +48,8 @@ class Placement:
         copies: the calls whose `engines` are copies of a trained role in another layout.
         generators: by call of the kind generate, this rank's generation engine.
         fused: trains the roles whose training the plan fuses; `None` if it fuses none, and on ranks outside their mesh.
+        engine_processes: ends the generation engines that are processes of their own, and removes their files.
+        stack: ends the other engines, and removes the files of all.
     """
 
     def __init__(self, plan: ExecutionPlan, rank: int, roles: Roles, options: EngineOptions) -> None:
@@ -68,23 +71,50 @@ class Placement:
         self.residents: dict[str, list[Residency]] = defaultdict(list)
         self.dropped: dict[str, DroppedCopy] = {}
         self.started = False
-        self.stack = contextlib.ExitStack()
+        self._was_reset = False
+        self.stack, self.engine_processes = contextlib.ExitStack(), contextlib.ExitStack()
 
     def start(self) -> None:
-        """Load this rank's models and start its engines; does nothing the second time. All ranks together."""
-        if self.started:
+        """Load this rank's models and start its engines; the second time, start the engines that `reset` has ended, if
+        there are any. All ranks together."""
+        if self.started and not self._was_reset:
             return
         die_with_launcher()
+        builder = EngineBuilder(self)
         try:
-            EngineBuilder(self).build()
+            if self.started:
+                builder.start_vllm()  # on one device nothing is reallocated to an engine, so no sink has the old one
+            else:
+                builder.build()
         except BaseException:
-            self.close()
+            if self.started:
+                self.reset()
+            else:
+                self.close()
             raise
-        self.started = True
+        self.started, self._was_reset = True, False
+
+    def reset(self) -> None:
+        """After a failure in a job of one process: end the generation engines that are processes of their own, which
+        may be in the middle of a message, and forget gradients. The models and their optimizer states stay as they are.
+        `start` starts the generation engines again. May be called twice.
+
+        On several ranks others may be in a collective with this one, which then has to `close`.
+        """
+        assert self.plan.cluster.size == 1, "no other rank waits for this one"
+        self.engine_processes.close()
+        for engine in self.trainers.values():
+            if isinstance(engine, AddingEngine):
+                engine.drop()
+        self.forget_copies()
+        self._was_reset = True
 
     def close(self) -> None:
         """End every engine and remove its files. May be called twice."""
-        self.stack.close()
+        try:
+            self.engine_processes.close()
+        finally:
+            self.stack.close()
 
     def discard(self) -> None:
         """Close, and let go of engines, models and process groups, so that their memory can be used by others. All

@@ -74,6 +74,7 @@ class PlanChangeMixin:
 
     _unit = "update"  # what an iteration is called in messages
 
+    _is_between_plans = False  # the run's state is in no engine
     _start_seconds = 0.0  # what loading the models and starting the engines took
 
     def _observe_run(self, plugin: ReallocationPlugin) -> None:
@@ -139,6 +140,7 @@ class PlanChangeMixin:
         under_way = self._samples_under_way()
         run_state = RunState(self.placement)
         self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
+        self._is_between_plans = True
         self._let_go()
         self.placement.discard()
         job_plan = next_plan()
@@ -147,6 +149,7 @@ class PlanChangeMixin:
         self._place()
         self._start()
         run_state.load_into(self.placement)
+        self._is_between_plans = False
         self._go_on_with(under_way)
         self._follow(job_plan)
 

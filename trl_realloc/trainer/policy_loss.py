@@ -14,6 +14,7 @@ import torch
 
 from ..plan.dataflow import Role
 from ..runtime.host_calls import HostCalls
+from ..runtime.placement import Placement
 from ..runtime.training_calls import GRAD_NORM
 from .config_checks import ConfigError
 from .policy_modules import ReferenceInEngine
@@ -34,6 +35,7 @@ class PolicyLossMixin:
     plan: Any
     calls: HostCalls
     _window: Window
+    placement: Placement
     _metrics: Any  # TRL's
     _start: Callable[[], None]
     _saving_good_state: Callable[[], Any]
@@ -93,7 +95,8 @@ class PolicyLossMixin:
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """(rows, `logits_to_keep`) log-probabilities and, if asked for, entropies, by the plan's calls; where gradients
         are enabled, leaf tensors."""
-        self._start()  # outside of a training
+        if not self.placement.started:  # outside of a training
+            self._start()
         rows = Rows.of(input_ids, attention_mask, logits_to_keep)
         if isinstance(model, ReferenceInEngine):
             return self._window.of_reference(rows), None, None

@@ -1,10 +1,13 @@
 """Reward models among the `reward_funcs` of TRL's trainers: they become functions that run the plan's `reward.forward`.
-Reward functions stay as they are, TRL calls them.
+Reward functions stay functions, which TRL calls; `followed` tells the watchdog of their calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -54,6 +57,44 @@ class PlannedRewardModel:
         return [
             _without_padding(of_text, self.processing_class.eos_token_id if pad is None else pad) for of_text in ids
         ]
+
+
+def followed(reward: Any, update: str, at: Callable[[str], None]) -> Any:
+    """A reward function that says when it is called and when it has returned. Reward models are returned as they are.
+
+    Args:
+        update: in which it is called, in words.
+        at: sets what this rank is doing (`Alarm.at`).
+    """
+    if isinstance(reward, PlannedRewardModel | nn.Module):
+        return reward
+    own = f"reward function {getattr(reward, '__name__', type(reward).__name__)!r} of {update}"
+
+    @contextlib.contextmanager
+    def saying() -> Iterator[None]:
+        at(own)
+        try:
+            yield
+        except Exception:
+            at(own)  # another async function may have begun since
+            raise
+        at(f"the rewards of {update}")
+
+    if inspect.iscoroutinefunction(reward):  # as TRL asks
+
+        @functools.wraps(reward, updated=())
+        async def called_async(**given: Any) -> Any:
+            with saying():
+                return await reward(**given)
+
+        return called_async
+
+    @functools.wraps(reward, updated=())
+    def called(**given: Any) -> Any:
+        with saying():
+            return reward(**given)
+
+    return called
 
 
 def _without_padding(ids: list[int], pad: int | None) -> list[int]:

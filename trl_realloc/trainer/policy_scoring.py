@@ -28,7 +28,7 @@ from ..runtime.host_calls import HostCalls
 from ..runtime.process_groups import from_every_rank
 from .plug import takes_turns
 from .policy_groups import Batch, GroupScores, groupable, groups_of
-from .policy_rewards import PlannedRewardModel
+from .policy_rewards import PlannedRewardModel, followed
 from .trl_policy_trainers import TRLGRPOTrainer, parse_response
 
 
@@ -54,8 +54,8 @@ class PolicyScoringMixin:
     async_loop: Any  # TRL's, where there are async functions
     _metrics: Any  # TRL's
     _saving_good_state: Callable[[], AbstractContextManager[None]]
-    trains_by_accelerate: bool
 
+    trains_by_accelerate = False  # then nobody follows what a rank is doing
     _prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
     _rows: Sequence[Mapping[str, Any]] = ()
     _group_scores: GroupScores | None = None
@@ -86,7 +86,8 @@ class PolicyScoringMixin:
         return [pickle.dumps(prompt) for prompt in prompts]
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, with what the functions have returned for groups in place of calling them again.
+        """TRL's, with what the functions have returned for groups in place of calling them again. The message of
+        a failure on one of several ranks names the function.
 
         A completion that has an infinite reward counts as one that no function gives a reward, if the settings say so:
         TRL leaves it out of its group.
@@ -97,15 +98,18 @@ class PolicyScoringMixin:
         Raises:
             NonFiniteError: a reward is infinite or too large; on every rank.
         """
+        if self.trains_by_accelerate:
+            return super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)  # type: ignore[misc]
         given = self.reward_funcs
         if self._group_scores is not None:
             self.reward_funcs = self._group_scores.as_called_by_trl(given)
+        alarm, update = self.calls.executor.alarm, f"update {self.state.global_step + 1}"
+        alarm.at(f"the rewards of {update}")
+        self.reward_funcs = [followed(reward, update, alarm.at) for reward in self.reward_funcs]
         try:
             rewards = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.reward_funcs = given
-        if self.trains_by_accelerate:
-            return rewards
         unusable = is_infinite(rewards).any(1)
         if self.args.skip_nonfinite_updates:
             self._metrics["train" if self.model.training else "eval"][LEFT_OUT].append(float(unusable.sum()))

@@ -4,7 +4,7 @@ TRL keeps the host: data, tools, rewards, advantages, the arithmetic of the loss
 are the plan's: generation, the log-probabilities of policy and reference, and the training.
 
 Everything here replaces a method of TRL's or Trainer's, and so does `policy_loss`, which has those of a loss. From
-inputs to a plan is in `policy_setup`.
+inputs to a plan is in `policy_setup`, what a failure ends in `recovery`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,16 @@ from .policy_rewards import REWARD, planned_rewards
 from .policy_scoring import PolicyScoringMixin
 from .policy_setup import PolicySetup, prepare_policy
 from .policy_window import Window
+from .recovery import RecoveryMixin
 from .trainable import own_optimizer, why_not_trained
 
 
 logger = logging.get_logger(__name__)
 
 
-class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlanChangeMixin):
+class PlannedPolicyTrainer(
+    RecoveryMixin, PolicyLossMixin, PolicyScoringMixin, PolicyCheckpointMixin, PolicyPlanChangeMixin
+):
     """The methods of a trainer of TRL's that a plan replaces. To be mixed in before TRL's class."""
 
     args: Any
@@ -181,18 +184,23 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpoint
             folder = temporary_folder(self.placement.stack)
             self.setup.processing_class.save_pretrained(folder)
             self.placement.options = replace(options, vllm={**options.vllm, "tokenizer": str(folder)})
+        self._make_calls()
+
+    def _make_calls(self) -> None:
+        """Make what runs the calls, with no sample and no optimizer step under way. All ranks together."""
         settings = replace(self.setup.call_settings, reward_tokens=self.tokens_for_reward_models)
         self.executor = make_executor(self.placement, self.setup.algorithm, settings)
         self.alarm = self.executor.alarm
         self.calls = HostCalls(self.executor, self._mode_kept, self._first_generation)
-        self._window = Window(self.calls, self.accelerator.device)
-        self.vllm_generation = HostGeneration(self.calls, options.context_length, self)
+        self._window, self._leaves = Window(self.calls, self.accelerator.device), None
+        self.vllm_generation = HostGeneration(self.calls, self.setup.engine_options.context_length, self)
 
     def _start(self) -> None:
         """Load the models and start the engines, unless it has been done. Puts this rank's module into `self.model`."""
-        if self.placement.started:
-            return
+        has_model = self.placement.started
         self.placement.start()
+        if has_model:
+            return
         engine = self.placement.trained(Role.ACTOR)
         if engine is not None:
             self.model = engine.head.model
@@ -308,16 +316,10 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin, PolicyCheckpoint
         finally:
             self.model.train(training)
 
-    # --- together -----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Around what all ranks do together. On a failure it tells the other ranks and closes this rank's engines."""
-        try:
-            yield
-        except BaseException:
-            with self.alarm.covers(lambda: self.placement.close()):  # those that a plan change may have made
-                raise
+    def _end_engines(self) -> None:
+        super()._end_engines()
+        # TRL's loop then begins with a generation, as that of a new trainer
+        self._step, self._untrained, self._buffered_inputs = 0, 0, None
 
     def close(self) -> None:
         """Stop the engines. They are also stopped when the process exits."""

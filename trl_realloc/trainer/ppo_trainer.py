@@ -1,14 +1,15 @@
 """`PPOTrainer`: the constructor and the training loop, with the arguments, logs and callbacks of TRL's class.
 
 One update is done by `runtime.executor`. Saving and resuming are in `checkpoint`, evaluation in `evaluation`, the
-change of a plan during the run in `plan_change`, TRL's other attributes in `trl_attributes`.
+change of a plan during the run in `plan_change`, what a failure ends in `recovery`, TRL's other attributes in
+`trl_attributes`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ from ..runtime.failures.watchdog_client import watch
 from ..runtime.placement import Placement
 from ..runtime.training_calls import check_first_weights
 from .accelerate_plugin import ReallocationPlugin
-from .checkpoint import CheckpointError
 from .checkpoint.ppo_mixin import PPOCheckpointMixin
 from .checkpoint.resuming import Checkpoint
 from .checkpoint.saving import make_output_dir
@@ -46,6 +46,7 @@ from .plan_change import PlanChangeMixin
 from .plan_request import read_plan_request
 from .policy_and_value import PolicyAndValueWrapper
 from .ppo_config import PPOConfig
+from .recovery import RecoveryMixin
 from .run_record import save_record
 from .setup import Setup, prepare
 from .trainable import own_optimizer
@@ -59,7 +60,13 @@ logger = logging.get_logger(__name__)
 
 
 class PPOTrainer(
-    PPOCheckpointMixin, EvaluationMixin, PlanChangeMixin, TrainingStateMixin, TrlAttributes, PPOTrainerBase
+    RecoveryMixin,
+    PPOCheckpointMixin,
+    EvaluationMixin,
+    PlanChangeMixin,
+    TrainingStateMixin,
+    TrlAttributes,
+    PPOTrainerBase,
 ):
     """Proximal Policy Optimization that runs every model function call on the devices that the execution plan gives it.
 
@@ -199,15 +206,20 @@ class PPOTrainer(
         self.placement = Placement(
             self.setup.plan, self.accelerator.process_index, self.setup.roles, self.setup.engine_options
         )
+        self._make_calls()
+
+    def _make_calls(self) -> None:
+        """Make what runs the calls, with no sample under way. All ranks together."""
         self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.call_settings)
         self.alarm = self.executor.alarm
 
     def _start(self) -> None:
         """Load the models and start the engines, unless it has been done for this plan. Puts this rank's modules into
         `self.model`."""
-        if self.placement.started:
-            return
+        has_models = self.placement.started
         self.placement.start()
+        if has_models:
+            return
         policy, critic = self._module_of(Role.ACTOR), self._module_of(Role.CRITIC)
         self.model.hold(policy, critic)
         self.placement.roles = self.setup.roles.loaded()
@@ -357,18 +369,6 @@ class PPOTrainer(
         if not done:
             return working("the first update", "kernels are compiled and caches filled, later ones are faster")
         return working(f"update {self.state.global_step + 1}", after_s=60.0, every_s=60.0)
-
-    @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Around what all ranks do together. On a failure it tells the other ranks and closes this rank's engines."""
-        try:
-            yield
-        except BaseException as error:
-            if self.is_in_train and isinstance(error, Exception) and not isinstance(error, CheckpointError):
-                error.add_note(self._resume_hint())
-            self.is_in_train = False
-            with self.alarm.covers(lambda: self.placement.close()):  # those that a plan change may have made
-                raise
 
     def close(self) -> None:
         """Stop the engines. They are also stopped when the process exits."""

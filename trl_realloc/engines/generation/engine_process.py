@@ -116,9 +116,10 @@ class EngineProcess:
             raise EngineDied(self._dead)
         if not self._finalizer.alive:
             raise EngineError(
-                f"{self.name}: the engine is closed, as all engines of a trainer are when a call has failed or was "
-                f"interrupted; make a new trainer, whose train(resume_from_checkpoint=True) goes on from the last "
-                f"checkpoint."
+                f"{self.name}: the engine is closed, as all engines of a trainer are after its close() and when a call "
+                f"has failed or was interrupted; after a failure in a job of one process, train() and evaluate() start "
+                f"it again; otherwise make a new trainer, whose train(resume_from_checkpoint=True) goes on from the "
+                f"last checkpoint."
             )
 
     def wait_ready(self) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, Rate
+from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..mesh_group import MeshGroup
 from ..parameter_pieces import Piece
 from ..torch_compat import extensions_folder
@@ -116,6 +116,7 @@ class ZeroEngine:
         check_gradients(self.engine.optimizer)
         self._settings = None if self.frozen else GroupSettings(self.engine.optimizer.optimizer)
         self._gradients = compat.GradientMemory(self.engine.optimizer)
+        self._is_within_step = False
         self.version, self.grad_norm = 0, math.nan
 
     @property
@@ -139,6 +140,12 @@ class ZeroEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
+        if self._is_within_step:
+            raise EngineError(
+                "an optimizer step was interrupted or failed in its middle, and DeepSpeed keeps a part of its "
+                "gradients; save the model, and make a new trainer to train it."
+            )
+        self._is_within_step = True
         self.engine.train()
         assert self._settings is not None, "a frozen role cannot be trained"
         self._settings.give(learning_rate)
@@ -153,6 +160,7 @@ class ZeroEngine:
             statistics = run_training(
                 self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
             )
+        self._is_within_step = False
         # DeepSpeed computes the norm in every step, to find gradients that are not finite (`zero_setup`)
         self.grad_norm = float(self.engine.get_global_grad_norm())
         self._check_step(samples, statistics)

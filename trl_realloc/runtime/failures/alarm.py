@@ -96,7 +96,7 @@ class Alarm:
         if watchdog is None:
             return None
         network = is_network(error)
-        message = str(error) or type(error).__name__
+        message = in_words(error)
         if not isinstance(error, JobFailed):
             what = "lost a connection" if network else "failed"
             message = f"rank {watchdog.rank} on host {HOST} {what} in {watchdog.activity}: {message}"
@@ -142,6 +142,13 @@ class Alarm:
         if self.watchdog is not None and not self._exit_is_delayed:
             self._exit_is_delayed = True
             atexit.register(self.watchdog.leave, self.generation, GRACE_S)  # the exception is printed before this
+
+
+def in_words(error: BaseException) -> str:
+    """The message of an exception, with its type. This package's exceptions are sentences, which need none."""
+    message, kind = str(error), type(error)
+    is_sentence = message and kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return message if is_sentence else f"{kind.__name__}: {message}" if message else kind.__name__
 
 
 def is_network(error: BaseException) -> bool:

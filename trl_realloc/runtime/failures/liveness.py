@@ -128,7 +128,8 @@ class Liveness:
         """
         state = self.ranks[rank]
         state.ended = True
-        if status == 0 or (status is None and is_exiting):
+        # a process alone has no other rank that ends with it; who started it sees how it ended
+        if self.world_size == 1 or status == 0 or (status is None and is_exiting):
             return
         name = f"{state.name} (pid {state.pid})"
         number = (status or 0) & 0x7F

@@ -173,9 +173,8 @@ class WatchdogClient:
         if not verdict["fatal"]:
             if verdict["generation"] <= self._acknowledged:
                 return
-            write_stderr(
-                f"[rank{self.rank}] trl_realloc: {_ended(verdict['sentence'])} This rank was still in {self.activity}."
-            )
+            here = f"This rank ends for that reason; it was still in {self.activity}."
+            write_stderr(f"[rank{self.rank}] trl_realloc: {_ended(verdict['sentence'])} {here}")
         os._exit(1)
 
     def await_verdict(self, generation: int, seconds: float) -> str | None:

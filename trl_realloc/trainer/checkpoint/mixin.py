@@ -113,7 +113,8 @@ class CheckpointMixin:
         """
         folder = Path(output_dir or self.args.output_dir)
         with self._failing_together():
-            self._start()
+            if not self.placement.started:  # saving needs no generation engine, which a failure may have ended
+                self._start()
             problems = self._problems()
             save_models(self.placement, folder, self._save_beside_policy, problems)
             problems.settle("the model")
