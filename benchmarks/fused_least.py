@@ -42,6 +42,7 @@ from trl_realloc.planner.fused_pipelines import MODELS, FusedPipelines  # noqa: 
 from trl_realloc.planner.fused_search import FoundSchedule, compile_search, search  # noqa: E402
 
 
+WORKERS = 8  # of the solver, each with a way of its own; on two cores too this proves in minutes what two do not
 GRAIN = 1000  # a whole number of these is a unit of memory
 SMALL = ((2, 2), (2, 1), (3, 3), (4, 2))
 
@@ -103,6 +104,7 @@ def least_makespan(pipelines: FusedPipelines, hint: FoundSchedule, seconds: floa
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = WORKERS
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), "the hint is a schedule"
     return int(solver.objective_value), int(np.ceil(solver.best_objective_bound - 1e-6))

@@ -120,14 +120,14 @@ def test_no_rank_of_a_tensor_group_goes_on_before_its_engine_sleeps(
         return found
 
     def start(rank: int) -> tuple[bool, str | None]:
-        parts = {"plan": plan, "rank": rank, "control": rank, "generators": {}, "engines": {}, "stack": None}
+        parts = {"plan": plan, "rank": rank, "control": rank, "generators": {}, "engines": {}, "engine_processes": None}
         roles: Any = defaultdict(lambda: SimpleNamespace(config=None))
         options = SimpleNamespace(device=torch.device("cuda"))
         placement = SimpleNamespace(
             **parts, roles=roles, options=options, has=lambda _: True, role_of=lambda _: "actor"
         )
         try:
-            EngineBuilder(placement)._start_vllm()  # type: ignore[arg-type]
+            EngineBuilder(placement).start_vllm()  # type: ignore[arg-type]
         except EngineError as error:
             return slept.is_set(), str(error)
         return slept.is_set(), None
