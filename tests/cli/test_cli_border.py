@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Profile("a machine", {"torch": "2"}, 2, Sharing(((2, 1.5),)), False, rows).save(tmp_path / "profile.json")
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("timeline.json", "estimate.json"):
+    for name in ("timeline.json", "estimate.json", "first_estimate.json"):
         Timeline(Span("actor.train", 0, 2.0 * n, 2.0 * n + 1, n) for n in range(3)).save(run / name)
     updates = [{"step": n, SCORES: 0.1 * n, "time/step": 1.0, "tokens/s": 9.0, "episode": n} for n in range(12)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(update) + "\n" for update in updates))
@@ -73,6 +73,7 @@ READERS: dict[str, list[str]] = {
     "run/metrics.jsonl": ["report", "run"],
     "run/completions.json": ["report", "run"],
     "run/estimate.json": ["report", "run"],
+    "run/first_estimate.json": ["report", "run"],
 }
 
 

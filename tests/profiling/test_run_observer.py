@@ -91,12 +91,13 @@ def test_the_next_run_begins_with_what_the_last_one_has_learned(job: Job, capsys
     observer = RunObserver(job, first)
     for _ in range(6):
         observer.note(three_times_slower(job, first), LENGTHS)
-    expected = observer.end(LENGTHS)
-    assert expected is not None
+    corrected, chosen = observer.end(LENGTHS), observer.when_chosen(LENGTHS)
+    assert corrected is not None and chosen is not None
     assert "actor.train x 3" in capsys.readouterr().err
     slow = Timeline(three_times_slower(job, first)).by_call()
-    for name, seconds in expected.timeline.by_call().items():
+    for name, seconds in chosen.timeline.by_call().items():
         assert slow[name] == pytest.approx(3 * seconds, rel=0.1), "the run is compared with what was expected of it"
+        assert slow[name] == pytest.approx(corrected.timeline.by_call()[name], rel=0.1)
     second = known_estimate(job, plan)
     assert second.priced is not None
     busy = second.priced.timeline.by_call()
@@ -161,6 +162,7 @@ def test_a_run_that_went_as_estimated_says_nothing(job: Job, capsys: pytest.Capt
     observer = RunObserver(job, made)
     observer.note(three_times_slower(job, made), LENGTHS)
     observer.end(LENGTHS)
+    assert observer.when_chosen(LENGTHS) is None
     assert capsys.readouterr().err == ""
     assert known_profile(job) == made.profile
 

@@ -130,6 +130,11 @@ def test_what_was_expected_stands_beside_what_was_measured(tmp_path: Path) -> No
     assert "| iteration | 3.000 s | 2.000 s | +50% |" in report
     assert "estimate.png" in report
     assert (tmp_path / "estimate.png").is_file()
+    Timeline([Span("actor.generate", 0, 0.0, 1.0, 1)]).save(tmp_path / "first_estimate.json")
+    report = report_run(tmp_path).read_text()
+    assert "| call | when chosen | error | corrected | measured | error |" in report
+    assert "| actor.generate | 1.000 s | -50% | 3.000 s | 2.000 s | +50% |" in report
+    assert "| iteration | 1.000 s | -50% | 3.000 s | 2.000 s | +50% |" in report
 
 
 def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_the_measured_ones(
@@ -168,7 +173,7 @@ def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_t
 
 
 def test_a_run_without_an_estimate_is_not_compared_with_that_of_an_earlier_run(tmp_path: Path) -> None:
-    for file in ("estimate.json", "ages.json", "stages.json"):
+    for file in ("estimate.json", "first_estimate.json", "ages.json", "stages.json"):
         (tmp_path / file).write_text("{}")
     save_record(flatten(Cluster(1, 1)), Timeline([Span("actor.generate", 0, 0.0, 3.0, 1)]), None, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"plan.yaml", "timeline.json"}

@@ -71,8 +71,7 @@ class RunObserver:
             lengths: of the run's responses, tokens.
 
         Returns:
-            The estimate by which the plan was chosen, for these lengths, to compare with the run's times: without the
-            corrections that were learned under the plan. `None` where nothing was measured.
+            The plan's estimate for these lengths, to compare with the run's times; `None` where nothing was measured.
         """
         profile = self.job_plan.profile
         if self._evidence is not None and profile is not None and profile.corrections != self._evidence.before:
@@ -82,6 +81,14 @@ class RunObserver:
                     f"this run's own times against those expected: {text}. Estimates are corrected by these, and the "
                     f"factors are kept for the next run ({cache_path(self.job)})"
                 )
+        return estimate_at_lengths(self.job, self.job_plan, lengths)
+
+    def when_chosen(self, lengths: Sequence[int]) -> PricedPlan | None:
+        """The estimate by which the plan was chosen, for these lengths (tokens): without what was learned under the
+        plan. `None` where nothing was learned."""
+        before, now = self._chosen.profile, self.job_plan.profile
+        if before is None or now is None or before.corrections == now.corrections:
+            return None
         return estimate_at_lengths(self.job, self._chosen, lengths)
 
     def _keep(self) -> None:

@@ -59,10 +59,12 @@ class PolicyRecordMixin:
         self._updates, self._lengths, self._times = deque(), deque(maxlen=LENGTHS), _Times()
         output = super().train(*args, **kwargs)  # type: ignore[misc]
         if self.accelerator.is_main_process and not self.trains_by_accelerate:
-            config, expected = self.args, self.observer.end(list(self._lengths or ()))
+            config, lengths = self.args, list(self._lengths or ())
+            expected, chosen = self.observer.end(lengths), self.observer.when_chosen(lengths)
             # the planner estimates a generation with all its optimizer steps
             of_update = config.num_iterations * config.steps_per_generation == config.gradient_accumulation_steps
-            save_record(self.setup.plan, self.timeline, expected, Path(config.output_dir), of_update=of_update)
+            folder = Path(config.output_dir)
+            save_record(self.setup.plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update)
         return output
 
     def _take_spans(self) -> tuple[Span, ...]:

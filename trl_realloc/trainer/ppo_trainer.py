@@ -344,8 +344,10 @@ class PPOTrainer(
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         if self.accelerator.is_main_process:  # after on_train_end, so that the progress bar has ended its line
-            expected = self.observer.end(list(self.metrics.lengths))
-            save_record(self.plan, self.timeline, expected, Path(args.output_dir), stages=self.metrics.stages)
+            lengths, folder = list(self.metrics.lengths), Path(args.output_dir)
+            expected, chosen = self.observer.end(lengths), self.observer.when_chosen(lengths)
+            stages = self.metrics.stages
+            save_record(self.plan, self.timeline, expected, folder, when_chosen=chosen, stages=stages)
         loss = self.metrics.mean_loss(args.vf_coef)
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 

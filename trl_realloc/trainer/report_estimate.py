@@ -18,27 +18,43 @@ from ..plan.timeline import Timeline
 
 AGES = {"staleness/mean": "mean_age", "staleness/oldest": "oldest"}  # metric -> field of an estimate
 AGES_FILE, ESTIMATE_FILE = "ages.json", "estimate.json"
+FIRST_ESTIMATE_FILE = "first_estimate.json"  # by which the plan was chosen, if the run has corrected it
 
 
-def estimate_table(estimate: Timeline, measured: Timeline) -> Table:
+def estimate_table(estimate: Timeline, measured: Timeline, first: Timeline | None = None) -> Table:
     """The estimated and the measured seconds of every call and of the iteration. The first update, which is slower
-    because kernels are compiled in it, is left out if there are more."""
+    because kernels are compiled in it, is left out if there are more.
+
+    Args:
+        first: the estimate by which the plan was chosen, if `estimate` has been corrected by the run.
+    """
     steps = measured.steps[1:] or measured.steps
     warm = Timeline(span for span in measured.spans if span.step in steps)
-    table = Table("call", "estimated", "measured", "error", title="estimate against measurement", title_justify="left")
+    columns = ["estimated"] if first is None else ["when chosen", "error", "corrected"]
+    table = Table("call", *columns, "measured", "error", title="estimate against measurement", title_justify="left")
 
-    def add_row(name: str, estimated_s: float | None, measured_s: float | None) -> None:
-        cells = ["" if seconds is None else f"{seconds:.3f} s" for seconds in (estimated_s, measured_s)]
-        table.add_row(name, *cells, f"{estimated_s / measured_s - 1:+.0%}" if estimated_s and measured_s else "")
+    def add_row(name: str, estimated_s: float | None, measured_s: float | None, chosen_s: float | None) -> None:
+        chosen = [] if first is None else [_seconds(chosen_s), _error(chosen_s, measured_s)]
+        table.add_row(name, *chosen, *map(_seconds, (estimated_s, measured_s)), _error(estimated_s, measured_s))
 
+    of_first = {} if first is None else first.by_call()
     for call, estimated_s, measured_s, _ in estimate.compare(warm):
-        add_row(call, estimated_s, measured_s)
+        add_row(call, estimated_s, measured_s, of_first.get(call))
     if estimate.runs_ahead or warm.runs_ahead:  # a step's spans are as long as several iterations
-        add_row("iteration", estimate.seconds_between_ends, warm.seconds_between_ends)
+        chosen_s = None if first is None else first.seconds_between_ends
+        add_row("iteration", estimate.seconds_between_ends, warm.seconds_between_ends, chosen_s)
         return table
     whole = fmean(warm.of_step(step).seconds_per_step for step in steps) if steps else None
-    add_row("iteration", estimate.seconds_per_step, whole)
+    add_row("iteration", estimate.seconds_per_step, whole, None if first is None else first.seconds_per_step)
     return table
+
+
+def _error(estimated_s: float | None, measured_s: float | None) -> str:
+    return f"{estimated_s / measured_s - 1:+.0%}" if estimated_s and measured_s else ""
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3f} s"
 
 
 class _Ages(TypedDict):
@@ -84,12 +100,12 @@ def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
     file = folder / ESTIMATE_FILE
     if not exists(file):
         return []
-    estimate = Timeline.load(file)
+    estimate, first = Timeline.load(file), folder / FIRST_ESTIMATE_FILE
     estimate.draw(folder / "estimate.png")
     return [
         "### Estimated and measured",
         "",
-        *markdown(estimate_table(estimate, measured)),
+        *markdown(estimate_table(estimate, measured, Timeline.load(first) if exists(first) else None)),
         "",
         "![the iteration as it was expected](estimate.png)",
         "",

@@ -12,7 +12,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.stage_spans import MiniBatchStages, StageSpan
 from ..plan.timeline import Timeline
 from ..planner.priced_plan import PricedPlan
-from .report_estimate import AGES_FILE, ESTIMATE_FILE, estimate_table
+from .report_estimate import AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE, estimate_table
 from .report_stages import STAGES_FILE
 
 
@@ -22,6 +22,7 @@ def save_record(
     expected: PricedPlan | None,
     folder: Path,
     *,
+    when_chosen: PricedPlan | None = None,
     of_update: bool = True,
     stages: Sequence[StageSpan] = (),
 ) -> None:
@@ -30,6 +31,8 @@ def save_record(
     prints the estimate next to the measured times. Does nothing if no call was run.
 
     Args:
+        expected: the plan's estimate, corrected by the run's own times.
+        when_chosen: the estimate by which the plan was chosen, if it is another; saved as `first_estimate.json`.
         of_update: the times of the estimate can be compared with those of an update. They cannot where a generation of
             another library's loop has more or less than one update; the ages can.
         stages: of the last mini-batch, where the plan fuses two calls.
@@ -39,7 +42,7 @@ def save_record(
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.yaml")
     timeline.save(folder / "timeline.json")
-    for of_earlier_run in (STAGES_FILE, AGES_FILE, ESTIMATE_FILE):
+    for of_earlier_run in (STAGES_FILE, AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
         (folder / of_earlier_run).unlink(missing_ok=True)
     if stages and plan.fused:
         MiniBatchStages(stages).save(folder / STAGES_FILE)
@@ -48,4 +51,7 @@ def save_record(
         (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
     if expected is not None and of_update:
         expected.timeline.save(folder / ESTIMATE_FILE)
-        Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused)))
+        first = None if when_chosen is None else when_chosen.timeline
+        if first is not None:
+            first.save(folder / FIRST_ESTIMATE_FILE)
+        Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused), first))
