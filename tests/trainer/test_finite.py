@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+from test_grpo_trainer import PROMPTS, settings
 from transformers import AutoModelForSequenceClassification
 
-from trl_realloc import GRPOConfig, GRPOTrainer, PPOTrainer
+from trl_realloc import GRPOTrainer, PPOTrainer
 from trl_realloc.algorithms.nonfinite import NonFiniteError, problem_of
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.runtime import call_inputs
@@ -23,7 +23,6 @@ from trl_realloc.trainer.policy_scoring import LEFT_OUT
 
 
 REFUSED = (NonFiniteError, JobFailed)
-TEXTS = Dataset.from_dict({"prompt": [f"w{at} w{at + 7} w{at + 1}" for at in range(2, 34)]})
 SHORT: dict[str, Any] = {"response_length": 4, "num_ppo_epochs": 1, "max_steps": 1}
 
 
@@ -228,21 +227,9 @@ def named(name: str, score: float) -> Any:
 
 
 def group_trainer(folder: Path, reward: Any, **changes: Any) -> GRPOTrainer:
-    args = GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=8,
-        max_steps=2,
-        logging_steps=1,
-        save_steps=100,
-        report_to=[],
-        use_vllm=False,
-        bf16=False,
-        disable_tqdm=True,
-        **changes,
-    )
-    return GRPOTrainer(tiny.policy(), reward, args, TEXTS, processing_class=tiny.tokenizer())
+    of_run = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "save_strategy": "steps"}
+    args = settings(folder, **of_run, save_steps=100, **changes)
+    return GRPOTrainer(tiny.policy(), reward, args, PROMPTS, processing_class=tiny.tokenizer())
 
 
 def test_an_infinite_reward_of_grpo_is_refused_and_the_state_before_it_is_saved(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .nonfinite import LARGEST, is_bad, quoted
+from .nonfinite import LARGEST, is_bad, is_infinite, quoted
 from .rollout import Ragged, Rollouts
 
 
@@ -198,7 +198,7 @@ def _check_finite(
         f"{scorer} {float(originals[first]):g} for sample {sample} of the batch ({texts_of_sample}); scores must be "
         f"finite, and at most {LARGEST:g}, so that their squares can be summed in float32. Nothing was trained on this "
         f"batch.",
-        scores.masked_fill(scores.abs() > LARGEST, math.inf),
+        scores.masked_fill(is_infinite(scores), math.inf),
     )
 
 

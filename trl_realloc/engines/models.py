@@ -86,25 +86,24 @@ def trained_config(config: Any, model: PreTrainedModel | str, dtype: torch.dtype
     Args:
         dtype: in which a model given by path is loaded (`load_policy`).
     """
-    return _in_dtype(config, dtype) if isinstance(model, str) else config
+    return loaded_config(config, model, dtype)
 
 
-def loaded_config(config: Any, dtype: torch.dtype | None, attention: str | None) -> Any:
-    """The config of a model that is loaded by name with another dtype or attention, a copy; `None` for the model's
-    own."""
-    return attending_by(config if dtype is None else _in_dtype(config, dtype), attention)
-
-
-def attending_by(config: Any, attention: str | None) -> Any:
-    """The config of models with another attention, a copy.
+def loaded_config(
+    config: Any, model: PreTrainedModel | str, dtype: torch.dtype | None = None, attention: str | None = None
+) -> Any:
+    """The config of a model as it is loaded, a copy where it differs from that of its checkpoint.
 
     Args:
-        attention: as of `from_pretrained`'s `attn_implementation`; `None` for the config itself.
+        dtype, attention: with which a model given by name is loaded, as of `from_pretrained`'s `dtype` and
+            `attn_implementation`; `None` for the checkpoint's.
     """
-    if attention is None:
+    if not isinstance(model, str):
         return config
-    config = copy.deepcopy(config)
-    config._attn_implementation = attention
+    config = config if dtype is None else _in_dtype(config, dtype)
+    if attention is not None:
+        config = copy.deepcopy(config)
+        config._attn_implementation = attention
     return config
 
 
@@ -150,10 +149,9 @@ def load_policy(
     Args:
         in_parts: from a name or path, on the meta device; its engine reads the parts that its rank needs. A checkpoint
             that cannot be read in parts is loaded whole.
-        attention: as of `attending_by`, for a model that is given by name.
+        attention: as of `loaded_config`.
     """
-    attends = {} if attention is None else {"attn_implementation": attention}
-    return _load(AutoModelForCausalLM, model, in_parts, dtype=dtype if trained else "auto", **attends)
+    return _load(AutoModelForCausalLM, model, in_parts, attention, dtype=dtype if trained else "auto")
 
 
 def load_classifier(
@@ -169,14 +167,17 @@ def load_classifier(
     Args:
         dtype: in place of float32 or the checkpoint's, for a model that is given by name.
     """
-    attends = {} if attention is None else {"attn_implementation": attention}
     of_parameters = dtype or (torch.float32 if trained else "auto")
-    return _load(AutoModelForSequenceClassification, model, in_parts, num_labels=1, dtype=of_parameters, **attends)
+    return _load(AutoModelForSequenceClassification, model, in_parts, attention, num_labels=1, dtype=of_parameters)
 
 
-def _load(kind: Any, model: PreTrainedModel | str, in_parts: bool, **kwargs: Any) -> PreTrainedModel:
+def _load(
+    kind: Any, model: PreTrainedModel | str, in_parts: bool, attention: str | None, **kwargs: Any
+) -> PreTrainedModel:
     if not isinstance(model, str):
         return model
+    if attention is not None:
+        kwargs["attn_implementation"] = attention
     with created_whole():
         reason = None
         if in_parts:

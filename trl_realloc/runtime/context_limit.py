@@ -40,12 +40,11 @@ class ContextLimit:
             return None
         if room < 1:
             raise EngineError(self.refusal("a prompt", prompt))
-        text = f"a prompt has {prompt} tokens, and the context {self.tokens} with the completion, so"
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"{text} the completion has at most {room}, not {most}; {self.remedy_of_shortened}. Further ones are "
-                f"not logged."
+                f"{self._room('a prompt', prompt)} the completion has at most {room}, not {most}; "
+                f"{self.remedy_of_shortened}. Further ones are not logged."
             )
         return room
 
@@ -56,7 +55,8 @@ class ContextLimit:
             what: the prompt's words, such as "a prompt".
             prompt: its tokens.
         """
-        return (
-            f"{what} has {prompt} tokens, and the context {self.tokens} with the completion, so nothing can be "
-            f"generated; {self.remedy}."
-        )
+        return f"{self._room(what, prompt)} nothing can be generated; {self.remedy}."
+
+    def _room(self, what: str, prompt: int) -> str:
+        """The beginning of a message: the tokens of a prompt and of the context."""
+        return f"{what} has {prompt} tokens, and the context {self.tokens} with the completion, so"

@@ -20,7 +20,12 @@ from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 # What `model_init_kwargs` may have; the engines place and decode in their own ways, and a model with code of its own is
 # Accelerate's.
 _INIT_KWARGS = {
-    *("dtype", "torch_dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"),
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "device_map",
+    "use_cache",
+    "low_cpu_mem_usage",
     "trust_remote_code",
 }
 _WITHOUT_EFFECT = (None, False, "", "main")  # values by which the others ask for nothing, as TRL's scripts pass them

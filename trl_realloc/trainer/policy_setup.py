@@ -20,7 +20,6 @@ from ..engines.base import Sampling
 from ..engines.generation.sampling_checks import why_not_moved
 from ..engines.models import (
     adapter_configs,
-    attending_by,
     check_trains,
     has_adapters,
     load_classifier,
@@ -288,18 +287,15 @@ def _check_models(
     model_checks.check_config_of(config, model, "model")
     if not isinstance(model, str) and peft_config is None:
         check_trains(model, "model")
-    if isinstance(model, str):
-        config = attending_by(config, given_attention(args))
+    attention = given_attention(args)
+    config = loaded_config(config, model, attention=attention)
     configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model, given_dtype(args, config))]}
     if Role.REFERENCE in graph.roles:
         configs[Role.REFERENCE] = [config]
     if rewards:
-        by_name = partial(loaded_config, dtype=reward_dtype(args), attention=given_attention(args))
+        dtype = reward_dtype(args)
         configs[Role.REWARD] = [
-            by_name(read_config(reward, "reward_funcs"))
-            if isinstance(reward, str)
-            else read_config(reward, "reward_funcs")
-            for reward in rewards
+            loaded_config(read_config(reward, "reward_funcs"), reward, dtype, attention) for reward in rewards
         ]
         for reward_config, reward in zip(configs[Role.REWARD], rewards, strict=True):
             model_checks.check_config_of(reward_config, reward, "reward_funcs")

@@ -56,7 +56,7 @@ from .policy_scoring import PolicyScoringMixin
 from .policy_setup import PolicySetup, prepare_policy
 from .policy_window import Window
 from .recovery import RecoveryMixin
-from .trainable import own_optimizer, why_not_trained
+from .trainable import why_not_trained
 
 
 logger = logging.get_logger(__name__)
@@ -106,12 +106,8 @@ class PlannedPolicyTrainer(
             config_or_model(args, arguments["model"]),
             arguments.get("peft_config"),
             quantization_config=arguments.get("quantization_config"),
+            trainer=type(self),
         )
-        if reason is None and (method := own_optimizer(type(self))) is not None:
-            reason = (
-                f"Accelerate trains, because {method} makes the optimizer, and each engine makes its part of one; the "
-                f"argument `optimizers` can be divided."
-            )
         if reason is not None:
             if args.max_staleness:
                 raise ConfigError(f"{reason} It generates nothing ahead: set max_staleness to 0.")

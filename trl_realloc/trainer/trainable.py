@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
 from ..engines.models import ModelError, dropout_rates
 from .model_checks import check_adapter_kind
@@ -26,6 +27,7 @@ def why_not_trained(
     environment: Mapping[str, str] = os.environ,
     *,
     quantization_config: Any = None,
+    trainer: type = Trainer,
 ) -> str | None:
     """The first reason, as a sentence; `None` if the engines train what TRL would train.
 
@@ -35,16 +37,24 @@ def why_not_trained(
         peft_config: of the adapter that is added to it.
         environment: the launcher's variables.
         quantization_config: with which the model is to be loaded.
+        trainer: the trainer's class, maybe the user's.
     """
     reason = next(_reasons(args, model, peft_config, environment), None)
     if quantization_config is not None:
         reason = reason or _QUANTIZED
+    if reason is None and (method := own_optimizer(trainer)) is not None:
+        reason = (
+            f"{method} makes the optimizer, and each engine makes its part of one; the argument `optimizers` can be "
+            f"divided"
+        )
     return None if reason is None else f"Accelerate trains, because {reason}."
 
 
 _OPTIMIZER_METHODS = (
-    *("create_optimizer", "create_optimizer_and_scheduler"),
-    *("get_decay_parameter_names", "get_optimizer_cls_and_kwargs"),
+    "create_optimizer",
+    "create_optimizer_and_scheduler",
+    "get_decay_parameter_names",
+    "get_optimizer_cls_and_kwargs",
 )
 _LIBRARIES = ("trl.", "transformers.", __name__.partition(".")[0] + ".")
 

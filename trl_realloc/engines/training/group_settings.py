@@ -58,7 +58,7 @@ class GroupSettings:
         for number, group, given in self._groups():
             for key in _own(group, given):
                 if key in given:
-                    group[key] = copied(given)[key]
+                    group[key] = _copy(given[key])
                 else:
                     del group[key]
             for key, value in numbers.get(number, {}).items():

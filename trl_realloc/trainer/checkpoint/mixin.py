@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -61,6 +62,7 @@ class CheckpointMixin:
         plan: the execution plan.
         placement, executor, alarm: of the plan.
         rates: the learning rates of the trained roles.
+        setup: what is known of the run, with `make_optimizer`.
         models_before_start: by trained role, the model or its structure as this rank has it before the engines start.
         checkpoint_identity: what a checkpoint of this run must have in common with one that it resumes from.
         _start: loads the models and starts the engines, unless it has been done.
@@ -90,6 +92,7 @@ class CheckpointMixin:
     executor: Executor
     alarm: Alarm
     rates: LearningRates
+    setup: Any
     models_before_start: Mapping[Role, nn.Module]
     checkpoint_identity: Identity
     _start: Callable[[], None]
@@ -242,6 +245,15 @@ class CheckpointMixin:
         return [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
 
     # --- resuming ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _optimizer_name(self) -> str:
+        """The class of the roles' optimizers: that of the user's, or the one that the arguments name."""
+        source = self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
+        if isinstance(source, torch.optim.Optimizer):
+            return type(source).__name__
+        kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.models_before_start[Role.ACTOR])
+        return str(kind.__name__)
 
     def _about_checkpoint(self) -> dict[str, Any]:
         """What the manifest says of the run."""

@@ -8,11 +8,8 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
-from transformers import Trainer
 
 from ...plan.dataflow import Role
 from ...runtime.drawn_samples import DrawnSamples
@@ -28,7 +25,6 @@ from .write_errors import WriteErrors
 class PolicyCheckpointMixin(CheckpointMixin):
     """Saves and resumes a run of GRPO or RLOO."""
 
-    setup: Any
     calls: HostCalls
     entropy_coef: float
     _step: int  # TRL's: micro-batches that were trained on
@@ -46,17 +42,14 @@ class PolicyCheckpointMixin(CheckpointMixin):
 
     @cached_property
     def checkpoint_identity(self) -> Identity:  # type: ignore[override]
-        data, source = self.setup.train_dataset, self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
-        kind: type = type(source)
-        if not isinstance(source, torch.optim.Optimizer):
-            kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.model_before_start)
+        data = self.setup.train_dataset
         readable = hasattr(data, "__len__") and "prompt" in (data.column_names or ())
         size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         # of TRL's RepeatSampler
-        order = {name: getattr(self.args, name) for name in ("seed", "num_generations", "generation_batch_size")}
-        order |= {"num_iterations": self.args.num_iterations, "shuffle_dataset": self.args.shuffle_dataset}
+        names = ("seed", "num_generations", "generation_batch_size", "num_iterations", "shuffle_dataset")
+        order = {name: getattr(self.args, name) for name in names}
         rows, checksum = (len(data), prompts_checksum(data)) if readable else (None, None)
-        return Identity(kind.__name__, size, rows, checksum, order)
+        return Identity(self._optimizer_name, size, rows, checksum, order)
 
     def _samples_under_way(self) -> DrawnSamples | None:
         # TRL's loop generates again where a run goes on in the middle of a generation, or before an optimizer step that

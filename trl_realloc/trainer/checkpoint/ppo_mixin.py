@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import Trainer
 
 from ...plan.dataflow import Role
 from ..optimizers import LearningRates
@@ -18,8 +16,6 @@ from .mixin import CheckpointMixin
 
 class PPOCheckpointMixin(CheckpointMixin):
     """Saves and resumes a run of PPO, which has a loop of its own and counts episodes."""
-
-    setup: Any
 
     _calls_on_save = True
     _counters = ("global_step", "episode")
@@ -37,12 +33,8 @@ class PPOCheckpointMixin(CheckpointMixin):
 
     @cached_property
     def checkpoint_identity(self) -> Identity:  # type: ignore[override]
-        data, source = self.setup.train_dataset, self.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
-        kind: type = type(source)
-        if not isinstance(source, torch.optim.Optimizer):
-            kind, _ = Trainer.get_optimizer_cls_and_kwargs(self.args, self.setup.models_before_start[0])
-        order = {"data_seed": self.data_seed}
-        return Identity(kind.__name__, self.args.batch_size, len(data), data_checksum(data), order)
+        data, order = self.setup.train_dataset, {"data_seed": self.data_seed}
+        return Identity(self._optimizer_name, self.args.batch_size, len(data), data_checksum(data), order)
 
     @property
     def data_seed(self) -> int:
