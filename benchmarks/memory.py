@@ -153,7 +153,8 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
     import torch.distributed as dist
 
     import trl_realloc.trainer.checkpoint.mixin  # noqa: F401  (the libraries are part of the process, not of a phase)
-    from trl_realloc.engines.models import load_policy, read_config, shell, trained_config
+    from trl_realloc.engines.model_configs import read_config, trained_config
+    from trl_realloc.engines.models import load_policy, shell
     from trl_realloc.plan.dataflow import Role
     from trl_realloc.plan.model_spec import ModelSpec
     from trl_realloc.realloc.layout import layout_of

@@ -28,15 +28,8 @@ from transformers import (
 )
 
 from trl_realloc.engines import transformers_compat
-from trl_realloc.engines.models import (
-    adapts_unread,
-    blank,
-    load_classifier,
-    load_policy,
-    read_config,
-    seeded,
-    with_adapters,
-)
+from trl_realloc.engines.model_configs import read_config
+from trl_realloc.engines.models import adapts_unread, blank, load_classifier, load_policy, seeded, with_adapters
 from trl_realloc.engines.training import checkpoint_files
 from trl_realloc.engines.training.checkpoint_files import CheckpointFiles
 from trl_realloc.engines.training.master_weights import NamedOptimizer

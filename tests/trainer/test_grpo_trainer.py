@@ -20,7 +20,7 @@ from trl_realloc.algorithms.prompts import DataError
 from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.generation.sampling_checks import argument_names, why_not_moved
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
-from trl_realloc.engines.models import ModelError
+from trl_realloc.engines.model_configs import ModelError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.streams import Migration, Streams

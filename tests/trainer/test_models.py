@@ -21,8 +21,9 @@ from transformers import (
     Starcoder2Config,
 )
 
-from trl_realloc.engines import models
-from trl_realloc.engines.models import frozen_copy, read_config, trained_config, without_dropout
+from trl_realloc.engines import model_configs
+from trl_realloc.engines.model_configs import read_config, trained_config
+from trl_realloc.engines.models import frozen_copy, without_dropout
 from trl_realloc.engines.training.replica_sync import base_names, copy_tensors, model_tensors
 
 
@@ -196,13 +197,13 @@ def test_the_config_of_a_policy_by_path_is_read_once(tmp_path: Path, monkeypatch
     tiny.policy().save_pretrained(tmp_path / "policy")
     names: list[str] = []
 
-    class Counting(models.AutoConfig):
+    class Counting(model_configs.AutoConfig):
         @classmethod
         def from_pretrained(cls, name: str, **how: Any) -> Any:
             names.append(name)
             return super().from_pretrained(name, **how)
 
-    monkeypatch.setattr(models, "AutoConfig", Counting)
+    monkeypatch.setattr(model_configs, "AutoConfig", Counting)
     made = tiny.trainer(tmp_path, given={"model": str(tmp_path / "policy")})
     assert names == [str(tmp_path / "policy")]
     assert made.model.policy.dtype is torch.float32

@@ -16,7 +16,7 @@ from transformers import BartConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen3
 from trl import GRPOConfig, RLOOConfig
 
 from trl_realloc import ReallocationPlugin
-from trl_realloc.engines.models import ModelError
+from trl_realloc.engines.model_configs import ModelError
 from trl_realloc.trainer import accelerate_fallback
 from trl_realloc.trainer.accelerate_fallback import checkpoint_of_trainer, config_or_model, plan_generation
 from trl_realloc.trainer.config_checks import ConfigError

@@ -21,7 +21,7 @@ from ..algorithms.rewards import RewardError
 from ..common.errors import PlanError, shown, unknown_keys
 from ..common.files import read_yaml_mapping
 from ..common.settings import SETTINGS, number_of_text, read_settings
-from ..engines.models import ModelError
+from ..engines.model_configs import ModelError
 from ..planner.recipe_settings import ALGORITHM
 from ..runtime.failures.alarm import JobFailed
 from ..trainer.checkpoint import CheckpointError, SaveError

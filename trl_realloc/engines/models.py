@@ -2,7 +2,7 @@
 
 A model given by name or path is on the meta device and is read by its engine (`training/weight_source`).
 Which rank loads which model is decided in `runtime/engine_builder`; making the ranks' copies equal is in
-`training/replica_sync`.
+`training/replica_sync`; the models' configs are in `model_configs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,106 +19,13 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from ..common.notices import notice
-from .training.meta_model import CannotReadParts, has_own_head, is_untied, open_model, untie
+from .model_configs import ModelError
+from .training.meta_model import CannotReadParts, open_model
 from .training.weight_source import Uninitialized, forget_stand_ins, set_source, stand_in
 from .transformers_compat import created_whole
-
-
-class ModelError(ValueError):
-    """A model that cannot be used for its role. The message names the argument and the remedy."""
-
-
-class CustomCodeError(ModelError):
-    """The code of a model is in its repository."""
-
-
-def read_config(model: PreTrainedModel | str, argument: str) -> Any:
-    """A model's Transformers config, without loading weights. Its `dtype` is that of the parameters if the model is
-    loaded, and the checkpoint's otherwise. Its `tie_word_embeddings` is what the parameters show.
-
-    Raises:
-        ModelError: a name or path under which there is no model.
-    """
-    if not isinstance(model, str):
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), model.config.dtype)
-        return untied(_in_dtype(model.config, dtype)) if is_untied(model) else _in_dtype(model.config, dtype)
-    _check_form(model, argument)
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        if has_own_head(model, config):
-            untie(config)
-        return config
-    except Exception as error:  # a damaged config may make its class raise anything
-        if "trust_remote_code" in str(error):
-            raise CustomCodeError(
-                f"{argument}: {model!r} has custom code in its repository (trust_remote_code), which the engines "
-                f"cannot load; use a model whose family Transformers itself has."
-            ) from None
-        looks_local = os.sep in model and (model.startswith((".", os.sep, "~")) or model.count(os.sep) > 1)
-        what = (
-            "there is no such folder"
-            if looks_local and not os.path.isdir(model)
-            else (str(error) or type(error).__name__).splitlines()[0]
-        )
-        raise ModelError(f"{argument}: cannot read a model from {model!r}: {what}") from None
-
-
-def _check_form(model: str, argument: str) -> None:
-    """Raises `ModelError` for a file of packed weights, and for a folder that has an adapter in place of a model or,
-    of a role that is trained, beside it."""
-    if model.endswith(".gguf"):
-        raise ModelError(f"{argument}: {model!r} has packed weights (GGUF); give the original model.")
-    is_whole = os.path.isfile(os.path.join(model, "config.json")) and argument not in ("model", "value_model")
-    if os.path.isfile(os.path.join(model, "adapter_config.json")) and not is_whole:
-        raise ModelError(
-            f"{argument}: {model!r} has an adapter (adapter_config.json), not a whole model; load its base model, and "
-            f"pass PeftModel.from_pretrained(base, {model!r}, is_trainable=True) or the merged model."
-        )
-
-
-def trained_config(config: Any, model: PreTrainedModel | str, dtype: torch.dtype = torch.float32) -> Any:
-    """The config of a model that is trained, with the dtype of its parameters in this run.
-
-    Args:
-        dtype: in which a model given by path is loaded (`load_policy`).
-    """
-    return loaded_config(config, model, dtype)
-
-
-def loaded_config(
-    config: Any, model: PreTrainedModel | str, dtype: torch.dtype | None = None, attention: str | None = None
-) -> Any:
-    """The config of a model as it is loaded, a copy where it differs from that of its checkpoint.
-
-    Args:
-        dtype, attention: with which a model given by name is loaded, as of `from_pretrained`'s `dtype` and
-            `attn_implementation`; `None` for the checkpoint's.
-    """
-    if not isinstance(model, str):
-        return config
-    config = config if dtype is None else _in_dtype(config, dtype)
-    if attention is not None:
-        config = copy.deepcopy(config)
-        config._attn_implementation = attention
-    return config
-
-
-def untied(config: Any) -> Any:
-    """A copy of a config that says that head and embedding are two parameters."""
-    config = copy.deepcopy(config)
-    untie(config)
-    return config
-
-
-def _in_dtype(config: Any, dtype: torch.dtype) -> Any:
-    if config.dtype == dtype:
-        return config
-    config = copy.copy(config)
-    config.dtype = dtype
-    return config
 
 
 @contextlib.contextmanager
@@ -149,7 +55,7 @@ def load_policy(
     Args:
         in_parts: from a name or path, on the meta device; its engine reads the parts that its rank needs. A checkpoint
             that cannot be read in parts is loaded whole.
-        attention: as of `loaded_config`.
+        attention: as of `model_configs.loaded_config`.
     """
     return _load(AutoModelForCausalLM, model, in_parts, attention, dtype=dtype if trained else "auto")
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..engines.base import ScoringEngine, TrainingEngine
-from ..engines.models import blank, persistent_buffers, shell, untied, without_dropout
+from ..engines.model_configs import untied
+from ..engines.models import blank, persistent_buffers, shell, without_dropout
 from ..engines.training_state import MASTER, TensorSpec, TrainingState
 from ..plan.execution_plan import ExecutionPlan
 from ..realloc.layout import Box, held_once

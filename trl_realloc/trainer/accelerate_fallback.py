@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from ..engines.generation.vllm_support import is_vllm_available
-from ..engines.models import CustomCodeError, ModelError, read_config
+from ..engines.model_configs import CustomCodeError, ModelError, read_config
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint import STATE_FOLDER, CheckpointError
 from .checkpoint.mixin import CheckpointMixin

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..algorithms.rollout import Rollouts
-from ..engines.models import ModelError
+from ..engines.model_configs import ModelError
 from ..runtime.host_calls import HostCalls
 
 

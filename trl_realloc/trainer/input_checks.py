@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.errors import shown
-from ..engines.models import ModelError
+from ..engines.model_configs import ModelError
 from ..plan.dataflow import Role
 from .config_checks import ConfigError
 from .ppo_config import PPOConfig

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..algorithms.rewards import Rewards
 from ..common.errors import shown
-from ..engines.models import ModelError
+from ..engines.model_configs import ModelError
 from ..plan.dataflow import Role
 from .config_checks import ConfigError
 from .input_checks import check_stop_token

@@ -17,7 +17,7 @@ from ..common.errors import in_file
 from ..common.notices import notice
 from ..engines.device import is_accelerator
 from ..engines.generation.vllm_support import is_vllm_available, why_not_served, why_not_this_class
-from ..engines.models import read_config
+from ..engines.model_configs import read_config
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan

@@ -23,7 +23,7 @@ from ..engines.generation.vllm_support import (
     why_not_served,
     why_not_this_class,
 )
-from ..engines.models import read_config
+from ..engines.model_configs import read_config
 from ..engines.training.accelerate_export import export, is_collective, why_not_exported
 from ..runtime.launch.hosts import check_gpus, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device

@@ -18,16 +18,8 @@ from ..common.errors import PlanError
 from ..common.notices import notice
 from ..engines.base import Sampling
 from ..engines.generation.sampling_checks import why_not_moved
-from ..engines.models import (
-    adapter_configs,
-    check_trains,
-    has_adapters,
-    load_classifier,
-    loaded_config,
-    read_config,
-    shell,
-    trained_config,
-)
+from ..engines.model_configs import loaded_config, read_config, trained_config
+from ..engines.models import adapter_configs, check_trains, has_adapters, load_classifier, shell
 from ..engines.training.deepspeed_compat import gathered
 from ..engines.training.weight_source import fill
 from ..plan.algorithm_graphs import grpo_graph

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..algorithms.rewards import Rewards, read_rewards
+from ..engines.model_configs import read_config, trained_config
 from ..engines.models import (
     adapters_off,
     adapts_unread,
@@ -20,10 +21,8 @@ from ..engines.models import (
     has_adapters,
     load_classifier,
     load_policy,
-    read_config,
     seeded,
     shell,
-    trained_config,
     with_adapters,
     without_dropout,
 )

@@ -17,7 +17,8 @@ from torch import nn
 from ..algorithms.ppo import PPO
 from ..algorithms.rewards import Rewards
 from ..engines.base import Sampling
-from ..engines.models import adapter_configs, check_trains, read_config, shell
+from ..engines.model_configs import read_config
+from ..engines.models import adapter_configs, check_trains, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from ..engines.models import ModelError, dropout_rates
+from ..engines.model_configs import ModelError
+from ..engines.models import dropout_rates
 from .model_checks import check_adapter_kind
 
 
