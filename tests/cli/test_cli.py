@@ -260,6 +260,17 @@ def test_no_plan_is_chosen_that_the_run_of_the_same_recipe_refuses(text: str, tm
     assert ("megatron" in decision.best.space.engines) == (text != "fp16: true")
 
 
+@pytest.mark.parametrize(("setting", "allowed"), [("", False), ("fused_training: true", True)])
+def test_fused_training_is_chosen_for_gpus_only_where_the_recipe_allows_it(
+    tmp_path: Path, setting: str, allowed: bool
+) -> None:
+    recipe = tmp_path / "ppo.yaml"
+    recipe.write_text(f"{RECIPE.read_text().replace('runs/demo/assets', str(RECIPE.parent))}\n{setting}\n")
+    decision = choose_for_recipe(read_recipe(recipe), "h100:8", None, None, None, 0.2)
+    assert decision.fused is not None and decision.fused.fused is not None
+    assert decision.fused.is_allowed == allowed
+
+
 def test_planning_a_recipe_leaves_torch_out(tmp_path: Path) -> None:
     output = str(tmp_path / "plan.yaml")
     code = (

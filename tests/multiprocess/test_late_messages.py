@@ -1,4 +1,5 @@
-"""What is still on its way when a plan changes does not reach the next plan's readers."""
+"""What is still on its way when a plan changes does not reach the next plan's readers; and a rank waits for what
+another takes long to make."""
 
 from __future__ import annotations
 
@@ -18,3 +19,9 @@ def test_a_message_that_was_not_received_is_not_received_in_the_next_group(
     """As the outputs of a batch that was generated ahead, whose iteration the old plan never runs."""
     folder = run("late_messages.py", 2, {"sizes": sizes}, "job")
     assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["new", "new"]
+
+
+def test_a_rank_waits_for_the_samples_of_another_longer_than_a_collective_may_take(run: Callable[..., Path]) -> None:
+    """A generation, or a judge's rewards, on ranks of their own, while the others have nothing to do."""
+    folder = run("long_call.py", 2, {}, "job")
+    assert (folder / "0.txt").read_text() == "samples"

@@ -274,6 +274,17 @@ def test_without_time_no_schedule_is_searched_and_no_training_is_fused() -> None
     assert late.fastest is late.whole and "no time was left to search its schedules" in late.sentence
 
 
+def test_where_fused_training_is_not_allowed_what_it_saves_is_said_and_it_is_not_chosen() -> None:
+    prices = slow_links(5e10, 0.001, episodes=64, prompt_tokens=900, response_tokens=(124,), mini_batches=16)
+    refused = choose(MODELS, prices, barrier=True, fused_training=False, time_limit_s=1.0)
+    assert refused.fused is not None and refused.fused.fused is not None
+    assert not refused.best.fused and refused.best.seconds > refused.fused.fused.seconds
+    assert "saves" in refused.summary and "fused_training: true" in refused.summary
+    worth = OverlapWorth(refused, refused.best.space.graph, MODELS, 0, time_limit_s=1.0)
+    verdict = next(way.verdict for way in worth.ways if way.name == "fused training")
+    assert "fused_training: true" in verdict and "slower" not in verdict
+
+
 def test_the_pair_is_the_two_calls_that_train() -> None:
     assert pair_of(ppo_graph()) == pair_of(ppo_graph(proximal=True)) == PAIR
     assert pair_of(grpo_graph()) == ()

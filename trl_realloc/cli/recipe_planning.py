@@ -82,6 +82,7 @@ def choose_for_recipe(
     Raises:
         PlanError: there are no such devices, the profile is of others, or no plan fits.
     """
+    on_gpus = True
     if cluster is not None:
         machine, device = parse_cluster(cluster)
         pricing = _pricing(recipe, machine, AnalyticRates(device), device.memory)
@@ -97,10 +98,11 @@ def choose_for_recipe(
                 f"{measured or 'the profile'} is a measurement of {profile.nodes} node(s), but --nodes is {nodes}; "
                 f"leave --nodes out, or measure on as many nodes."
             )
+        on_gpus = profile.is_accelerator
         machine = job_cluster(recipe.path.name, profile.devices, profile.nodes)
         _check_measured(profile, recipe, measured)
-        pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if profile.is_accelerator else None)
-        cap = None if profile.is_accelerator else CACHED_TOKENS
+        pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if on_gpus else None)
+        cap = None if on_gpus else CACHED_TOKENS
         pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
     return choose(
         recipe.specs(),
@@ -110,6 +112,7 @@ def choose_for_recipe(
         engines=recipe.trainers,
         deterministic=recipe.deterministic,
         max_staleness=recipe.max_staleness,
+        fused_training=not on_gpus if recipe.fused_training is None else recipe.fused_training,
         splits=recipe.splits,
         time_limit_s=time_limit,
     )

@@ -62,7 +62,7 @@ class MeshGroup:
 
     def sum_to(self, tensors: Iterable[Tensor], index: int) -> None:
         """Sum tensors over the mesh, in place on the rank with this index alone; the others keep theirs."""
-        for bucket, flat in self._flat_buckets(tensors):
+        for bucket, flat in self._flat_buckets(tensors, copies=True):  # gloo changes what is reduced on all ranks
             dist.reduce(flat, self.ranks[index], group=self.group)
             if self.index == index:
                 _copy_back(flat, bucket)
@@ -74,11 +74,18 @@ class MeshGroup:
             if self.index != index:
                 _copy_back(flat, bucket)
 
-    def _flat_buckets(self, tensors: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """The tensors in buckets of one dtype, each with a flat copy; none on a mesh of one rank."""
+    def _flat_buckets(
+        self, tensors: Iterable[Tensor], *, copies: bool = False
+    ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
+        """The tensors in buckets of one dtype, each with a flat copy; none on a mesh of one rank. Without `copies` a
+        bucket of one contiguous tensor, which may be as large as an embedding, comes as a flat view of it and without
+        a tensor to copy back to."""
         if self.size > 1:
             for bucket in in_buckets(tensors, lambda t: t.nbytes, BUCKET_BYTES, lambda t: t.dtype):
-                yield bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])
+                if len(bucket) == 1 and bucket[0].is_contiguous() and not copies:
+                    yield (), bucket[0].detach().view(-1)
+                else:
+                    yield bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, of one shape, in the order of `ranks`."""
@@ -135,8 +142,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    if tensors:
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def choose(
     deterministic: bool = False,
     max_staleness: int = 0,
     fuses: bool = True,
+    fused_training: bool = True,
     streams: bool = True,
     splits: TrainingSplits | None = None,
     seed: int = 0,
@@ -64,7 +65,8 @@ def choose(
         barrier: the plan's iterations do not overlap.
         deterministic: two runs of the plan give the same bits.
         max_staleness: the largest staleness of a plan.
-        fuses: two calls may train in fused pipelines.
+        fuses: what it is worth to train two calls in fused pipelines is looked for.
+        fused_training: such a plan may be the choice.
         streams: samples may stream.
         splits: how the optimizer and the adapters allow training calls to be split; by default in every way.
         time_limit_s: of the search; where a staleness is allowed, of a second search too. Pricing what it has found,
@@ -83,6 +85,7 @@ def choose(
         "barrier": barrier,
         "deterministic": deterministic,
         "fuses": fuses,
+        "fused_training": fused_training,
         "may_stream": streams,
         "splits": splits or TrainingSplits(),
         "seed": seed,
@@ -101,7 +104,7 @@ def choose(
         time_limit_s=time_limit_s,
         exact=pricing.cluster.size <= MANY,
     )
-    fused = _fused_ahead(space, choice, time_limit_s) if fuses else None
+    fused = _fused_ahead(space, choice, time_limit_s, is_allowed=fused_training) if fuses else None
     if fused is not None and fused.fastest is fused.fused:
         by_versions = {**choice.by_versions, fused.fastest.staleness.versions: fused.fastest}
         choice = replace(choice, by_versions=by_versions)
@@ -111,7 +114,7 @@ def choose(
     return replace(_with_staleness(decision, choice, ahead), fused_ahead=fused)
 
 
-def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float) -> FusedChoice | None:
+def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float, *, is_allowed: bool) -> FusedChoice | None:
     """What fused training is worth beside the best staleness; `None` where no staleness was found."""
     if not choice.by_versions:
         return None
@@ -120,7 +123,7 @@ def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float) -> 
         best = min(choice.by_versions.values(), key=lambda plan: plan.seconds)
     deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
     latest, exact = deadline + FUSED_SHARE * time_limit_s, space.cluster.size <= MANY
-    return choose_fused(space, space.candidates(), [best], deadline, latest, exact=exact)
+    return choose_fused(space, space.candidates(), [best], deadline, latest, exact=exact, is_allowed=is_allowed)
 
 
 def _streams_ahead(choice: StalenessChoice, time_limit_s: float) -> dict[int, StreamChoice]:
@@ -210,6 +213,7 @@ def _choose(
     barrier: bool,
     deterministic: bool,
     fuses: bool,
+    fused_training: bool,
     may_stream: bool,
     splits: TrainingSplits,
     seed: int,
@@ -236,8 +240,9 @@ def _choose(
     if fuses:
         plans = [alone, *(plan for plan in (*ranked[:2], *presets) if plan.calls != alone.calls)]
         deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
+        latest = deadline + FUSED_SHARE * time_limit_s
         fused = choose_fused(
-            space, problem.candidates, plans, deadline, deadline + FUSED_SHARE * time_limit_s, exact=is_small
+            space, problem.candidates, plans, deadline, latest, exact=is_small, is_allowed=fused_training
         )
     best = alone if fused is None else fused.fastest
     streams = None

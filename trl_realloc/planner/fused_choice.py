@@ -33,6 +33,7 @@ SPLIT = 3  # candidates of a call with the same split that are looked at: the fa
 SEARCHED = 3  # plans whose schedules are searched
 NEAR, SMALL = 12, 6  # candidates of another call that are tried, besides those on the plan's meshes
 ROUNDS = 4  # at most, in which the other calls are placed one by one
+NOT_ALLOWED = "not chosen on GPUs, on which it has never run, without fused_training: true"
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,20 @@ class FusedChoice:
         whole: the best plan without.
         fused: the best plan with; `None` where there is none.
         reason: why there is none, in words.
+        is_allowed: whether `fused` may be chosen.
     """
 
     whole: PricedPlan
     fused: PricedPlan | None = None
     reason: str = ""
+    is_allowed: bool = True
 
     @property
     def fastest(self) -> PricedPlan:
-        """The plan with the fewest seconds, without fused training where that gains no more than the estimates'
-        error."""
+        """The plan with the fewest seconds, without fused training where that is not allowed, or gains no more than the
+        estimates' error."""
         error = self.whole.space.pricing.rates.error
-        if self.fused is not None and self.fused.seconds * (1 + error) < self.whole.seconds:
+        if self.is_allowed and self.fused is not None and self.fused.seconds * (1 + error) < self.whole.seconds:
             return self.fused
         return self.whole
 
@@ -69,7 +72,9 @@ class FusedChoice:
             gains = f"costs {'at least ' if is_bound else ''}{max(0.0, -share):.1%} of an iteration"
         else:
             gains = f"saves {'at most ' if is_bound else ''}{share:.1%} of an iteration"
-            if self.fastest is self.whole:
+            if not self.is_allowed:
+                gains += f"; {NOT_ALLOWED}"
+            elif self.fastest is self.whole:
                 gains += ", which is no more than estimates are good for"
         return f"training {' and '.join(self.fused.fused)} in fused pipelines {gains}"
 
@@ -104,6 +109,7 @@ def choose_fused(
     latest: float = math.inf,
     *,
     exact: bool = True,
+    is_allowed: bool = True,
 ) -> FusedChoice:
     """What fused training is worth.
 
@@ -114,6 +120,7 @@ def choose_fused(
         deadline: of `time.perf_counter`, after which no further pair of pipelines is tried.
         latest: of `time.perf_counter`, after which no further schedule is searched.
         exact: price reallocations by their transfer schedules.
+        is_allowed: whether it may be chosen.
     """
     whole = plans[0]
     if reason := why_none(space):
@@ -132,7 +139,8 @@ def choose_fused(
             searched.append(search.exact(plan))
     if promising and not searched:
         return FusedChoice(whole, reason="no time was left to search its schedules")
-    return FusedChoice(whole, min(searched or found[:1], key=lambda plan: plan.seconds))
+    fused = min(searched or found[:1], key=lambda plan: plan.seconds)
+    return FusedChoice(whole, fused, is_allowed=is_allowed)
 
 
 class _FusedSearch:

@@ -17,6 +17,7 @@ from ..plan.streams import early_call
 from .ahead_choice import StalenessChoice, ages, choose_staleness, saving
 from .choose import MANY, choose
 from .decision import Decision
+from .fused_choice import NOT_ALLOWED
 from .priced_plan import PricedPlan
 from .space import Space
 from .stream_choice import StreamChoice
@@ -146,6 +147,8 @@ class OverlapWorth:
             versions = f" {plan.staleness.versions}" if plan.staleness.versions else ""
             is_bound = plan.fused_cost is not None and plan.fused_cost.found is None
             verdict = self._verdict(plan)
+            if not choice.is_allowed and plan.seconds < self.decision.best.seconds:
+                verdict += f"; {NOT_ALLOWED}"
             yield Way(f"{name}{versions}", plan, f"by a lower bound {verdict}" if is_bound else verdict)
 
     def _streams(self) -> Iterator[Way]:

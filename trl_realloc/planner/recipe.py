@@ -91,6 +91,12 @@ class Recipe:
         return int(self.settings.get("max_staleness", 0))
 
     @property
+    def fused_training(self) -> bool | None:
+        """Whether two calls may train in fused pipelines; `None` if that depends on the devices."""
+        given = self.settings.get("fused_training")
+        return None if given is None else bool(given)
+
+    @property
     def graph(self) -> DataflowGraph:
         """The graph of the run. With a staleness, where a run must say whether it corrects its rollouts and the recipe
         does not, that of a run that does."""

@@ -41,6 +41,7 @@ DEFAULTS: Mapping[str, Any] = {
     "local_rollout_forward_batch_size": 64,
     "whiten_rewards": False,
     "match_trl": False,
+    "fused_training": None,
     "max_staleness": 0,
     "vllm_importance_sampling_correction": None,
 }
@@ -75,6 +76,7 @@ BOOLEANS = (
     "use_vllm",
     "whiten_rewards",
     "match_trl",
+    "fused_training",
     "vllm_importance_sampling_correction",
     "use_peft",
 )

@@ -47,6 +47,7 @@ class Job:
         engines: that may score and train.
         deterministic: two runs are to give the same bits.
         max_staleness: the largest staleness of a plan.
+        fused_training: whether two calls may train in fused pipelines.
         streams: whether samples may stream.
         graph: of the run.
         splits: how the run's optimizer and adapters allow training calls to be split. The same on all ranks.
@@ -65,6 +66,7 @@ class Job:
     engines: tuple[str, ...] = ("zero", "megatron")
     deterministic: bool = False
     max_staleness: int = 0
+    fused_training: bool = True
     streams: bool = True
     graph: DataflowGraph = field(default_factory=ppo_graph)
     splits: TrainingSplits = TrainingSplits()
@@ -88,6 +90,7 @@ class Job:
             zero_stages=self.zero_stages,
             deterministic=self.deterministic,
             max_staleness=self.max_staleness,
+            fused_training=self.fused_training,
             streams=self.streams,
             splits=self.splits,
             time_limit_s=time_limit_s,

@@ -118,8 +118,12 @@ def _link(
             dist.all_reduce(payload.view(torch.float32), group=group)
 
         def send(payload: torch.Tensor = payload) -> None:
-            if peer is not None:
-                (dist.send if rank < peer else dist.recv)(payload, peer)
+            if peer is None:
+                return
+            # as a batch, for which NCCL makes no communicator of the pair, which would stay to the job's end
+            kind = dist.isend if rank < peer else dist.irecv
+            for handle in dist.batch_isend_irecv([dist.P2POp(kind, payload, peer, group)]):
+                handle.wait()
 
         for work, act in (("all_reduce", reduce), ("send", send)):
             times: list[float] = []

@@ -114,7 +114,7 @@ class Transfer:
         self._kept: dict[str, list[Box]] = {}
         for piece in schedule.kept(rank):
             self._kept.setdefault(piece.parameter, []).append(piece.box)
-        # message buffers, kept between runs: allocating memory costs more than copying into it
+        # message buffers, on a CPU kept between runs: allocating memory costs more than copying into it
         self._free_buffers: list[Tensor] = []
         # an accelerator's backend, such as NCCL, needs the sends and receives of two ranks posted together, so those of
         # a wave are one batch
@@ -150,6 +150,8 @@ class Transfer:
                 yield self._finish(in_flight.pop(0))
         while in_flight:
             yield self._finish(in_flight.pop(0))
+        if self.device.type != "cpu":  # torch keeps an accelerator's memory, and what is held here others lack
+            self._free_buffers.clear()
 
     def _copy_kept(self, names: Sequence[str], bucket: _BucketInFlight) -> None:
         """Copy the parts that this rank holds in both layouts."""

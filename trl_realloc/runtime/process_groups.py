@@ -24,6 +24,11 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import MESSAGE_GROUPS
 
 
+# How long a rank waits for another's samples and messages, unless `ddp_timeout` is longer. A call that the other runs
+# may take longer than any message; a rank that is lost is noticed by its heartbeats.
+LONGEST_CALL = timedelta(days=1)
+
+
 def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> Any:
     """`torch.distributed.new_group`, for groups that NCCL connects in their first operations. All ranks call this
     together.
@@ -138,7 +143,7 @@ def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dic
     for samples, which are in host memory. `control` is `None` in a job of one process. All ranks call this together.
 
     Args:
-        timeout: of every collective and message (the config's `ddp_timeout`).
+        timeout: of every collective and message of tensors (the config's `ddp_timeout`).
     """
     _allow_connections(plan)
     alone = DeviceMesh(rank, 1)
@@ -153,7 +158,7 @@ def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dic
         # DeepSpeed calls collectives also on a rank alone. Only this rank takes part in making the group.
         group = new_group([rank], timeout=timeout, use_local_synchronization=True)
         groups[alone] = MeshGroup((rank,), rank, group, device)
-    return groups, new_group(backend="gloo", timeout=timeout)
+    return groups, new_group(backend="gloo", timeout=max(timeout, LONGEST_CALL))
 
 
 def make_split_groups(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..engines.device import is_accelerator
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..planner.workload import Workload
@@ -47,6 +48,7 @@ def make_job(
         workload: of one iteration. Real lengths of responses are known only after the first update.
         options: of `engine_options`.
     """
+    fused: bool | None = getattr(args, "fused_training", None)
     # megatron does not scale losses, as fp16 needs (`plan_checks`)
     engines = ("zero",) if compute_dtype(args) is torch.float16 else ("zero", "megatron")
     return Job(
@@ -62,6 +64,7 @@ def make_job(
         engines,
         deterministic=args.full_determinism,
         max_staleness=getattr(args, "max_staleness", 0),
+        fused_training=not is_accelerator(options.device) if fused is None else fused,
         graph=graph,
     )
 

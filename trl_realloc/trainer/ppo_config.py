@@ -35,6 +35,9 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
         max_staleness (`int`, *optional*, defaults to `0`):
             The most updates that a token may be older than the policy that is trained on it; 0 is synchronous. Above 0
             `vllm_importance_sampling_correction` must be set.
+        fused_training (`bool`, *optional*):
+            Whether a plan of `plan: auto` may train policy and critic at the same time in fused pipelines. Default: on
+            CPUs; not on GPUs, on which this has never run. See docs/fused_pipelines.md.
         vllm_importance_sampling_correction (`bool`, *optional*):
             Whether to weight the loss by how likely the trained policy would have drawn what the generation engine
             drew, as TRL's GRPO does: for rollouts of an older policy, and for engines that compute in another
@@ -81,6 +84,13 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
         metadata={
             "help": "The most updates that a token may be older than the policy that is trained on it; 0 is "
             "synchronous. Above 0 `vllm_importance_sampling_correction` must be set."
+        },
+    )
+    fused_training: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether a plan of `plan: auto` may train policy and critic in fused pipelines. Default: on CPUs.",
+            **FLAG,
         },
     )
     vllm_importance_sampling_correction: bool | None = field(

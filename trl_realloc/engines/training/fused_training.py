@@ -21,6 +21,7 @@ from ...algorithms.base import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError
 from ...algorithms.rollout import Rollouts
 from ..base import Rate
+from ..device import is_accelerator
 from ..mesh_group import FusedGroups
 from .megatron import MegatronEngine
 from .pipeline import MiniBatch
@@ -96,7 +97,10 @@ class FusedTraining:
         self.times = StageTimes(engines[0].device)
         # of the latest mini-batch, on the first tensor rank of each stage
         self._latest: tuple[FusedShape, Orders] | None = None
-        self._has_run = False
+        # With NCCL a receive is a kernel, which runs until the message is there. What has to wait for an idle device
+        # (the first launch of a kernel, memory that is freed) would wait for it, while the sender may be waiting for
+        # this stage.
+        self._receives_ahead = not is_accelerator(engines[0].device)
 
     def connect(self) -> None:
         """Send one message along every route. NCCL connects two ranks in their first message, and waits there for both,
@@ -150,7 +154,6 @@ class FusedTraining:
             (run.backward if task.is_backward else run.forward)(task.micro_batch)
         for run in runs:
             run.finish()
-        self._has_run = True
 
     def _orders(self, batches: Sequence[MiniBatch]) -> Orders:
         """The order of the tasks on every stage of the line. One rank makes it and sends it to the other stages and to
@@ -214,10 +217,8 @@ class FusedTraining:
             forwards_before=numbers(before, False),
             backwards_after=numbers(after, True),
         )
-        # A device may have to be idle for the first launch of a kernel, which CUDA loads then, and is not while it
-        # waits for what a neighbour sends after such a launch of its own.
-        measured, ahead = partial(self.times.of, model), self._has_run
-        return StageRun(engine.pipeline, batch, neighbours, engine.in_context, measured, ahead=ahead)
+        measured = partial(self.times.of, model)
+        return StageRun(engine.pipeline, batch, neighbours, engine.in_context, measured, ahead=self._receives_ahead)
 
     def _route(self, channel: int, peer: int | None) -> Route | None:
         if peer is None:

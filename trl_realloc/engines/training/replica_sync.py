@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..base import EngineError
 from ..buckets import in_buckets
+from ..device import group_device
 from ..mesh_group import BUCKET_BYTES, MeshGroup
 from .deepspeed_compat import is_partitioned
 from .weight_source import source_of
@@ -111,7 +112,8 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
 
 def follow(model: Any, source: int, target: int, rank: int, control: Any, role: str, *, adapted: bool = False) -> None:
     """Copy the tensors of the source rank's model to the target rank's, where both have one of the same name and shape.
-    Only tensors that differ are sent, from rank to rank over the host. Called by these two ranks alone.
+    Only tensors that differ are sent, from rank to rank over the host. Digests are computed on each rank's accelerator.
+    Called by these two ranks alone.
 
     Args:
         model: this rank's model.
@@ -123,9 +125,10 @@ def follow(model: Any, source: int, target: int, rank: int, control: Any, role: 
     Raises:
         EngineError: the models are read from different files; on both ranks.
     """
+    device = group_device()
     if rank == target:
         tensors = model_tensors(model)
-        described = {name: (tuple(t.shape), t.dtype, int(digest(t.cpu()))) for name, t in tensors.items()}
+        described = {name: (tuple(t.shape), t.dtype, _digest_on(t, device)) for name, t in tensors.items()}
         dist.send_object_list([described, fingerprint(model)], source, group=control)
         answer: list[Any] = [None]
         dist.recv_object_list(answer, source, group=control)
@@ -149,7 +152,7 @@ def follow(model: Any, source: int, target: int, rank: int, control: Any, role: 
         if (
             tensor is not None
             and tuple(tensor.shape) == shape
-            and int(digest(tensor.to("cpu", dtype))) != target_digest
+            and _digest_on(tensor.to(device, dtype), device) != target_digest
         ):
             changed[name] = dtype
     dist.send_object_list([list(changed)], target, group=control)
