@@ -77,8 +77,14 @@ def parts(gpus: int) -> Iterator[Part]:
                 processes=ranks,
                 limit_s=300.0,
             )
-
     script = str(ROOT / "benchmarks" / "check_gpu.py")
+    if ranks > 1:
+        yield Part(
+            f"PPO whose actor and critic train in fused pipelines of {ranks} stages (`fused_training: true`)",
+            (script, "--ppo", "fused"),
+            processes=ranks,
+            limit_s=300.0,
+        )
     for claim, options, environment in (
         ("vLLM engines sleep while others use the GPU, and give its memory back", ("--engine", "sleep"), {}),
         ("vLLM engines keep their weights in host memory while they sleep", ("--engine", "offload"), {}),
@@ -134,23 +140,33 @@ def run(part: Part, log: Path) -> tuple[bool, float, str]:
 
 
 def ppo(preset: str, dtype: str, engine: str) -> None:
-    """A rank of three updates of PPO on tiny models, with vLLM engines on the GPUs that train."""
+    """A rank of updates of PPO on tiny models, with vLLM engines on the GPUs that train: three, or twenty where actor
+    and critic train in fused pipelines, which a message that comes at the wrong time would stop."""
     import tiny
 
     from trl_realloc.plan.cluster import Cluster
     from trl_realloc.plan.presets import resolve_plan
 
     plan: Any = preset
+    cluster = Cluster(1, int(os.environ.get("WORLD_SIZE", "1")))
     if engine == "offload":
-        cluster = Cluster(1, int(os.environ.get("WORLD_SIZE", "1")))
         plan = resolve_plan(preset, cluster).to_dict()
         plan["calls"]["actor.generate"]["offload"] = True
+    is_fused = preset == "fused"
+    sizes = {**SIZES, "num_hidden_layers": cluster.size} if is_fused else SIZES
+    if is_fused:
+        plan = resolve_plan("flatten", cluster).to_dict()
+        plan["fused"] = ["actor.train", "critic.train"]
+        for call in ("actor.train", "critic.train", "critic.forward"):
+            # of 16 tokens, so that a mini-batch has more micro-batches than stages
+            layout = {"engine": "megatron", "dp": 1, "pp": cluster.size, "micro_batch_tokens": 16}
+            plan["calls"][call] = {"mesh": plan["calls"][call]["mesh"], **layout}
     folder = Path(tempfile.mkdtemp())
     made = tiny.trainer(
         folder,
-        given={"model": tiny.policy(**SIZES), "value_model": tiny.classifier(**SIZES)},
+        given={"model": tiny.policy(**sizes), "value_model": tiny.classifier(**sizes)},
         plan=plan,
-        max_steps=3,
+        max_steps=20 if is_fused else 3,
         vllm_enable_sleep_mode=engine == "sleep",
         vllm_repeatable_sampling=engine == "repeatable",
         vllm_importance_sampling_correction=True,
