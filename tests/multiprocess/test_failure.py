@@ -60,6 +60,19 @@ def test_a_reward_function_that_raises_on_one_rank_is_named_with_its_exception(
     assert job.gone_within(GONE_WITHIN_S)
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_a_callback_that_raises_on_one_rank_is_told_from_the_calls_before_it(
+    start: Callable[..., Any], servers: RankServers, algorithm: str
+) -> None:
+    options = {"algorithm": algorithm, "fails_on_rank": 1}
+    job = start("failing_callback.py", 2, options, servers=servers, grace_s=GRACE_S)
+    assert job.wait(90) != 0
+    why = "failed in on_step_end of a callback, after update 1: OSError: no space left for the plots"
+    sentence = f"rank 1 on host {socket.gethostname()} {why}"
+    assert [line for line in job.text().splitlines() if line.startswith("[rank0]") and sentence in line], job.text()
+    assert job.gone_within(GONE_WITHIN_S)
+
+
 def wait_for_generation(job: Any, engines: int) -> list[int]:
     """The pids of the engines, once they work on a run."""
     deadline = time.monotonic() + patience(90)

@@ -23,6 +23,7 @@ from trl_realloc.planner.hardware import DEVICES
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.workload import Workload
 from trl_realloc.runtime.process_groups import (
+    LONGEST_CALL,
     from_first_rank,
     make_fused_groups,
     make_groups,
@@ -42,15 +43,17 @@ FUSED = ExecutionPlan.from_dict(
 )
 
 
-def test_every_group_has_the_time_limit_of_the_config() -> None:
-    plan, limit = flatten(Cluster(1, 1)), timedelta(seconds=77)
+@pytest.mark.parametrize("limit", [timedelta(seconds=77), 2 * LONGEST_CALL])
+def test_every_group_has_the_time_limit_of_the_config_and_that_of_samples_a_day_at_least(limit: timedelta) -> None:
+    plan = flatten(Cluster(1, 1), zero_stage=1)  # DeepSpeed wants a group of one rank
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         groups, control = make_groups(plan, 0, limit)
         assert not make_split_groups(plan, 0, limit) and not make_reallocation_groups(plan, 0, limit)
-        made = [group for group in (*(mesh.group for mesh in groups.values()), control) if group is not None]
-        limits = {group._get_backend(torch.device("cpu")).options._timeout for group in made}
-        assert limits == {limit}
+        made = [mesh.group for mesh in groups.values() if mesh.group is not None]
+        *limits, of_samples = [g._get_backend(torch.device("cpu")).options._timeout for g in (*made, control)]
+        assert limits and set(limits) == {limit}
+        assert of_samples == max(limit, LONGEST_CALL)
     finally:
         dist.destroy_process_group()
 

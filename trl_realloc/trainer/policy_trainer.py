@@ -147,6 +147,7 @@ class PlannedPolicyTrainer(
         # newer releases of TRL replace the method by a closure over this model, which its copies would run
         vars(base_of(self.model)).pop("forward", None)
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False  # the engines do what the launcher asked for
+        self._follow_callbacks()
         self.accelerator.backward = self._backward
         self._place()
         self._observe_run(self.plugin)

@@ -177,6 +177,7 @@ class PPOTrainer(
             callbacks=callbacks,
             optimizers=(self.setup.rates.scheduled, optimizers[1]),
         )
+        self._follow_callbacks()
         self.state = self._new_state()
         self._make_scheduler()
         self.metrics = RunMetrics(SPANS if self.is_world_process_zero() else 0)  # rank 0 writes the timeline

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ..engines.base import EngineError
 from ..runtime.failures.alarm import Alarm
@@ -25,12 +26,27 @@ class RecoveryMixin:
 
     is_in_train: bool
     alarm: Alarm
+    callback_handler: Any
     placement: Placement
     _place: Callable[[], None]
     _make_calls: Callable[[], None]
     _resume_hint: Callable[[], str]
 
     _is_between_plans = False  # of `PlanChangeMixin`
+
+    def _follow_callbacks(self) -> None:
+        """From now on the message of a failure in a callback names its event, and that of one in the training loop does
+        not name the last call of the plan."""
+        call_event = self.callback_handler.call_event
+
+        def followed(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            after = f"after update {state.global_step}"
+            self.alarm.at(f"{event} of a callback, {after}")
+            control = call_event(event, args, state, control, **kwargs)
+            self.alarm.at(f"the training loop {after}")
+            return control
+
+        self.callback_handler.call_event = followed
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
