@@ -3,13 +3,14 @@ schedules from cases that have none.
 
     pip install ortools
     python benchmarks/fused_least.py --like-published 40 --numbers 18 36 39 [--seconds 600] [--json FILE]
+    python benchmarks/fused_least.py --numbers 6 --memory inf [--json FILE]
     python benchmarks/fused_least.py --small 200 [--json FILE]
 
 The cases are those of `fused.py --like-published`, by their numbers from 1 on, within `fused_check.MOST_MEMORY` times
-1F1B's memory. A row has what this package's search finds within that limit (`search`), the least makespan that the
-solver has found (`least`) and the makespan below which it has shown that there is none (`at_least`): where the two are
-equal, the least is proved. `--small` compares the solver with an exhaustive search on random small cases, which tests
-its model.
+1F1B's memory, or within `--memory` times it. A row has what this package's search finds within that limit (`search`),
+the least makespan that the solver has found (`least`) and the makespan below which it has shown that there is none
+(`at_least`): where the two are equal, the least is proved. `--small` compares the solver with an exhaustive search on
+random small cases, which tests its model.
 
 Micro-batches of one model are alike, so they are taken to pass every stage in one order: of any schedule the k-th
 forwards and backwards of all stages can be called those of micro-batch k. Times are whole numbers, so that starts are
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -51,13 +53,12 @@ def least_makespan(pipelines: FusedPipelines, hint: FoundSchedule, seconds: floa
     """The least makespan that the solver finds within the pipelines' memory limit, and one below which there is none.
 
     Args:
-        pipelines: of equal micro-batches with whole times.
+        pipelines: of equal micro-batches with whole times. Without a memory limit every schedule counts.
         hint: a schedule within the limit, from which the solver starts.
         seconds: after which it ends, proved or not.
     """
     from ortools.sat.python import cp_model
 
-    assert pipelines.memory_limit is not None, "without a limit the bound is reached"
     model, end = cp_model.CpModel(), int(hint.simulated.makespan)
     on_stage: list[list[Any]] = [[] for _ in range(pipelines.stages)]
     held: list[list[tuple[Any, int]]] = [[] for _ in range(pipelines.stages)]
@@ -96,8 +97,9 @@ def least_makespan(pipelines: FusedPipelines, hint: FoundSchedule, seconds: floa
                 model.add(makespan >= ended)
                 size = model.new_int_var(0, end, "")
                 held[route[at]].append((model.new_interval_var(forward, size, ended, ""), memory[at]))
-    for stage, limit in enumerate(pipelines.memory_limit):
-        model.add_no_overlap(on_stage[stage])
+    for intervals_of_stage in on_stage:
+        model.add_no_overlap(intervals_of_stage)
+    for stage, limit in enumerate(pipelines.memory_limit or ()):
         intervals, demands = zip(*held[stage], strict=True)
         model.add_cumulative(intervals, demands, int(limit * GRAIN + 0.5))
     _hint(model, pipelines, hint, starts)
@@ -121,12 +123,12 @@ def _hint(model: Any, pipelines: FusedPipelines, hint: FoundSchedule, starts: di
             model.add_hint(starts[*kind, number, at], int(start))
 
 
-def rows_of(numbers: list[int], count: int, seconds: float) -> Iterator[dict[str, Any]]:
+def rows_of(numbers: list[int], count: int, memory: float, seconds: float) -> Iterator[dict[str, Any]]:
     cases = cases_like_published(count, seed=0)
     for number in numbers:
         pipelines = pipelines_of(cases[number - 1])
-        limit = MOST_MEMORY * serial_memory(pipelines)
-        limited = replace(pipelines, memory_limit=(limit,) * pipelines.stages)
+        limit = memory * serial_memory(pipelines)
+        limited = replace(pipelines, memory_limit=(limit,) * pipelines.stages if math.isfinite(limit) else None)
         found, begun = search(limited), time.perf_counter()
         least, at_least = least_makespan(limited, found, seconds)
         yield {
@@ -164,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--like-published", type=int, default=40, metavar="N", help="the cases, as of fused.py")
     parser.add_argument("--numbers", type=int, nargs="+", default=[18, 36, 39], help="of the cases, from 1")
+    parser.add_argument("--memory", type=float, default=MOST_MEMORY, help="times that of 1F1B, or inf")
     parser.add_argument("--seconds", type=float, default=600, help="of the solver for each case")
     parser.add_argument("--small", type=int, default=0, metavar="N", help="so many small cases, all orders tried")
     parser.add_argument("--json", type=Path)
@@ -173,8 +176,9 @@ def main() -> None:
         result: dict[str, Any] = {"least_small": compare_small(given.small, 0)}
         print(json.dumps(result["least_small"]))
     else:
-        result = {"least": list(rows_of(given.numbers, given.like_published, given.seconds))}
-        print_table(result["least"])
+        name = "least" if given.memory == MOST_MEMORY else f"least_{given.memory:g}"
+        result = {name: list(rows_of(given.numbers, given.like_published, given.memory, given.seconds))}
+        print_table(result[name])
     if given.json:
         result_file.merge(given.json, result)
 
