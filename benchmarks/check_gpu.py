@@ -53,6 +53,7 @@ class Part:
 
 def parts(gpus: int) -> Iterator[Part]:
     """The parts that a machine with so many GPUs can run."""
+    script = str(ROOT / "benchmarks" / "check_gpu.py")
     tests = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
     yield Part(
         "heads, losses, replicas, offload, memory and one PPO run on the GPU give the CPU's numbers",
@@ -66,18 +67,17 @@ def parts(gpus: int) -> Iterator[Part]:
         )
     yield Part(
         "the head's logits in slices, and packed rows by variable-length attention, give the numbers of the host's",
-        (str(ROOT / "benchmarks" / "check_gpu.py"), "--heads"),
+        (script, "--heads"),
     )
     ranks = 1 << min(gpus, 4).bit_length() - 1
     for preset in ("flatten", "interleave", "separate") if ranks > 1 else ("flatten",):
         for dtype in ("float32", "bf16"):
             yield Part(
                 f"PPO with vLLM beside the trainer on {ranks} GPU{'s' if ranks > 1 else ''}, plan {preset}, {dtype}",
-                (str(ROOT / "benchmarks" / "check_gpu.py"), "--ppo", preset, "--dtype", dtype),
+                (script, "--ppo", preset, "--dtype", dtype),
                 processes=ranks,
                 limit_s=300.0,
             )
-    script = str(ROOT / "benchmarks" / "check_gpu.py")
     if ranks > 1:
         yield Part(
             f"PPO whose actor and critic train in fused pipelines of {ranks} stages (`fused_training: true`)",
@@ -152,9 +152,9 @@ def ppo(preset: str, dtype: str, engine: str) -> None:
     if engine == "offload":
         plan = resolve_plan(preset, cluster).to_dict()
         plan["calls"]["actor.generate"]["offload"] = True
-    is_fused = preset == "fused"
-    sizes = {**SIZES, "num_hidden_layers": cluster.size} if is_fused else SIZES
-    if is_fused:
+    sizes, updates = SIZES, 3
+    if preset == "fused":
+        sizes, updates = {**SIZES, "num_hidden_layers": cluster.size}, 20
         plan = resolve_plan("flatten", cluster).to_dict()
         plan["fused"] = ["actor.train", "critic.train"]
         for call in ("actor.train", "critic.train", "critic.forward"):
@@ -166,7 +166,7 @@ def ppo(preset: str, dtype: str, engine: str) -> None:
         folder,
         given={"model": tiny.policy(**sizes), "value_model": tiny.classifier(**sizes)},
         plan=plan,
-        max_steps=20 if is_fused else 3,
+        max_steps=updates,
         vllm_enable_sleep_mode=engine == "sleep",
         vllm_repeatable_sampling=engine == "repeatable",
         vllm_importance_sampling_correction=True,

@@ -52,7 +52,8 @@ def test_a_reward_function_that_raises_on_one_rank_is_named_with_its_exception(
     start: Callable[..., Any], servers: RankServers
 ) -> None:
     """In TRL's loop the other rank waits for the rewards in a collective that never ends."""
-    job = start("failing_reward.py", 2, {"fails_on_rank": 1}, servers=servers, grace_s=GRACE_S)
+    options = {"algorithm": "grpo", "in": "reward", "fails_on_rank": 1}
+    job = start("failing_user_code.py", 2, options, servers=servers, grace_s=GRACE_S)
     assert job.wait(90) != 0
     why = "failed in reward function 'judged' of update 2: KeyError: 'no answer of the judge'"
     said = f"[rank0] trl_realloc: rank 1 on host {socket.gethostname()} {why}."
@@ -64,8 +65,8 @@ def test_a_reward_function_that_raises_on_one_rank_is_named_with_its_exception(
 def test_a_callback_that_raises_on_one_rank_is_told_from_the_calls_before_it(
     start: Callable[..., Any], servers: RankServers, algorithm: str
 ) -> None:
-    options = {"algorithm": algorithm, "fails_on_rank": 1}
-    job = start("failing_callback.py", 2, options, servers=servers, grace_s=GRACE_S)
+    options = {"algorithm": algorithm, "in": "callback", "fails_on_rank": 1}
+    job = start("failing_user_code.py", 2, options, servers=servers, grace_s=GRACE_S)
     assert job.wait(90) != 0
     why = "failed in on_step_end of a callback, after update 1: OSError: no space left for the plots"
     sentence = f"rank 1 on host {socket.gethostname()} {why}"

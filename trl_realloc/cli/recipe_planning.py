@@ -18,6 +18,7 @@ from ..planner.choose import choose
 from ..planner.cost import Pricing
 from ..planner.decision import Decision
 from ..planner.device_memory import gpu_memory
+from ..planner.fused_choice import may_fuse
 from ..planner.hardware import Rates, parse_cluster
 from ..planner.measured_rates import MeasuredRates
 from ..planner.overlap_worth import OverlapWorth
@@ -112,7 +113,7 @@ def choose_for_recipe(
         engines=recipe.trainers,
         deterministic=recipe.deterministic,
         max_staleness=recipe.max_staleness,
-        fused_training=not on_gpus if recipe.fused_training is None else recipe.fused_training,
+        fused_training=may_fuse(recipe.fused_training, on_gpus=on_gpus),
         splits=recipe.splits,
         time_limit_s=time_limit,
     )

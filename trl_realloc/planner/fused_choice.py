@@ -79,6 +79,15 @@ class FusedChoice:
         return f"training {' and '.join(self.fused.fused)} in fused pipelines {gains}"
 
 
+def may_fuse(setting: bool | None, *, on_gpus: bool) -> bool:
+    """Whether a plan with fused training may be chosen.
+
+    Args:
+        setting: `fused_training` of the config; `None` where it is left out.
+    """
+    return not on_gpus if setting is None else setting  # it has never run over NCCL (docs/hardware.md)
+
+
 def pair_of(graph: DataflowGraph) -> Fused:
     """The two calls of a graph that train; empty if it has more or fewer, or if one needs what the other trains."""
     trains = [name for name in graph.order if graph.call(name).trains]

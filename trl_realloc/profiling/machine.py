@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..engines.device import is_accelerator
+from ..engines.mesh_group import MeshGroup
 from ..plan.cluster import Cluster
 from ..planner.hardware import Sharing
 from ..planner.profile import Observation
@@ -95,46 +96,46 @@ def links(cluster: Cluster, device: torch.device) -> list[Observation]:
     observations: list[Observation] = []
     if per_node > 1:
         node = rank // per_node
-        groups = [new_group(list(range(at * per_node, (at + 1) * per_node))) for at in range(cluster.nodes)]
-        peer = rank - rank % per_node + (rank % per_node ^ 1)
-        peer_in_node = peer if peer < (node + 1) * per_node else None
-        observations += _link(groups[node], per_node, rank, peer_in_node, device, far=False)
+        nodes = [tuple(range(at * per_node, (at + 1) * per_node)) for at in range(cluster.nodes)]
+        groups = [new_group(list(ranks)) for ranks in nodes]
+        peer = rank % per_node ^ 1
+        mesh = MeshGroup(nodes[node], rank, groups[node], device)
+        observations += _link(mesh, peer if peer < per_node else None, far=False)
         destroy_groups(tuple(groups))
     if cluster.nodes > 1:
         node = rank // per_node ^ 1  # pairs of nodes; a device's peer has the same place in the other node
         peer = node * per_node + rank % per_node
-        observations += _link(None, cluster.size, rank, peer if node < cluster.nodes else None, device, far=True)
+        mesh = MeshGroup(tuple(range(cluster.size)), rank, None, device)
+        observations += _link(mesh, peer if node < cluster.nodes else None, far=True)
     return observations
 
 
-def _link(
-    group: dist.ProcessGroup | None, devices: int, rank: int, peer: int | None, device: torch.device, *, far: bool
-) -> list[Observation]:
+def _link(mesh: MeshGroup, peer: int | None, *, far: bool) -> list[Observation]:
+    """Args:
+    peer: the index in the mesh of the rank that this one exchanges messages with; `None` if it has none.
+    """
+    exchange = mesh.send if peer is not None and mesh.index < peer else mesh.receive
     observations = []
     for size in SIZES:
-        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        payload = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
 
         def reduce(payload: torch.Tensor = payload) -> None:
-            dist.all_reduce(payload.view(torch.float32), group=group)
+            dist.all_reduce(payload.view(torch.float32), group=mesh.group)
 
         def send(payload: torch.Tensor = payload) -> None:
-            if peer is None:
-                return
-            # as a batch, for which NCCL makes no communicator of the pair, which would stay to the job's end
-            kind = dist.isend if rank < peer else dist.irecv
-            for handle in dist.batch_isend_irecv([dist.P2POp(kind, payload, peer, group)]):
-                handle.wait()
+            if peer is not None:
+                exchange(payload, peer)
 
         for work, act in (("all_reduce", reduce), ("send", send)):
             times: list[float] = []
             while len(times) <= REPEATS:
                 dist.barrier()
                 # the receiver's time counts: a sender is done as soon as the system has buffered the message
-                times.append(_largest(_timed(act, device), device))
+                times.append(_largest(_timed(act, mesh.device), mesh.device))
                 if len(times) > 1 and sum(times) > LINK_S:
                     break
             seconds = statistics.median(times[1:])  # the first makes connections
-            observations.append(Observation(work, "", seconds, devices, bytes=float(size), far=far))
+            observations.append(Observation(work, "", seconds, mesh.size, bytes=float(size), far=far))
     return observations
 
 

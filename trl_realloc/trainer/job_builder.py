@@ -16,6 +16,7 @@ import torch
 from ..engines.device import is_accelerator
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
+from ..planner.fused_choice import may_fuse
 from ..planner.workload import Workload
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels
@@ -48,7 +49,6 @@ def make_job(
         workload: of one iteration. Real lengths of responses are known only after the first update.
         options: of `engine_options`.
     """
-    fused: bool | None = getattr(args, "fused_training", None)
     # megatron does not scale losses, as fp16 needs (`plan_checks`)
     engines = ("zero",) if compute_dtype(args) is torch.float16 else ("zero", "megatron")
     return Job(
@@ -64,7 +64,7 @@ def make_job(
         engines,
         deterministic=args.full_determinism,
         max_staleness=getattr(args, "max_staleness", 0),
-        fused_training=not is_accelerator(options.device) if fused is None else fused,
+        fused_training=may_fuse(getattr(args, "fused_training", None), on_gpus=is_accelerator(options.device)),
         graph=graph,
     )
 

@@ -152,7 +152,7 @@ def follow(model: Any, source: int, target: int, rank: int, control: Any, role: 
         if (
             tensor is not None
             and tuple(tensor.shape) == shape
-            and _digest_on(tensor.to(device, dtype), device) != target_digest
+            and int(digest(tensor.to(device, dtype))) != target_digest
         ):
             changed[name] = dtype
     dist.send_object_list([list(changed)], target, group=control)

@@ -1,4 +1,4 @@
-"""A rank that trains by PPO or GRPO with a callback that raises after the first update on one rank."""
+"""A rank that trains by PPO or GRPO and of which a callback or a reward function raises after the first update."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ class Fails(TrainerCallback):
 
 def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    callbacks: list[TrainerCallback] = [Fails(options["fails_on_rank"])]
+    fails = options["fails_on_rank"]
+    callbacks: list[TrainerCallback] = [Fails(fails)] if options["in"] == "callback" else []
     if options["algorithm"] == "ppo":
         tiny.trainer(folder, callbacks=callbacks, plan="flatten", max_steps=3).train()
         return
     settings = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4, "max_steps": 3}
     args = GRPOConfig(str(folder), **tiny.BARE, **settings, use_vllm=False, plan="flatten")
+
+    def judged(completions: list[str], **columns: Any) -> list[float]:
+        if options["in"] == "reward" and args.process_index == fails and made.state.global_step == 1:
+            raise KeyError("no answer of the judge")
+        return [float(len(text)) for text in completions]
+
     data = {"train_dataset": tiny.prompts(), "processing_class": tiny.tokenizer()}
-    GRPOTrainer(tiny.policy(), tiny.short, args, **data, callbacks=callbacks).train()
+    made = GRPOTrainer(tiny.policy(), judged, args, **data, callbacks=callbacks)
+    made.train()
 
 
 if __name__ == "__main__":
