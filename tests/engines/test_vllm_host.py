@@ -27,6 +27,11 @@ class Engine:
         self.asleep -= set(tags)
         self.done.append(tags)
 
+    def collective_rpc(self, method: str) -> None:
+        """Of the plain tensors, which are there while the weights are."""
+        assert "weights" not in self.asleep
+        self.done.append(method)
+
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_takes_memory_for_weights_before_that_for_its_cache(level: int) -> None:
@@ -39,7 +44,8 @@ def test_an_engine_takes_memory_for_weights_before_that_for_its_cache(level: int
         memory.wake("weights")  # a load
         memory.wake("weights", "kv_cache")  # a generation
         memory.wake("weights", "kv_cache")
-    assert engine.done == [level, ["weights"], ["kv_cache"]] * 2
+    keeps, restores = (["keep_plain_tensors"], ["restore_plain_tensors"]) if level == 2 else ([], [])
+    assert engine.done == [*keeps, level, ["weights"], *restores, ["kv_cache"]] * 2
 
 
 def test_an_engine_that_has_loaded_and_generated_nothing_sleeps_again() -> None:
@@ -49,7 +55,8 @@ def test_an_engine_that_has_loaded_and_generated_nothing_sleeps_again() -> None:
     memory.wake("weights")
     memory.sleep()
     assert engine.asleep == {"weights", "kv_cache"}
-    assert engine.done == [2, ["weights"], ["kv_cache"], 2]
+    slept, woken = ["keep_plain_tensors", 2], [["weights"], "restore_plain_tensors"]
+    assert engine.done == [*slept, *woken, ["kv_cache"], *slept]
 
 
 def test_an_engine_that_generates_with_the_weights_that_it_kept_wakes_whole() -> None:

@@ -30,7 +30,8 @@ needs_vllm = pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not ins
 @needs_vllm
 def test_the_installed_vllm_has_every_argument_that_is_decided_here() -> None:
     assert len(engine_argument_names()) > 100
-    assert set(RESERVED) <= set(engine_argument_names())
+    newer = {"elastic_ep_max_dp_size", "watermark_config"}  # of releases after the oldest that is supported
+    assert set(RESERVED) - newer <= set(engine_argument_names())
 
 
 @needs_vllm

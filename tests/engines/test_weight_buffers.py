@@ -181,6 +181,128 @@ def test_on_a_gpu_the_worker_opens_the_slot_by_its_handle(vllm_process: ProcessP
     assert torch.equal(found["c"], expected["c"])
 
 
+def loads_of_toys() -> tuple[str | None, str | None, str | None]:
+    """What vLLM's reload says of a model with a parameter that is computed from another, of one that is given too
+    little, and of one that writes into its parameter."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+    from vllm.model_executor.utils import replace_parameter
+
+    class Toy(torch.nn.Module):
+        def __init__(self, *, writes: bool = False) -> None:
+            super().__init__()
+            self.writes = writes
+            self.first, self.second = (torch.nn.Linear(2, 2, bias=False).requires_grad_(False) for _ in range(2))
+            self.attention = torch.nn.Module()
+            record_metadata_for_reloading(self)
+            replace_parameter(self.attention, "W_UV", self.first.weight.t())  # as latent attention does after a load
+
+        def load_weights(self, weights: Any) -> set[str]:
+            mine, loaded = dict(self.named_parameters()), set()
+            for name, weight in weights:
+                if self.writes and name == "second.weight":
+                    mine[name].copy_(weight)
+                else:
+                    getattr(mine[name], "weight_loader", default_weight_loader)(mine[name], weight)
+                loaded.add(name)
+            return loaded
+
+    def loaded(toy: Any, names: list[str]) -> str | None:
+        from trl_realloc.engines.generation.vllm_worker import SharedMemoryBucket
+
+        buffers, worker = WeightBuffers(), worker_of(toy)
+        worker.model_config = SimpleNamespace(dtype=torch.float32)
+        worker.device = torch.device("cpu")
+        worker.start_weight_update()
+        for at, name in enumerate(names):
+            filled = buffers.fill(0, [(name, torch.full((2, 2), float(at + 1)))])
+            path = f"/proc/self/fd/{buffers.fds[0]}"
+            worker.receive_weights(SharedMemoryBucket(path, filled.size, filled.tensors, None))
+        worker.finish_weight_update()
+        if worker.problem is None:
+            assert [toy.first.weight.sum(), toy.second.weight.sum()] == [4, 8]
+        problem: str | None = worker.problem
+        return problem
+
+    both = ["first.weight", "second.weight"]
+    return loaded(Toy(), both), loaded(Toy(), both[:1]), loaded(Toy(writes=True), both)
+
+
+@pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
+def test_a_load_is_complete_with_all_that_a_checkpoint_has_and_not_if_vllm_lost_some(
+    vllm_process: ProcessPoolExecutor,
+) -> None:
+    whole, short, lost = vllm_process.submit(loads_of_toys).result(timeout=180)
+    assert whole is None
+    assert short is not None and "no bucket held second.weight (1 in all)" in short
+    assert lost is not None and "cannot load second.weight (1 in all) while it runs" in lost
+
+
+def pending_of_toys() -> tuple[list[float], bool]:
+    """Three parts of a layer from a slot that is filled again after each, and whether the first of them was read in
+    place when its layer was whole."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from trl_realloc.engines.generation.vllm_worker import SharedMemoryBucket
+
+    read: list[int] = []
+
+    class Fused(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+            self.weight.weight_loader = self.load  # type: ignore[attr-defined]
+
+        def load(self, param: Any, loaded_weight: torch.Tensor, row: int) -> None:
+            if not param.is_meta:
+                read.append(loaded_weight.untyped_storage().data_ptr())
+            param.data[row].copy_(loaded_weight)
+
+    class Toy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused = Fused()
+            record_metadata_for_reloading(self)
+
+        def load_weights(self, weights: Any) -> set[str]:
+            for name, weight in weights:
+                self.fused.weight.weight_loader(self.fused.weight, weight, row=int(name))  # type: ignore[attr-defined]
+            return {"fused.weight"}
+
+    toy, buffers = Toy(), WeightBuffers()
+    worker = worker_of(toy)  # type: ignore[arg-type]
+    worker.model_config, worker.device = SimpleNamespace(dtype=torch.float32), torch.device("cpu")
+    worker.start_weight_update()
+    for row in range(3):
+        filled = buffers.fill(0, [(str(row), torch.full((2,), row + 1.0))])
+        path = f"/proc/self/fd/{buffers.fds[0]}"
+        worker.receive_weights(SharedMemoryBucket(path, filled.size, filled.tensors, None))
+    worker.finish_weight_update()
+    assert worker.problem is None, worker.problem
+    return toy.fused.weight.view(-1).tolist(), len(set(read)) == 3
+
+
+@pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
+def test_the_parts_of_a_layer_outlive_the_bucket_that_they_came_in(vllm_process: ProcessPoolExecutor) -> None:
+    weights, each_has_its_memory = vllm_process.submit(pending_of_toys).result(timeout=180)
+    assert weights == [1, 1, 2, 2, 3, 3] and each_has_its_memory
+
+
+def plain_tensors_of_a_toy() -> list[list[float]]:
+    from trl_realloc.engines.generation.vllm_worker import plain_tensors
+
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("kept", torch.zeros(2))
+    model.scale, model.view, model.kv_cache = torch.tensor([3.0]), model.weight.data[0], torch.zeros(4)  # type: ignore[assignment]
+    model.impl = SimpleNamespace(alibi_slopes=torch.tensor([1.0, 2.0]), large=torch.zeros(1 << 19), device="cpu")  # type: ignore[assignment]
+    return sorted(tensor.tolist() for tensor in plain_tensors(model, torch.device("cpu")))
+
+
+@pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
+def test_what_sleep_would_lose_are_plain_attributes_that_no_load_brings(vllm_process: ProcessPoolExecutor) -> None:
+    assert vllm_process.submit(plain_tensors_of_a_toy).result(timeout=180) == [[1.0, 2.0], [3.0]]
+
+
 class Process:
     """In place of `EngineProcess`: the worker takes a bucket before the next one is filled."""
 

@@ -36,7 +36,7 @@ def test_what_scores_under_zero_3_has_no_optimizer_to_offload_and_keeps_no_param
 def test_what_trains_keeps_the_launchers_offload_and_precision() -> None:
     config = deepspeed_config(2, LAUNCHED, 1.0, trained=100)
     assert config["zero_optimization"] == {**LAUNCHED["zero_optimization"], "reduce_bucket_size": 100}
-    assert config["bf16"] == {"enabled": True}
+    assert config["bf16"] == {"enabled": True, "immediate_grad_update": True}
 
 
 def test_buckets_of_gradients_are_smaller_than_deepspeeds_own_where_the_user_names_no_size() -> None:

@@ -86,10 +86,11 @@ def test_a_first_epoch_on_arrival_is_written_and_read() -> None:
     assert "critic.train trains its first epoch on samples as they arrive" in str(plan.streams)
 
 
-def test_a_first_epoch_on_arrival_needs_gradients_that_are_summed_before_the_step() -> None:
+def test_a_first_epoch_on_arrival_is_for_every_engine_and_not_for_calls_that_train_together() -> None:
     streams = Streams(first_epoch=("critic.train",))
-    with pytest.raises(PlanError, match="zero_stage 1\\) sums gradients over the mesh within a backward"):
-        replace(flatten(Cluster(1, 4), zero_stage=1), streams=streams)
+    for stage in range(4):
+        sharded = replace(flatten(Cluster(1, 4), zero_stage=stage), streams=streams)
+        assert sharded.on_arrival == ("critic.train",)
     plan = flatten(Cluster(1, 4))
     split = replace(plan["critic.train"], strategy=ParallelStrategy(tp=2, pp=2, zero_stage=0), engine="megatron")
     assignments = {**plan.assignments, "critic.train": split, "critic.forward": split}

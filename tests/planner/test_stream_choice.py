@@ -88,10 +88,29 @@ def test_a_first_epoch_on_arrival_is_planned_with_the_gradients_that_it_keeps() 
     assert choice.fastest is not choice.arrived
 
 
-def test_no_first_epoch_is_proposed_where_the_loss_or_the_engine_forbids_it() -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_first_epoch_on_arrival_under_deepspeed_counts_the_collectives_of_its_backwards(stage: int) -> None:
     prices = costs(replace(LONG_TAIL, first_epoch=("critic.train",)))
-    sharded = estimate_plan(separate(prices.cluster, zero_stage=2), specs(1, 1), prices, exact=False)
-    assert choose_streams(sharded).arrived is None
+    plan = separate(prices.cluster, zero_stage=stage)
+    choice = choose_streams(estimate_plan(plan, specs(1, 1), prices, exact=False))
+    assert choice.arrived is not None and choice.arrived.plan.on_arrival == ("critic.train",)
+    stream = StreamPrices.of(choice.arrived.plan, specs(1, 1), prices).stream
+    (team,) = next(scoring.teams for scoring in stream.scorings if scoring.name == "critic.train")
+    assert sum(team, ()) == tuple(plan.mesh("critic.train").devices), "all replicas add together"
+    work, critic = prices.workload, plan["critic.train"]
+    share = (work.tokens / critic.strategy.dp, work.episodes * work.mean_square / critic.strategy.dp)
+    (spec,) = specs(1, 1)["critic.train"]
+    added, whole = (
+        prices.training_of(spec, critic, *share),
+        prices.price(plan.graph.call("critic.train"), [spec], critic),
+    )
+    step = whole.parts["data"] / work.updates - added.get("data", 0.0)  # of the step, gathering the parameters
+    assert ("data" in added) == (stage > 1)
+    assert step > 0 if stage < 3 else step == pytest.approx(0, abs=1e-9)
+
+
+def test_no_first_epoch_is_proposed_where_the_loss_forbids_it_or_the_plan_has_to_repeat() -> None:
+    prices = costs(replace(LONG_TAIL, first_epoch=("critic.train",)))
     other = costs()
     assert choose_streams(estimate_plan(separate(other.cluster), specs(1, 1), other, exact=False)).arrived is None
     fixed = estimate_plan(separate(prices.cluster), specs(1, 1), prices, exact=False)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from trl_realloc.runtime.failures.liveness import Liveness, Verdict
+from trl_realloc.runtime.failures.liveness import START_S, Liveness, Verdict
 
 
 LIMIT_S = 30.0
@@ -43,6 +43,23 @@ def test_silent_ranks_of_one_host_are_one_sentence_after_the_limit() -> None:
     assert verdict.fatal and "ranks 1, 2 on host b for 30 s (heartbeat_timeout)" in verdict.sentence
     assert "last in actor.train of update 1" in verdict.sentence
     assert after(made, 100, silent=(1, 2)) == [], "it is said once"
+
+
+def test_a_rank_may_begin_minutes_after_the_others() -> None:
+    made = Liveness(3, LIMIT_S, 0.0)
+    for rank in range(2):
+        made.hear(rank, 0.0, host="a", pid=100 + rank)
+    assert after(made, START_S - 1, silent=(2,)) == []
+    (verdict,) = after(made, 4, silent=(2,))
+    assert verdict.fatal and verdict.sentence.startswith("rank 2 did not begin within 600 s after rank 0")
+    in_time = Liveness(3, LIMIT_S, 0.0)
+    for rank in range(2):
+        in_time.hear(rank, 0.0, host="a", pid=100 + rank)
+    assert after(in_time, START_S - 1, silent=(2,)) == []
+    in_time.hear(2, in_time.now, host="b", pid=102)
+    assert after(in_time, 100) == []
+    (verdict,) = after(in_time, LIMIT_S + 3, silent=(2,))
+    assert "nothing was heard from rank 2 on host b for 30 s" in verdict.sentence
 
 
 def test_a_silence_of_less_than_the_limit_is_survived() -> None:

@@ -223,6 +223,7 @@ PLANS = {
     "flat": flatten(Cluster(1, 4)),
     "halves": interleave(Cluster(1, 4)),
     "apart": separate(Cluster(1, 4)),
+    "sharded": separate(Cluster(1, 4), zero_stage=2),
     "split": split_plan(4),
     "tensor": replace(
         flatten(Cluster(1, 4)),

@@ -185,7 +185,10 @@ def test_deepspeed_does_not_train_on_after_a_step_that_was_interrupted(monkeypat
     engine._is_within_step, engine.head, engine.group, engine.device = False, None, None, torch.device("cpu")
     engine.engine = SimpleNamespace(train=lambda: None, optimizer=SimpleNamespace(param_groups=[]))
     engine._settings = SimpleNamespace(give=lambda rate: None)
-    engine._linear, engine._gradients = contextlib.nullcontext, SimpleNamespace(allocated=contextlib.nullcontext)
+    engine._linear, engine._gradients = (
+        contextlib.nullcontext,
+        SimpleNamespace(allocate=lambda: None, free=lambda: None),
+    )
     monkeypatch.setattr(zero, "run_training", lambda *given, **named: 1 / 0)
     train: Callable[[], Any] = lambda: engine.train(Rollouts(), None, 1, 0.1)  # noqa: E731
     with pytest.raises(ZeroDivisionError):

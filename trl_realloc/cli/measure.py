@@ -30,6 +30,7 @@ from ..trainer.accelerate_plugin import ReallocationPlugin
 from ..trainer.config_checks import by_transformers
 from ..trainer.grpo_config import GRPOConfig, PolicyConfig, RLOOConfig
 from ..trainer.job_builder import compute_dtype, engine_options, make_job
+from ..trainer.plan_settings import use_one_device
 from ..trainer.ppo_config import PPOConfig
 from .recipe_parser import SENTENCES, RecipeError, run
 
@@ -45,7 +46,7 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     arguments = {key: value for key, value in settings.items() if key in known}
     with tempfile.TemporaryDirectory() as folder:
         args = _settings(kind, {**arguments, "output_dir": folder, "report_to": "none"}, path)
-    args.device  # noqa: B018 - reading this property makes the process group
+    use_one_device(args)
     world = PartialState()
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
     for role in configs.keys() & {Role.CRITIC, Role.REWARD}:

@@ -22,9 +22,11 @@ class AddingEngine(TrainingEngine, Protocol):
 
     def add(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> Mapping[str, Tensor]:
         """Add the gradients of some samples of a mini-batch to those that are there. Collective over the tensor groups
-        and stages of this rank's replica alone: replicas add samples independently of each other.
+        and stages of this rank's replica alone: replicas add samples independently of each other. Under DeepSpeed
+        (`plan.assignment.runs_in_step`) collective over the mesh.
 
         Args:
+            samples: none on a replica that has no samples where others have some.
             loss, micro_batch_tokens: as of `TrainingEngine.train`.
 
         Returns:

@@ -23,6 +23,7 @@ from typing import IO, Any
 _LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _LAUNCHER_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "OMP_", "GOMP_", "KMP_")
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -35,6 +36,12 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def let_open_memory(pid: int) -> None:
+    """Let a child of this process take its file descriptors (`pidfd_getfd`), also where Linux allows that only to the
+    parents of a process (Yama's `ptrace_scope` 1). By them it opens CUDA memory of torch's expandable segments."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)  # fails where there is no such rule
 
 
 def die_with_launcher() -> None:

@@ -43,6 +43,11 @@ def release_cached_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
+def free_bytes(device: torch.device) -> int:
+    """The bytes of an accelerator's memory that no process has reserved."""
+    return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
 def has_room(device: torch.device, size: int) -> bool:
     """Whether `size` more bytes fit on the device beside the most that this process has had allocated so far, which a
     call that runs meanwhile may allocate again."""

@@ -1,4 +1,5 @@
-"""Copies of tensors in pinned host memory, from which an accelerator copies at the speed of its bus.
+"""Pinned host memory, with which an accelerator exchanges bytes at the speed of its bus: copies of tensors, and memory
+that is pinned where it is.
 
 Torch rounds each pinned allocation up to a power of two, which can double a tensor's bytes. So tensors share blocks
 whose sizes are powers of two.
@@ -6,7 +7,7 @@ whose sizes are powers of two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +44,19 @@ def pinned_blocks(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES) -> list[
 def _power(size: int) -> int:
     """The least power of two that is not below `size`."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+def pin(memory: Tensor) -> Callable[[], None]:
+    """Pin host memory where it is, for CUDA GPUs. It stays as it is where CUDA cannot.
+
+    Returns:
+        A function that ends it, to be called before the memory is freed.
+    """
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        return lambda: None
+    address = memory.data_ptr()
+    return lambda: runtime.cudaHostUnregister(address) and None
 
 
 def pinned_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

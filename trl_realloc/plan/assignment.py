@@ -197,6 +197,13 @@ def whole_everywhere(assignment: Assignment) -> bool:
     return assignment.engine in ("zero", "transformers") and assignment.strategy.zero_stage < 3
 
 
+def runs_in_step(call: Call, assignment: Assignment) -> bool:
+    """Whether all replicas of a call run each of its forwards together, because it has collectives over the mesh: those
+    in which ZeRO's stage 3 gathers parameters, and in a backward those of DeepSpeed's gradients (stages 1 to 3)."""
+    stage = assignment.strategy.zero_stage
+    return stage == 3 or (assignment.engine == "zero" and call.trains and stage > 0)
+
+
 def in_place(home: Assignment, other: Assignment) -> bool:
     """Whether a call can use a trained role's parameters where the training has them, so that nothing is reallocated.
 

@@ -46,12 +46,6 @@ def why_not_on_arrival(
         return "TRL's loop trains when a whole batch has been scored"
     if name in fused:
         return "fused trains whole mini-batches of two calls together"
-    assignment = assignments.get(name)
-    if assignment is not None and assignment.engine == "zero" and assignment.strategy.zero_stage:
-        return (
-            f"DeepSpeed (zero_stage {assignment.strategy.zero_stage}) sums gradients over the mesh within a backward; "
-            f"zero_stage 0 and engine megatron do so before the step"
-        )
     producers = {producer for producer in map(graph.producer, graph.call(name).inputs) if producer is not None}
     whole = [producer for producer in graph.order if producer in producers and producer not in streamed]
     if whole:

@@ -239,9 +239,10 @@ class Pricing:
         for steps, batch, cached in phases:
             _add(parts, self.decode_step(spec, assignment, batch, cached), steps)
         _add(parts, self.prefill(spec, assignment, share * work.prompt_tokens, work.prompt_tokens))
-        load = {"load": _part(spec, strategy) * spec.bytes_per_element / self.rates.host_bandwidth}
+        load = {"load": self.load_seconds(spec)}
         if sleeps(assignment):
-            again = load["load"] if assignment.offload else 0.0  # weights to host memory and back
+            part = load["load"] / (strategy.tp * strategy.pp)
+            again = part if assignment.offload else 0.0  # weights to host memory and back
             load, static, cache = {"load": load["load"] + again + SLEEP}, 0.0, cache + static
         elif assignment.drop:
             load, static, cache = {"load": ALLOCATE}, 0.0, cache + static
@@ -249,6 +250,11 @@ class Pricing:
             load = {}
         _add(parts, load)
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
+
+    def load_seconds(self, spec: ModelSpec) -> float:
+        """Of new weights into a vLLM engine. The rank that sends them has all of them on its device. It copies them to
+        host memory, from where each worker of a tensor group reads its part meanwhile (`generation.weight_buffers`)."""
+        return spec.elements * spec.bytes_per_element / self.rates.host_bandwidth
 
     def decode_step(self, spec: ModelSpec, assignment: Assignment, batch: float, cached: float) -> dict[str, float]:
         """Seconds by cause of one decode step of an engine.
@@ -289,8 +295,15 @@ class Pricing:
     def training_of(self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float) -> dict[str, float]:
         """Seconds by cause of one replica's forward and backward of `tokens` tokens, without those of an optimizer
         step; `squared` is the sum of the squared lengths."""
-        micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, assignment.strategy), assignment.strategy.pp)
-        return self._pass(spec, assignment, tokens / micro, squared / micro, micro, train=True)[0]
+        strategy = assignment.strategy
+        micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, strategy), strategy.pp)
+        parts, compute = self._pass(spec, assignment, tokens / micro, squared / micro, micro, train=True)
+        if strategy.dp > 1 and assignment.engine == "zero" and strategy.zero_stage > 1:
+            elements = spec.trained_share * _part(spec, strategy)
+            gradients = elements * gradient_bytes(spec.bytes_per_element, assignment)
+            backward = self._replicas(spec, assignment).backward(strategy.zero_stage, gradients, spec.bytes, compute)
+            parts["data"] = micro * backward * self.rates.zero(strategy.zero_stage, trains=True)
+        return parts
 
     def _stage_layers(self, spec: ModelSpec, assignment: Assignment) -> int:
         return math.ceil(_layers(spec) / assignment.strategy.pp)
@@ -311,7 +324,8 @@ class Pricing:
         cache = self.workload.longest * spec.kv_bytes_per_token / strategy.pp  # bytes of one sample
         cache /= min(strategy.tp, max(spec.kv_heads, 1))
         if assignment.engine == "transformers":
-            slots = min(share, max(1, int(self.workload.forward_tokens / self.workload.longest)))
+            fitting = int(self.workload.forward_tokens / self.workload.longest)
+            slots = min(share, max(1, self.workload.generation_batch or fitting))
             return slots, weights, slots * cache + kept_casts(spec)
         share = min(share, MOST_SLOTS)
         if self.memory is None:

@@ -13,6 +13,8 @@ BATCHED = 16_384
 # Bytes per token and channel, at 16 bits, of a forward of vLLM that keeps nothing for a backward: what tensor
 # parallelism splits, and what it does not. Assumed, not measured here.
 OF_FORWARD_SPLIT, OF_FORWARD_WHOLE = 14, 6
+# Bytes of captured CUDA graphs, which vLLM leaves out of its cache too. Assumed; vLLM logs what it estimates.
+GRAPHS = 6e8
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class EngineRoom:
 
 def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float:
     """Bytes that a vLLM engine on GPUs keeps out of its cache for its largest forward, which it runs when it starts:
-    the activations of `BATCHED` tokens, if its requests can have so many together, and float32 logits of a token of
-    each sample.
+    the activations of `BATCHED` tokens, if its requests can have so many together; of each sample float32 logits of a
+    token, twice where they are divided by a temperature, and how often each token of the vocabulary was drawn (4 bytes,
+    and a bit for the prompt); and CUDA graphs.
 
     Args:
         samples: that the engine gets; it decodes `MOST_SLOTS` at once at most.
@@ -53,4 +56,5 @@ def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float
     samples = min(samples, MOST_SLOTS)
     tokens = min(BATCHED, samples * longest)
     activations = tokens * (OF_FORWARD_SPLIT / tp + OF_FORWARD_WHOLE) * spec.hidden * spec.activation_bytes / 2
-    return activations + 4 * min(samples, tokens) * spec.outputs
+    of_samples = 2 * 4 * min(samples, tokens) + 4 * (1 + 1 / 32) * samples
+    return activations + of_samples * spec.outputs + GRAPHS

@@ -233,5 +233,6 @@ def group_workload(settings: Mapping[str, Any], prompt_tokens: float, cluster: C
         response_tokens=(settings["max_completion_length"],),
         recompute=recomputes(settings),
         forward_tokens=share * longest,
+        generation_batch=share * steps,
         train_tokens=share * longest,
     )

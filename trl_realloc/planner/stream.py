@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..plan.assignment import runs_in_step
 from ..plan.execution_plan import ExecutionPlan
 
 
@@ -35,7 +36,7 @@ class StreamedScoring:
 
     Args:
         teams: the ranks that run a forward together, by team and by data-parallel replica of the team. A team has one
-            replica, but for parameters that are sharded over the mesh, whose forward is a collective of all replicas.
+            replica, or all replicas of a call that they run in step (`assignment.runs_in_step`).
         producers: the streamed calls whose outputs it reads.
         budget: most tokens of one forward of one replica.
     """
@@ -95,8 +96,8 @@ def stream_of(
     for name in (*scoring_calls, *on_arrival):
         replicas = replicas_of(plan, name)
         producers = dict.fromkeys(filter(None, map(plan.graph.producer, plan.graph.call(name).inputs)))
-        is_sharded = plan[name].strategy.zero_stage == 3
-        teams = (replicas,) if is_sharded else tuple((replica,) for replica in replicas)
+        in_step = runs_in_step(plan.graph.call(name), plan[name])
+        teams = (replicas,) if in_step else tuple((replica,) for replica in replicas)
         scorings.append(StreamedScoring(name, teams, tuple(producers), budgets[name]))
     return Stream(StreamedGeneration(generate, engines, shares), tuple(scorings), tuple(prompts), limit, scores_beside)
 

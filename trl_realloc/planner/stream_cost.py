@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..plan.assignment import Assignment, sleeps
+from ..plan.assignment import Assignment, runs_in_step, sleeps
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
@@ -81,9 +81,10 @@ class StreamPrices:
         assignment = self.plan[generation]
         seconds = 0.0
         for spec in self.specs[generation]:
-            load = spec.bytes / (assignment.strategy.tp * assignment.strategy.pp) / self.pricing.rates.host_bandwidth
+            load = self.pricing.load_seconds(spec)
             if sleeps(assignment):
-                seconds += load * (2 if assignment.offload else 1) + SLEEP / 2
+                again = load / (assignment.strategy.tp * assignment.strategy.pp) if assignment.offload else 0.0
+                seconds += load + again + SLEEP / 2
             elif assignment.drop:
                 seconds += ALLOCATE
             elif assignment.engine == "vllm":
@@ -179,7 +180,7 @@ class StreamPrices:
         """Seconds of one replica's work, with the slowdown of its own devices."""
         assignment, call = self.plan[name], self._call(name)
         inner = assignment.strategy.tp * assignment.strategy.pp
-        devices = assignment.mesh.size if assignment.strategy.zero_stage == 3 else inner
+        devices = assignment.mesh.size if runs_in_step(call, assignment) else inner
         return self.pricing.shared(CallCost(parts), devices).seconds * self.pricing.corrections.factor(call, assignment)
 
     def _call(self, name: str) -> Call:

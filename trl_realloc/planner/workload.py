@@ -40,6 +40,8 @@ class Workload:
         recompute: whether training computes every forward again in its backward (activation checkpointing).
         forward_tokens: largest number of tokens of one scoring forward if a plan sets no `micro_batch_tokens`.
         train_tokens: the same for one training forward.
+        generation_batch: samples that an engine of Transformers generates at once; `None` for those of one scoring
+            forward of the longest samples.
         first_epoch: calls that may train their first epoch on samples as they arrive (`plan.first_epoch`).
 
     Raises:
@@ -55,6 +57,7 @@ class Workload:
     recompute: bool = False
     forward_tokens: int = 65_536
     train_tokens: int = 8_192
+    generation_batch: int | None = None
     first_epoch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

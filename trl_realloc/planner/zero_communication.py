@@ -36,6 +36,18 @@ class DataParallelGroup:
         gather = self.link.gather(size, self.dp) + (self.layers - 1) * self.link.collective_latency / 2
         return gather - self.overlap * min(gather, compute)
 
+    def backward(self, stage: int, size: float, parameters: float, compute: float) -> float:
+        """Seconds of the communication of one micro-batch's forward and backward that do not overlap with them: stage 2
+        sums the gradients of each (`optimizer_step`), and stage 3 gathers parameters too.
+
+        Args:
+            size, parameters, compute: as of `optimizer_step`.
+        """
+        if stage == 3:
+            scatter, under = self.link.gather(size, self.dp), self.overlap * compute * 2 / 3
+            return 2 * self.gather_parameters(parameters, compute / 3) + scatter - self.overlap * min(scatter, under)
+        return self.link.all_reduce(size, self.dp) if stage == 2 else 0.0
+
     def optimizer_step(
         self,
         stage: int,
@@ -62,10 +74,10 @@ class DataParallelGroup:
             by_owner: gradients are summed on the rank that steps their parameter (megatron under stage 1), which sends
                 as much as a reduce-scatter.
         """
-        scatter, gathered = self.link.gather(size, self.dp), self.link.gather(weights, self.dp)
+        backwards = micro * self.backward(stage, size, parameters, compute)
         if stage == 3:
-            under = self.overlap * compute * 2 / 3
-            exposed = scatter - self.overlap * min(scatter, under)
-            return micro * (2 * self.gather_parameters(parameters, compute / 3) + exposed)
-        reduction = scatter if by_owner else self.link.all_reduce(size, self.dp)
-        return (micro if stage == 2 else 1) * reduction + (gathered if stage else 0.0)
+            return backwards
+        gathered = self.link.gather(weights, self.dp) if stage else 0.0
+        if stage == 2:
+            return backwards + gathered
+        return gathered + (self.link.gather(size, self.dp) if by_owner else self.link.all_reduce(size, self.dp))

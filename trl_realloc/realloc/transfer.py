@@ -7,6 +7,7 @@ stand-in). Whose parameters these are and when they are moved is in `runtime.rea
 from __future__ import annotations
 
 import contextlib
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from .schedule import Message, ParameterBox, TransferSchedule, TransferStep
 Parts = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
 BUCKET_BYTES = 256 << 20
+POLL_S = 2e-4
 LARGE_BYTES = 1 << 20  # parts of so many bytes are sent and received in place, without packing
 TIMEOUT_S = 120.0
 _CHECKSUM_BYTES = 8
@@ -218,8 +220,21 @@ class Transfer:
 
     def _wait(self, flight: _Flight) -> None:
         with self._error_context(flight.message):
-            flight.work.wait(timedelta(seconds=self.timeout_s))
+            if self._batched:
+                self._poll(flight.work)
+                flight.work.wait()
+            else:
+                flight.work.wait(timedelta(seconds=self.timeout_s))
             flight.work = None  # gloo aborts where a handle outlives its group
+
+    def _poll(self, work: Any) -> None:
+        """Wait on the host until a device has done a message. NCCL would look for it every 10 ms, which is longer than
+        most buckets take, and without a time limit only make the device's stream wait."""
+        deadline = time.monotonic() + self.timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("nothing came")
+            time.sleep(POLL_S)
 
     @contextlib.contextmanager
     def _error_context(self, message: Message) -> Iterator[None]:
@@ -269,6 +284,15 @@ class Transfer:
             at = placed[-1][2]
         return placed, at
 
+    def _views(
+        self, buffer: Tensor, placed: Sequence[tuple[ParameterBox, int, int]], parts: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The parts of a message in its buffer, in the shapes of `parts`."""
+        return [
+            buffer[start:end].view(self.dtypes[piece.parameter]).view(part.shape)
+            for (piece, start, end), part in zip(placed, parts, strict=True)
+        ]
+
     def _outgoing(self, message: Message, bucket: _BucketInFlight) -> Iterator[_Flight]:
         large, small = self._split(message)
         for piece in large:
@@ -283,9 +307,8 @@ class Transfer:
     def _packed(self, message: Message, pieces: Sequence[ParameterBox], bucket: _BucketInFlight) -> _Flight:
         placed, size = self._offsets(pieces)
         buffer = self._buffer(size + (_CHECKSUM_BYTES if self.checksum else 0))
-        for piece, start, end in placed:
-            part = self._source_tensor(piece, bucket)
-            buffer[start:end].view(self.dtypes[piece.parameter]).view(part.shape).copy_(part)
+        parts = [self._source_tensor(piece, bucket) for piece, _, _ in placed]
+        _copy(self._views(buffer, placed, parts), parts)
         if self.checksum:
             buffer[size:] = _checksum(buffer[:size])
         return _Flight(message, buffer, buffer=buffer)
@@ -316,9 +339,8 @@ class Transfer:
         def unpack() -> None:
             if self.checksum and not torch.equal(buffer[size:], _checksum(buffer[:size]).to(buffer.device)):
                 raise TransferError(f"{self._describe(message)}: the checksum differs from what was sent.")
-            for piece, start, end in placed:
-                part = self._target_tensor(piece, bucket)
-                part.copy_(buffer[start:end].view(self.dtypes[piece.parameter]).view(part.shape))
+            parts = [self._target_tensor(piece, bucket) for piece, _, _ in placed]
+            _copy(parts, self._views(buffer, placed, parts))
 
         return _Flight(message, buffer, unpack, buffer)
 
@@ -350,6 +372,12 @@ def find(parts: Parts, name: str, box: Box) -> Tensor | None:
         if all(a <= start and stop <= b for (a, b), (start, stop) in zip(outer, box, strict=True)):
             return tensor[tuple(slice(start - a, stop - a) for (a, _), (start, stop) in zip(outer, box, strict=True))]
     return None
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, many in one call: a device with thousands of small parts would wait for Python between them."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _bytes(part: Tensor) -> Tensor:

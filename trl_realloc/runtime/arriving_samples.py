@@ -61,15 +61,18 @@ class ArrivingSamples:
     _added: dict[str, list[Rollouts]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, call: Call, samples: Rollouts) -> None:
-        """Add the gradients of some samples. All ranks of the replica together.
+        """Add the gradients of some samples. All ranks of the replica together, or of the call where its replicas run
+        in step (`plan.assignment.runs_in_step`).
 
         Args:
-            samples: with the columns that the call reads.
+            samples: with the columns that the call reads; none on a replica that only runs in step with others.
         """
         engine = adding(self.placement, call)
         known = self.algorithm.on_arrival(call.name, samples, self.n)
         statistics = engine.add(known, self.algorithm.loss(call.name).of_tokens, self.placement.budget(call.name))
-        self._added[call.name].append(samples.only(NAMED).plus(**statistics))
+        of_call = self._added[call.name]  # also without samples: the engine has a part of the others' gradients
+        if len(samples):
+            of_call.append(samples.only(NAMED).plus(**statistics))
 
     def added(self, call: str, scale: float) -> Added:
         """All that was added for a call, to make its step."""

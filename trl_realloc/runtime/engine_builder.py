@@ -123,7 +123,7 @@ class EngineBuilder:
             if self.placement.has(call) and self.plan[call].engine == "transformers":
                 engine = self.placement.engine(call)
                 assert isinstance(engine, InPlaceEngine), "in place means in an engine that has all parameters"
-                size = self.options.forward_batch_size
+                size = self.options.generation_batch_size or self.options.forward_batch_size
                 self.placement.generators[call] = TransformersEngine(
                     engine.whole_model, self.options.device, batch_size=size
                 )

@@ -31,6 +31,7 @@ class EngineOptions:
         forward_batch_size: prompts or samples of one forward without gradients, where the plan gives no token budget.
         train_batch_size: samples of one forward with gradients, where the plan gives no token budget.
         make_optimizer: makes the optimizer of a role's module.
+        generation_batch_size: prompts that generation by Transformers answers at once; `None` for `forward_batch_size`.
         usual_length: tokens of a long sample, where the longest that may occur is much longer; 0 otherwise.
         compute_dtype: of mixed precision; `None` without it.
         deepspeed: the user's DeepSpeed config.
@@ -49,6 +50,7 @@ class EngineOptions:
     train_batch_size: int
     pad_token_id: int
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    generation_batch_size: int | None = None
     usual_length: int = 0
     compute_dtype: torch.dtype | None = None
     max_grad_norm: float = 0.0

@@ -15,7 +15,7 @@ from datetime import timedelta
 from ..engines.adding_engine import AddingEngine
 from ..engines.base import GenerationEngine, ScoringEngine, TrainingEngine
 from ..engines.child_process import die_with_launcher
-from ..engines.device import is_accelerator, release_cached_memory
+from ..engines.device import free_bytes, is_accelerator, release_cached_memory
 from ..engines.mesh_group import MeshGroup
 from ..engines.training.fused_training import FusedTraining
 from ..engines.training.zero_setup import ensure_process_group
@@ -35,6 +35,11 @@ from .process_groups import (
 from .reallocation import Moved, Reallocation
 from .residency import DroppedCopy, Residency, move_to_host
 from .roles import Roles
+
+
+# free bytes of a device with which nothing is given back before new weights are sent to an engine: the buckets and the
+# messages of a transfer, and in the engine the largest layer
+LOAD_BYTES = 4 << 30
 
 
 class Placement:
@@ -211,12 +216,20 @@ class Placement:
         return following is None or self.generators.get(following) is not self.generators[call]
 
     def _make_room(self, call: str) -> None:
-        """Give cached memory of this rank's device back before the engine of a call wakes up there. Collective over the
-        mesh, because a tensor group's engine takes the devices of several ranks."""
+        """Give cached memory of this rank's device back before a call's engine wakes up or takes new weights there.
+        Collective over the mesh, because a tensor group's engine takes the devices of several ranks."""
         if is_accelerator(self.options.device):
             release_cached_memory(self.options.device)
             if self.plan[call].strategy.tp > 1:
                 self.group(call).max(0)
+
+    def _is_short(self, call: str) -> bool:
+        """Whether some device of a call's mesh may have too little free memory for an engine, a process of its own, to
+        take new weights. Collective over the mesh."""
+        device = self.options.device
+        if self.plan[call].engine != "vllm" or not is_accelerator(device):
+            return False
+        return bool(self.group(call).max(int(free_bytes(device) < LOAD_BYTES)))
 
     def prefetch(self, call: str, beside: Collection[str]) -> None:
         """Begin to move the parameters of the next call to the device, if the plan keeps them in host memory.
@@ -259,7 +272,7 @@ class Placement:
         Raises:
             TransferError, EngineError: the call's copy is incomplete and must not be used.
         """
-        if sleeps(self.plan[call]) and self.has(call):
+        if self.has(call) and (sleeps(self.plan[call]) or self._is_short(call)):
             self._make_room(call)
         if call in self.dropped:
             self.dropped[call].restore()

@@ -92,6 +92,19 @@ def from_every_rank(value: Any, group: Any) -> list[Any]:
     return values
 
 
+def wait_for_all(group: Any, device: torch.device) -> None:
+    """Wait until every rank of a job has come here and its device has done what it was asked for.
+
+    Args:
+        group: over the job's host memory; `None` in a job of one process. A barrier over the devices would first make a
+            communicator for it, at the end of a run beside all that the run holds.
+    """
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+    if group is not None:
+        dist.barrier(group=group)
+
+
 def at_first_rank(value: Any, group: Any) -> list[Any]:
     """The values of all ranks in the order of the ranks, on the first rank; an empty list on the others. All ranks of
     `group` call this together.

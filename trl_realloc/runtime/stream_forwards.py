@@ -160,7 +160,7 @@ class ForwardRunner:
         outputs = Rollouts()
         if not call.trains:
             outputs = calls.forward(self.placement, settings, call, samples, step)
-        elif task.samples:
+        else:
             assert self.arriving is not None, "only iterations that train have such forwards"
             self.arriving.add(call, samples)
         span = Span(name, self.rank, start, max(start, time.time()), step.number, samples=len(task.samples))

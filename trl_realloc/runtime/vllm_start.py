@@ -79,6 +79,7 @@ def start_vllm(
         tensor_parallel_size=tp,
         dtype=_dtype_name(config, options),
         max_model_len=options.context_length,
+        folder=folder,
         sleep_level=2 if assignment.drop else 1 if assignment.offload else 0,
         **_devices(plan, assignment, rank, options.device),
         **settings,

@@ -32,9 +32,13 @@ class HostGeneration:
         scoring: of samples while others are generated.
         max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
 
+    An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
+
     Attributes:
         logprobs: of each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
     """
+
+    __slots__ = ("calls", "llm", "logprobs", "scoring")
 
     def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scoring) -> None:
         self.calls, self.scoring = calls, scoring

@@ -247,13 +247,18 @@ class LearningRates:
         return float(self.scheduled.param_groups[0][RATE] or 0.0)
 
     @contextlib.contextmanager
-    def unstepped(self) -> Iterator[None]:
-        """Inside, `step` of the scheduled optimizer does nothing, because the engines step the roles' optimizers.
-        Without gradients the user's optimizer may still count a step in its groups, or fail."""
+    def unstepped(self, instead: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, `step` of the scheduled optimizer does something else, because the engines step the roles'
+        optimizers. Without gradients the user's optimizer may still count a step in its groups, or fail.
+
+        Args:
+            instead: what it does.
+        """
         optimizer: Any = self.scheduled
         previous = vars(optimizer).get("step")
 
         def step(*_: Any, **__: Any) -> None:
+            instead()
             optimizer._opt_called = True  # a scheduler warns if its optimizer has made no step
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that a scheduler does not wrap it

@@ -24,7 +24,7 @@ from ..runtime.drawn_samples import DrawnSamples
 from ..runtime.executor import Executor
 from ..runtime.failures.alarm import Alarm
 from ..runtime.placement import Placement
-from ..runtime.process_groups import from_every_rank
+from ..runtime.process_groups import from_every_rank, wait_for_all
 from ..runtime.run_state import RunState, fixed_models
 from .accelerate_plugin import ReallocationPlugin
 from .optimizer_sharding import can_be_sharded
@@ -139,7 +139,8 @@ class PlanChangeMixin:
         self._finish_save()  # over a process group of the old plan
         under_way = self._samples_under_way()
         run_state = RunState(self.placement)
-        self.accelerator.wait_for_everyone()  # closing a process group closes it for ranks that still use it
+        # closing a process group closes it for ranks that still use it
+        wait_for_all(self.placement.control, self.placement.options.device)
         self._is_between_plans = True
         self._let_go()
         self.placement.discard()

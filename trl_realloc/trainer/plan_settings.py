@@ -128,6 +128,15 @@ def vllm_settings(args: Any) -> dict[str, Any]:
     return {argument: value for argument, value in given.items() if value is not None}
 
 
+def use_one_device(args: Any) -> None:
+    """Make the job's process group, so that the number of its processes can be asked, and have each process use one
+    device. Trainer would take a process without a launcher that sees n GPUs for one that uses all of them
+    (DataParallel), and make its batches n times as large."""
+    args.device  # noqa: B018 - makes the process group
+    if args.n_gpu > 1:
+        args._n_gpu = 1
+
+
 @contextmanager
 def before_training_arguments(args: Any) -> Iterator[None]:
     """Around `TrainingArguments.__post_init__` of a configuration: checks its settings first, and what the job was

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .policy_rewards import PlannedRewardModel
+from .policy_rewards import PlannedRewardModel, is_async
 
 
 READS_WHOLE_BATCH = "reads_whole_batch"  # attribute of a reward function that is to be called on the whole batch
@@ -238,13 +237,6 @@ class GroupScores:
         except BaseException:
             self.drop()
             raise
-
-
-def is_async(function: RewardFunction) -> bool:
-    """Whether a function, or an object that is called like one, is awaited by TRL."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _named_as(function: RewardFunction) -> Callable[[RewardFunction], RewardFunction]:

@@ -43,6 +43,7 @@ def make_policy_job(
     if not is_open:
         check_lengths(lengths, context, config)
     usual = min(context, lengths.usual + completion)
+    share = args.per_device_train_batch_size * args.steps_per_generation  # that TRL generates at once
     workload = Workload.of_groups(
         steps_per_generation=args.steps_per_generation,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -52,6 +53,7 @@ def make_policy_job(
         response_tokens=(args.max_completion_length,),
         recompute=recomputes(args),
         forward_tokens=args.per_device_train_batch_size * usual,
+        generation_batch=share,
         train_tokens=args.per_device_train_batch_size * usual,
     )
     tokenizer = models.processing_class
@@ -64,7 +66,8 @@ def make_policy_job(
         forward_batch_size=args.per_device_train_batch_size,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    options = replace(options, usual_length=usual)
+    together = max(share, args.per_device_eval_batch_size)
+    options = replace(options, usual_length=usual, generation_batch_size=together)
     return make_job(args, plugin, request.cluster, rank, request.engine, models, graph, workload, options)
 
 

@@ -7,6 +7,7 @@ optimizer step are collected in `policy_window`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,10 @@ from .config_checks import ConfigError
 from .policy_modules import ReferenceInEngine
 from .policy_setup import PolicySetup
 from .policy_window import Leaves, Rows, Window
+
+
+# attributes of TRL's trainers, which read them whenever they generate or compute a loss
+DRAWN_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
 
 
 class PolicyLossMixin:
@@ -40,13 +45,20 @@ class PolicyLossMixin:
     _start: Callable[[], None]
     _saving_good_state: Callable[[], Any]
 
+    _drawn_by: dict[str, Any]  # the trainer's attributes that say how tokens are drawn, as they were given
     _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
     _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
-    _grad_norm = 0.0
+    _grad_norm: torch.Tensor  # of the latest step
     _untrained: int  # micro-batches of an optimizer step that is being made, which a checkpoint counts
     _buffered_inputs: Any = None  # TRL's
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if changed := [name for name, value in self._drawn_by.items() if getattr(self, name, None) != value]:
+            raise ConfigError(
+                f"the trainer's {changed[0]} was {self._drawn_by[changed[0]]!r} when it was made and is now "
+                f"{getattr(self, changed[0])!r}, which the plan's engines would not follow; make a new trainer that "
+                f"resumes from a checkpoint."
+            )
         self.calls.at(self.state.global_step, evaluates=not self.model.training)
         return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 
@@ -109,8 +121,7 @@ class PolicyLossMixin:
         return logprobs, entropies if compute_entropy else None, None
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """In the place of Accelerate's backward: collect the slopes of a micro-batch; at the last one of an optimizer
-        step, train."""
+        """In the place of Accelerate's backward: collect the slopes of a micro-batch."""
         leaves, self._leaves = self._leaves, None
         if leaves is None:
             raise ConfigError(
@@ -121,18 +132,27 @@ class PolicyLossMixin:
         self._window.add(leaves, 1 / self.accelerator.num_processes)
         if self.accelerator.sync_gradients:
             self._untrained = len(self._window)
-            with self._saving_good_state():
-                outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
-            self._untrained = 0
-            if self.args.skip_nonfinite_updates:
-                self._metrics["train"]["skipped_updates/policy"].append(float(not len(outputs)))
-            self._grad_norm = float(outputs.tensor(GRAD_NORM)[0]) if len(outputs) else 0.0
 
-    def _clip_grad_norm(self, model: Any) -> float:
-        """The norm of the step's gradient before the engine has clipped it."""
-        return self._grad_norm
+    def _train_step(self) -> None:
+        """In the place of the optimizer's step, which Trainer asks for after the last micro-batch of one: train."""
+        start = time.perf_counter()
+        with self._saving_good_state():
+            outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
+        self._untrained = 0
+        if self.args.skip_nonfinite_updates:
+            self._metrics["train"]["skipped_updates/policy"].append(float(not len(outputs)))
+        if len(outputs):
+            self._grad_norm.fill_(float(outputs.tensor(GRAD_NORM)[0]))
+        if times := self._metrics["train"]["step_time"]:
+            times[-1] += time.perf_counter() - start  # TRL measures to the end of the last backward
 
-    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        """The norm of the step's gradient before the engine clips it, a 0-dimensional float64 tensor on the CPU, which
+        is set by the step: Trainer asks before it, and reads the number afterwards."""
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        self._grad_norm = torch.zeros((), dtype=torch.float64)
         return self._grad_norm
 
     def forget_step(self) -> None:

@@ -80,7 +80,7 @@ def followed(reward: Any, update: str, at: Callable[[str], None]) -> Any:
             raise
         at(f"the rewards of {update}")
 
-    if inspect.iscoroutinefunction(reward):  # as TRL asks
+    if is_async(reward):
 
         @functools.wraps(reward, updated=())
         async def called_async(**given: Any) -> Any:
@@ -95,6 +95,14 @@ def followed(reward: Any, update: str, at: Callable[[str], None]) -> Any:
             return reward(**given)
 
     return called
+
+
+def is_async(function: Any) -> bool:
+    """Whether a function, or an object that is called like one, is awaited by TRL. TRL 1.12 awaits functions alone, and
+    fails with such an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _without_padding(ids: list[int], pad: int | None) -> list[int]:

@@ -134,7 +134,8 @@ class PolicyScoringMixin:
         """
         if not self.args.score_groups_early:
             return None
-        why_not = "with tools, environments or rollout_func" if takes_turns(self) else ""
+        environments = getattr(self, "environment_factories", None) is not None
+        why_not = "with tools, environments or rollout_func" if takes_turns(self) or environments else ""
         if self.calls.ahead is not None:
             why_not = "under a plan with a staleness"
         if why_not != self._why_not_early:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
 from ..algorithms.host_loss import HostLoss
@@ -178,7 +179,8 @@ def prepare_policy(
     announce(request.processes, job_plan.plan, rank)
     policy, roles = build_policy_roles(args, job_plan.plan, rank, model, peft_config, configs, rewards)
     if world.num_processes == 1:
-        fill(policy, args.device)  # a user of TRL may look at the weights before the training
+        # a user of TRL may look at the weights before the training; a vLLM engine starts before they are on its device
+        fill(policy, torch.device("cpu"))
     has_part = rank in job_plan.plan.mesh("actor.train")
     return PolicySetup(
         plan=job_plan.plan,

@@ -30,6 +30,7 @@ from ..runtime.failures.temporary_folder import temporary_folder
 from ..runtime.failures.watchdog_client import watch
 from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
+from ..runtime.process_groups import wait_for_all
 from ..runtime.training_calls import check_first_weights
 from .accelerate_fallback import (
     check_resumable,
@@ -45,10 +46,11 @@ from .checkpoint.saving import make_output_dir
 from .config_checks import ConfigError
 from .host_generation import HostGeneration
 from .optimizers import check_own_optimizer
+from .plan_settings import use_one_device
 from .planned_generation import PlannedGeneration
 from .plug import finish_turns, takes_turns
 from .policy_data import check_columns, check_rows, check_types
-from .policy_loss import PolicyLossMixin
+from .policy_loss import DRAWN_BY, PolicyLossMixin
 from .policy_modules import ModelInEngine, ReferenceInEngine
 from .policy_plan_change import PolicyPlanChangeMixin
 from .policy_rewards import REWARD, planned_rewards
@@ -99,7 +101,7 @@ class PlannedPolicyTrainer(
         check_types(arguments)
         check_columns(arguments)
         make_output_dir(Path(args.output_dir))
-        args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
+        use_one_device(args)
         world = PartialState()
         reason = why_not_trained(
             args,
@@ -152,6 +154,7 @@ class PlannedPolicyTrainer(
         self._place()
         self._observe_run(self.plugin)
         self.beta = args.beta
+        self._drawn_by = {name: getattr(self, name, None) for name in DRAWN_BY}
         self.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
         self.vllm_importance_sampling_correction = self.setup.corrects
         self.ref_model = ReferenceInEngine() if "reference.forward" in self.plan.graph.order else None
@@ -239,7 +242,7 @@ class PlannedPolicyTrainer(
         check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
         check_own_optimizer(self.optimizer, self.setup.rates)
         self.is_in_train = True
-        with self._failing_together(), self.setup.rates.unstepped():
+        with self._failing_together(), self.setup.rates.unstepped(self._train_step):
             self._resumed = self._find_checkpoint(resume_from_checkpoint)
             load_start = time.time()
             self._start()
@@ -250,7 +253,7 @@ class PlannedPolicyTrainer(
             self._finish_save()
             self.calls.stop()
             self.executor.exchange.flush()
-            self.accelerator.wait_for_everyone()
+            wait_for_all(self.placement.control, self.args.device)
         self.is_in_train = False
         return output
 

@@ -32,6 +32,7 @@ from ..runtime.executor import make_executor
 from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.watchdog_client import watch
 from ..runtime.placement import Placement
+from ..runtime.process_groups import wait_for_all
 from ..runtime.training_calls import check_first_weights
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint.ppo_mixin import PPOCheckpointMixin
@@ -44,6 +45,7 @@ from .metrics import SPANS, RunMetrics
 from .optimizers import check_own_optimizer, follows_metrics, without_whole
 from .plan_change import PlanChangeMixin
 from .plan_request import read_plan_request
+from .plan_settings import use_one_device
 from .policy_and_value import PolicyAndValueWrapper
 from .ppo_config import PPOConfig
 from .recovery import RecoveryMixin
@@ -142,7 +144,7 @@ class PPOTrainer(
                 f"as optimizers=(optimizer, scheduler or None)."
             )
         make_output_dir(Path(args.output_dir))
-        args.device  # noqa: B018 - makes the process group, so that the number of processes can be asked
+        use_one_device(args)
         world = PartialState()
         self.plugin = (reallocation_plugin or ReallocationPlugin()).under(args)
         inputs = TrainerInputs(
@@ -365,7 +367,7 @@ class PPOTrainer(
     def _end_together(self) -> None:
         """Wait for all ranks. A process that exits closes connections from which others may still read."""
         self.executor.exchange.flush()
-        self.accelerator.wait_for_everyone()
+        wait_for_all(self.placement.control, self.args.device)
 
     def _working(self, done: int) -> contextlib.AbstractContextManager[None]:
         """Print notices while an update runs: soon in the first, which compiles kernels, each minute in later ones."""

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from ...common.notices import working
 from ...common.ports import reserve_port
 from ..base import BackgroundEngine, Bucket, Completion, EngineError, GenerationRequest, Sampling, Updates
+from ..child_process import let_open_memory
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
 from .request_checks import RequestChecks
@@ -57,6 +58,8 @@ class VLLMEngine:
         engine_kwargs: further arguments of vLLM's engine, checked by `vllm_support.engine_argument_problems`.
         log_path: the file that the engine's output is appended to; `None` for a temporary file. Error messages quote
             its end.
+        folder: where files that processes of this engine share may lie as long as these run; `None` for the folder of
+            temporary files.
         start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s: see `TimeLimits`.
         name: of the engine in messages.
 
@@ -81,6 +84,7 @@ class VLLMEngine:
         tokenizer: str | os.PathLike[str] | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
         log_path: str | os.PathLike[str] | None = None,
+        folder: str | os.PathLike[str] | None = None,
         start_timeout_s: float = TimeLimits.start,
         step_timeout_s: float = TimeLimits.step,
         load_timeout_s: float = TimeLimits.load,
@@ -111,6 +115,7 @@ class VLLMEngine:
             "tokenizer": None if tokenizer is None else str(tokenizer),
             "engine_kwargs": dict(engine_kwargs or {}),
             "slots": self._buffers.fds,
+            "folder": None if folder is None else str(folder),
         }
         environment = engine_environment(
             tensor_parallel_size, cpu_cores, cuda_devices, sleeps=sleep_level > 0, repeatable=repeatable_sampling
@@ -167,6 +172,7 @@ class VLLMEngine:
     def _probe_ipc(self) -> None:
         """Send weights through shared memory if the engine cannot open this process's memory on the GPU."""
         assert self._devices is not None, "the engine is on a GPU"
+        let_open_memory(self._process.pid)
         self._process.send("probe", self._buffers.probe(torch.device("cuda", self._devices[0])))
         (problem,) = self._process.expect("probed", "opening memory on the GPU", self.limits.load)
         self._buffers.release_gpu()

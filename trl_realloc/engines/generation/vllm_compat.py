@@ -7,10 +7,11 @@ Run with vLLM 0.27.1 and 0.28.0 to 0.33.0 (docs/versions.md).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
+from uuid import uuid4
 
-from torch import nn
+from torch import Tensor, nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import utils as vllm_utils
 from vllm.distributed.weight_transfer.base import (
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -50,6 +52,43 @@ def incomplete_layers(model: nn.Module) -> Iterator[str]:
         info = get_layerwise_info(layer)
         if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < info.load_numel_total:
             yield name
+
+
+def unloaded_parameters(model: nn.Module, expected: Container[str]) -> Iterator[str]:
+    """During a reload, the names of parameters of layers of which nothing has been loaded. Some models (the experts of
+    gpt-oss) write weights into a parameter instead of calling its loader, and say that it is loaded. During a reload
+    the parameter has no memory then, and vLLM goes on with the weights that it had.
+
+    Args:
+        expected: the names of the parameters that are loaded.
+    """
+    for prefix, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not info.load_numel:
+            own = ((f"{prefix}.{name}".lstrip("."), p) for name, p in layer.named_parameters(recurse=False))
+            yield from (name for name, parameter in own if parameter.is_meta and name in expected)
+
+
+def copy_pending(model: nn.Module, memory: Tensor) -> None:
+    """During a reload, copy what is in `memory` of the weights that vLLM keeps until it has all of a layer's. Those of
+    whole layers it has copied from there, each worker its part of them."""
+    storage = memory.untyped_storage().data_ptr()
+
+    def own(value: Any) -> Any:
+        lies_there = isinstance(value, Tensor) and value.untyped_storage().data_ptr() == storage
+        return value.clone() if lies_there else value
+
+    for layer in model.modules():
+        for _, call in get_layerwise_info(layer).loaded_weights:
+            call.arguments.update({name: own(value) for name, value in call.arguments.items()})
+
+
+def meet_in(folder: str) -> None:
+    """Let vLLM's processes meet by a file in `folder`. vLLM 0.33 makes one in the folder for temporary files, which
+    stays there when a process is killed or ends at once; releases before it meet by a port."""
+    for executor in (uniproc_executor, multiproc_executor):
+        if hasattr(executor, "get_file_store_init_method"):
+            executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_{uuid4().hex}"
 
 
 def replace_draw(model_runner: Any, processor: type[Any], make: Callable[[Any], nn.Module]) -> None:
@@ -208,6 +247,7 @@ __all__ = [
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
     "abort",
+    "copy_pending",
     "count_drawn",
     "count_outputs",
     "drain",
@@ -217,9 +257,11 @@ __all__ = [
     "finalize_layerwise_reload",
     "incomplete_layers",
     "initialize_layerwise_reload",
+    "meet_in",
     "process_dict_updates",
     "register_transfer",
     "replace_draw",
     "start_workers_in_turn",
+    "unloaded_parameters",
     "wait_without_yielding",
 ]

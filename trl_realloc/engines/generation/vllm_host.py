@@ -105,7 +105,7 @@ def build(settings: dict[str, Any]) -> LLM:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
-    from .vllm_compat import WeightTransferConfig, start_workers_in_turn, wait_without_yielding
+    from .vllm_compat import WeightTransferConfig, meet_in, start_workers_in_turn, wait_without_yielding
 
     package, on_cpu = "trl_realloc.engines.generation", current_platform.is_cpu()
     arguments: dict[str, Any] = {
@@ -135,6 +135,8 @@ def build(settings: dict[str, Any]) -> LLM:
     if settings["sleep_level"] and not on_cpu:  # on a CPU vLLM has no sleep mode
         arguments["enable_sleep_mode"] = True
     start_workers_in_turn()
+    if settings["folder"] is not None:
+        meet_in(settings["folder"])
     llm = LLM(**{**arguments, **settings["engine_kwargs"]})
     if by_seed:
         llm.collective_rpc("draw_by_seed")
@@ -183,6 +185,8 @@ class Memory:
     def sleep(self) -> None:
         if self._asleep != {*_PARTS}:
             self.wake(*_PARTS)  # vLLM lets an engine of which a part is asleep be as it is
+            if self._level == 2:
+                self._llm.collective_rpc("keep_plain_tensors")
             self._llm.sleep(level=self._level)
             self._asleep = {*_PARTS}
 
@@ -192,6 +196,8 @@ class Memory:
         if missing:
             self._llm.wake_up(tags=missing)
             self._asleep -= set(missing)
+            if self._level == 2 and "weights" in missing:
+                self._llm.collective_rpc("restore_plain_tensors")
 
 
 def ended_workers(workers: Sequence[Any], wait_s: float = 0.0) -> str:

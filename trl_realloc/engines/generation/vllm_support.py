@@ -34,6 +34,8 @@ def why_not_served(config: Any, on_cpu: bool) -> str | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if on_cpu and getattr(text, "model_type", None) == "nemotron_h" and "moe" in getattr(text, "layers_block_type", ()):
         return "on a CPU vLLM has experts with a gate alone, and nemotron_h's have none"
+    if getattr(text, "model_type", None) == "gpt_oss":  # it writes into parameters (`vllm_compat.unloaded_parameters`)
+        return "vLLM can load the experts of gpt_oss when it starts, but not the new weights of each update"
     heads = getattr(text, "num_attention_heads", None)
     if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
         return None
@@ -119,6 +121,10 @@ _DP = "the plan's dp is the number of engines; set dp of the call that generates
 _ONE_HOST = "an engine is one process with its workers on one host; leave it out"
 _SAMPLING = "the trainer's own settings say how tokens are drawn, and training needs each token's probability as drawn"
 _ADAPTERS = "adapters are merged into the weights that the engine gets; leave it out"
+_DTYPE = "the engine gets the weights in the training's dtype, and vLLM checks that all its own have come"
+_DRAFT = "an engine gets the weights of the policy alone, and a draft model would have none"
+_OFFLOAD = "vLLM would go on with the copy of the weights that it made at its start; leave it out"
+_EXPERTS = "vLLM would load the experts of the next weights where they were before it moved them; leave it out"
 _OWN = "this package uses it to load weights and to draw tokens; leave it out"
 
 # Arguments that are decided elsewhere: why, and what to set instead.
@@ -145,10 +151,13 @@ RESERVED: Mapping[str, str] = {
     "device_ids": "an engine runs on the devices of its mesh; set the mesh of the call that generates, in the plan",
     "gpu_memory_utilization": "it has a setting of its own; set vllm_gpu_memory_utilization",
     **dict.fromkeys(("enable_sleep_mode", "enable_cumem_allocator"), "set vllm_enable_sleep_mode"),
-    "quantization": "the engine gets the weights in the training's dtype, and vLLM checks that all its own have come",
-    "speculative_config": "an engine gets the weights of the policy alone, and a draft model would have none",
+    **dict.fromkeys(("quantization", "quantization_config"), _DTYPE),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFT),
+    **dict.fromkeys(("offload_backend", "offload_group_size", "offload_num_in_group"), _OFFLOAD),
+    **dict.fromkeys(("offload_prefetch_step", "offload_params"), _OFFLOAD),
+    **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), _EXPERTS),
     **dict.fromkeys(("logprobs_mode", "logits_processors", "generation_config"), _SAMPLING),
-    **dict.fromkeys(("override_generation_config", "diffusion_config"), _SAMPLING),
+    **dict.fromkeys(("override_generation_config", "diffusion_config", "watermark_config"), _SAMPLING),
     **dict.fromkeys(("enable_lora", "default_mm_loras"), _ADAPTERS),
     **dict.fromkeys(("worker_cls", "worker_extension_cls", "weight_transfer_config", "scheduler_cls"), _OWN),
     **dict.fromkeys(("enable_prompt_embeds", "tokens_only"), _OWN),

@@ -19,18 +19,21 @@ from .vllm_compat import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+    copy_pending,
     finalize_layerwise_reload,
     incomplete_layers,
     initialize_layerwise_reload,
     not_loaded,
     register_transfer,
     replace_draw,
+    unloaded_parameters,
     wait_without_yielding,
 )
 from .vllm_sampler import SeededDraw, SeededRows
 from .weight_buffers import Handle, open_handle
 
 
+MOST_PLAIN = 1 << 20  # bytes of one of `plain_tensors`
 BACKEND = "trl_realloc"  # name of the class below in vLLM's registry of weight-transfer engines
 
 
@@ -57,7 +60,8 @@ class SharedMemoryBucket(WeightTransferUpdateInfo):
 
 
 class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryBucket]):
-    """Loads parameters from buckets in shared memory or on the GPU, with additional memory for about one layer.
+    """Loads parameters from buckets in shared memory or on the GPU, with additional memory for about one layer. A
+    worker of a tensor group copies its parts alone.
 
     Never raises: with several workers vLLM would leave the other workers' answers in their queues and read them as
     answers to the next request. The error is in `problem`.
@@ -74,25 +78,27 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         self.problem = None
         self._loaded: set[str] = set()
         self._opened: dict[str, tuple[Handle, Tensor]] = {}  # path of a slot on the GPU -> its handle, its memory
-        self._expected = {name for name, _ in self.model.named_parameters()}  # tied parameters once
+        before = self._names()  # tied parameters once
         initialize_layerwise_reload(self.model)
+        self._expected = before & self._names()  # without those that vLLM computes from others, which are gone now
 
     def receive_weights(self, update_info: SharedMemoryBucket) -> None:
         if self.problem is not None:
             return
         try:
             memory = self._memory(update_info)
-            # copies, because vLLM keeps a layer's tensors until it has all, and the next bucket overwrites the memory
-            weights = (
-                (name, _view(memory, dtype, shape, offset).to(self.device, copy=True))
-                for name, dtype, shape, offset in update_info.tensors
+            loaded = self.model.load_weights(
+                (name, _view(memory, dtype, shape, offset)) for name, dtype, shape, offset in update_info.tensors
             )
-            loaded = self.model.load_weights(weights)
             self._loaded |= self._expected if loaded is None else loaded  # some models do not say
+            copy_pending(self.model, memory)  # the next bucket overwrites the memory
             if update_info.handle is not None:
                 torch.cuda.synchronize(self.device)  # finish copying before the bucket is filled again
         except Exception:
             self.problem = traceback.format_exc()
+
+    def _names(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters()}
 
     def _memory(self, bucket: SharedMemoryBucket) -> Tensor:
         """The memory of the bucket's slot. A slot on the GPU stays open until it comes with another handle, or until
@@ -108,6 +114,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         try:
             missing = not_loaded(self._expected, self._loaded)
             missing |= {f"part of {name}" for name in incomplete_layers(self.model)}
+            empty = sorted(unloaded_parameters(self.model, self._expected - missing))
             finalize_layerwise_reload(self.model, self.model_config)
             for layer in _tied_layers(
                 self.model
@@ -115,10 +122,17 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
                 layer.quant_method.process_weights_after_loading(layer)
             if missing and self.problem is None:
                 self.problem = f"no bucket held {', '.join(sorted(missing)[:8])} ({len(missing)} in all)."
+            if empty and self.problem is None:
+                self.problem = (
+                    f"vLLM's implementation of this model cannot load {', '.join(empty[:8])} ({len(empty)} in all) "
+                    f"while it runs."
+                )
         except Exception:
             self.problem = self.problem or traceback.format_exc()
         finally:
             self._opened.clear()  # the sender frees its slots
+            if self.device.type == "cuda":  # the trainer may need it
+                torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
         pass
@@ -126,6 +140,20 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         raise NotImplementedError("the trainer sends through trl_realloc.engines.generation.vllm.VLLMEngine.load")
+
+
+def plain_tensors(model: nn.Module, device: torch.device) -> list[Tensor]:
+    """The small tensors on a device that modules, and the objects that compute attention for them (`impl`), have as
+    attributes and not as parameters or buffers: the slopes of ALiBi, factors of embeddings. Without views of parameters
+    and buffers, and without keys and values."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        for owner in (module, module.__dict__.get("impl")):
+            values = (value for name, value in getattr(owner, "__dict__", {}).items() if name != "kv_cache")
+            found |= {id(value): value for value in values if isinstance(value, Tensor) and value.device == device}
+    small = (tensor for tensor in found.values() if tensor.nbytes <= MOST_PLAIN)
+    return [tensor for tensor in small if tensor.untyped_storage().data_ptr() not in known]
 
 
 def _tied_layers(model: nn.Module) -> list[Any]:
@@ -160,6 +188,7 @@ class RolloutWorker:
     model_config: Any
     model_runner: Any
     weight_transfer_engine: Any
+    _plain: list[tuple[Tensor, Tensor]]
 
     def draw_by_seed(self) -> None:
         """Replace the sampler by `SeededDraw`. Called once, after the engine's start."""
@@ -178,6 +207,16 @@ class RolloutWorker:
             if parameter.dtype.is_floating_point and parameter.dtype.itemsize > dtype.itemsize
         ]
         return str(dtype).removeprefix("torch."), wider
+
+    def keep_plain_tensors(self) -> None:
+        """Copy `plain_tensors` to host memory. vLLM's sleep mode of level 2 drops them, and brings back buffers alone
+        (v1/worker/gpu_worker.py of 0.27.1; read, not run)."""
+        self._plain = [(tensor, tensor.cpu()) for tensor in plain_tensors(self.model_runner.model, self.device)]
+
+    def restore_plain_tensors(self) -> None:
+        """Undo the loss of what `keep_plain_tensors` has copied."""
+        for tensor, copy in self._plain:
+            tensor.copy_(copy)
 
     def why_no_ipc(self, handle: Handle) -> str | None:
         """Why this worker cannot open a bucket of the trainer's on its GPU; `None` if it can."""

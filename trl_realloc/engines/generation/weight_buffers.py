@@ -8,7 +8,7 @@ messages that say which slot is filled are in `vllm` and `vllm_host`, the readin
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..base import Bucket
 from ..device import is_accelerator
+from ..pinned_memory import pin
 
 
 _ALIGNMENT = 64  # bytes; the offsets of tensors in a slot are multiples of it
@@ -71,6 +72,7 @@ class WeightBuffers:
         self.dtype: torch.dtype | None = None
         self.wider: frozenset[str] = frozenset()
         self._mapped: dict[int, Tensor] = {}  # slot -> its memory, uint8
+        self._unpin: dict[int, Callable[[], None]] = {}
         self._on_gpu: dict[int, tuple[Tensor, Handle]] = {}
         self._probed: Tensor | None = None
 
@@ -85,10 +87,7 @@ class WeightBuffers:
         if on_gpu:
             return Filled(size, placed, self._on_the_gpu(slot, Filled(size, placed), bucket))
         if size > len(self._mapped.get(slot, ())):
-            self._mapped.pop(slot, None)
-            os.ftruncate(self.fds[slot], size)
-            path = f"/proc/self/fd/{self.fds[slot]}"
-            self._mapped[slot] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            self._map(slot, size, pinned=any(tensor.is_cuda for _, tensor in bucket))
         for (name, _, _, offset), (_, tensor) in zip(placed, bucket, strict=True):
             dtype = self._wire_dtype(name, tensor)
             target = self._mapped[slot][offset : offset + tensor.numel() * dtype.itemsize]
@@ -98,6 +97,19 @@ class WeightBuffers:
             else:  # by NumPy: torch's threads wait for each other, for seconds while two vLLM workers spin on two cores
                 target.numpy()[:] = source.contiguous().view(-1).view(torch.uint8).numpy()
         return Filled(size, placed)
+
+    def _map(self, slot: int, size: int, *, pinned: bool) -> None:
+        """Make a slot of host memory larger, and with `pinned` let GPUs copy there at the speed of their bus."""
+        self._unmap(slot)
+        os.ftruncate(self.fds[slot], size)
+        path = f"/proc/self/fd/{self.fds[slot]}"
+        self._mapped[slot] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        if pinned:
+            self._unpin[slot] = pin(self._mapped[slot])
+
+    def _unmap(self, slot: int) -> None:
+        self._unpin.pop(slot, lambda: None)()
+        self._mapped.pop(slot, None)
 
     def _wire_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         """The dtype in which a tensor is sent."""
@@ -137,7 +149,8 @@ class WeightBuffers:
 
     def clear(self) -> None:
         """Unmap the memory in this process, and free that on the GPU."""
-        self._mapped.clear()
+        for slot in list(self._mapped):
+            self._unmap(slot)
         self.release_gpu()
 
 

@@ -157,36 +157,6 @@ def link_state(optimizer: Any) -> None:
     optimizer._lazy_init_hp_params_optimizer_state()
 
 
-class GradientMemory:
-    """The memory of stage 3's gradients. DeepSpeed keeps it between the steps; here it is freed.
-
-    Not in other stages, and not if the optimizer is offloaded, whose gradients are in pinned host memory.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        buffer: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
-        if buffer is not None and getattr(optimizer, "offload_optimizer", False):
-            buffer = None
-        self._buffer = buffer
-        self._bytes = 0 if buffer is None else buffer.untyped_storage().nbytes()
-        self._resize(0)
-
-    def _resize(self, size: int) -> None:
-        if self._buffer is not None:
-            self._buffer.untyped_storage().resize_(size)
-
-    @contextlib.contextmanager
-    def allocated(self) -> Iterator[None]:
-        """Inside, the gradients have memory, and are zero."""
-        self._resize(self._bytes)
-        if self._buffer is not None:
-            self._buffer.zero_()
-        try:
-            yield
-        finally:
-            self._resize(0)
-
-
 @contextlib.contextmanager
 def without_hooks(optimizer: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the modules have none of stage 3's hooks. These partition a module's parameters after its forward, the

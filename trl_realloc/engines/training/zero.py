@@ -42,17 +42,19 @@ from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
+from .zero_gradients import GradientMemory, drop_gradients, end_accumulation, multiplied_gradients
 from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
 from .zero_scaling import check_gradients, loss_scale, set_loss_scale
 from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype, unify_trained
 
 
 if TYPE_CHECKING:
-    from ..base import InPlaceEngine, TrainingEngine
+    from ..adding_engine import AddingEngine
+    from ..base import InPlaceEngine
 
 
 class ZeroEngine:
-    """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods. The arguments that
+    """Keeps `AddingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods. The arguments that
     are not listed are those of `ReplicatedEngine`.
 
     Args:
@@ -115,7 +117,7 @@ class ZeroEngine:
             )
         check_gradients(self.engine.optimizer)
         self._settings = None if self.frozen else GroupSettings(self.engine.optimizer.optimizer)
-        self._gradients = compat.GradientMemory(self.engine.optimizer)
+        self._gradients = GradientMemory(self.engine.optimizer)
         self._is_within_step = False
         self.version, self.grad_norm = 0, math.nan
 
@@ -140,44 +142,90 @@ class ZeroEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
+        with self._within_step(learning_rate):
+            statistics = self._backward(samples, loss, micro_batch_tokens, ends_step=True)
+        self._end_step(samples, statistics)
+        return statistics
+
+    def add(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
+        """See `AddingEngine`."""
+        with self._within_step():
+            return self._backward(samples, loss, micro_batch_tokens, ends_step=False)
+
+    def step(
+        self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate, scale: float = 1.0
+    ) -> None:
+        """See `AddingEngine`."""
+        with self._within_step(learning_rate):
+            end_accumulation(self.engine)
+            with multiplied_gradients(self.engine.optimizer, scale):
+                self.engine.step()
+        self._end_step(samples, statistics)
+
+    def drop(self) -> None:
+        """See `AddingEngine`."""
+        drop_gradients(self.engine.optimizer)
+        self._gradients.free()
+
+    @contextlib.contextmanager
+    def _within_step(self, learning_rate: Rate | None = None) -> Iterator[None]:
+        """What is done inside is a part of an optimizer step, which has to be done whole.
+
+        Args:
+            learning_rate: of the step; `None` if it is not taken inside.
+
+        Raises:
+            EngineError: another one was not.
+        """
+        assert self._settings is not None, "a frozen role cannot be trained"
         if self._is_within_step:
             raise EngineError(
                 "an optimizer step was interrupted or failed in its middle, and DeepSpeed keeps a part of its "
                 "gradients; save the model, and make a new trainer to train it."
             )
         self._is_within_step = True
-        self.engine.train()
-        assert self._settings is not None, "a frozen role cannot be trained"
-        self._settings.give(learning_rate)
+        if learning_rate is not None:
+            self._settings.give(learning_rate)
+        try:
+            yield
+        except BaseException:
+            self._gradients.free()
+            raise
+        self._is_within_step = False
+
+    def _backward(
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, *, ends_step: bool
+    ) -> dict[str, Tensor]:
+        """Add the gradients of samples, and with `ends_step` take the optimizer step."""
 
         def backward(value: Tensor, is_last: bool) -> None:
-            self.engine.set_gradient_accumulation_boundary(is_last)
+            self.engine.set_gradient_accumulation_boundary(ends_step and is_last)
             # DeepSpeed averages gradients over the mesh, but the loss needs their sum
             self.engine.backward(value * self.group.size)
             self.engine.step()
 
-        with self._linear(), self._gradients.allocated():
-            statistics = run_training(
+        self.engine.train()
+        self._gradients.allocate()
+        with self._linear():
+            return run_training(
                 self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
             )
-        self._is_within_step = False
-        # DeepSpeed computes the norm in every step, to find gradients that are not finite (`zero_setup`)
-        self.grad_norm = float(self.engine.get_global_grad_norm())
-        self._check_step(samples, statistics)
-        self.version += 1
-        return statistics
 
-    def _check_step(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
-        """DeepSpeed skips a step whose gradients are not finite, on all ranks of the mesh, and sets `overflow`. With
-        DeepSpeed's float16 and finite losses this is no error: its scaler then lowers the scale.
+    def _end_step(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
+        """Note a step that was taken. DeepSpeed skips one whose gradients are not finite, on all ranks of the mesh, and
+        sets `overflow`. With DeepSpeed's float16 and finite losses this is no error: its scaler then lowers the scale.
 
         Raises:
             NonFiniteError: the step was skipped.
         """
+        self._gradients.free()
+        # DeepSpeed computes the norm in every step, to find gradients that are not finite (`zero_setup`)
+        self.grad_norm = float(self.engine.get_global_grad_norm())
         if getattr(self.engine.optimizer, "overflow", False):
             error = refusal(self.group, samples, statistics)
             if error.sample >= 0 or not self.engine.fp16_enabled():
                 raise error
+        self.version += 1
 
     def export(
         self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
@@ -291,5 +339,5 @@ class ZeroEngine:
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols
-    _TRAINS: type[TrainingEngine] = ZeroEngine
+    _ADDS: type[AddingEngine] = ZeroEngine
     _LENDS: type[InPlaceEngine] = ZeroEngine

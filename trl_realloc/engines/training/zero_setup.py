@@ -80,6 +80,10 @@ def deepspeed_config(
     # DeepSpeed finds gradients that are not finite by their norm, and then skips the step
     zero.pop("compute_grad_norm", None)
     config.get("bf16", {}).pop("check_grad_overflow", None)
+    if config.get("bf16", {}).get("enabled"):
+        # otherwise stage 1 with gradients in float32 adds a micro-batch's once more in each that follows
+        # (bf16_optimizer.py:508, 0.19.8: the gradients in bfloat16 are added up too, and not cleared between)
+        config["bf16"]["immediate_grad_update"] = True
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     return config

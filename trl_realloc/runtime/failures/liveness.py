@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 
+START_S = 600.0  # in which each rank has to begin: ranks that read a config from a full server begin minutes apart
 PAUSE_S = 5.0  # a watchdog that did not run for so long was paused itself, so the others' silence means nothing
 
 
@@ -55,7 +56,8 @@ class RankState:
     """What was last heard of one rank.
 
     Args:
-        heard: when its latest heartbeat arrived, in seconds of the watchdog's clock.
+        heard: when its latest heartbeat arrived, in seconds of the watchdog's clock; before the first one, when rank 0
+            began.
         activity: what the rank is doing, such as "actor.train of update 3".
         stopped_s, launcher_stopped_s: seconds that the rank or its launcher has been stopped by a signal.
         leaving: the newest generation whose failure the rank is about to end for; -1 for none.
@@ -70,6 +72,10 @@ class RankState:
     launcher_stopped_s: float = 0.0
     ended: bool = False
     leaving: int = -1
+
+    @property
+    def has_begun(self) -> bool:
+        return self.pid > 0
 
     @property
     def name(self) -> str:
@@ -91,7 +97,8 @@ class Liveness:
 
     Args:
         world_size: number of ranks of the job.
-        timeout_s: longest silence of a rank, and longest stop by a signal, before the job fails.
+        timeout_s: longest silence of a rank, and longest stop by a signal, before the job fails. A rank that has not
+            begun yet has `START_S` at least.
         now: the time of the latest judgement, in seconds of the watchdog's clock.
     """
 
@@ -198,7 +205,7 @@ class Liveness:
                     self._report(Kind.STOPPED, f"{reason}; {limit}.", now)
 
     def _look_for_silence(self, now: float) -> None:
-        silent = [s for s in self.ranks.values() if not s.ended and now - s.heard > self.timeout_s]
+        silent = [s for s in self.ranks.values() if not s.ended and now - s.heard > self._limit_of(s)]
         if silent:
             self._report(Kind.SILENT, "", now, ranks=tuple(s.rank for s in silent))
         for report in self._reports:  # ranks of one host are lost together, so one sentence names all of them
@@ -206,10 +213,21 @@ class Liveness:
                 lost = sorted({rank for r in self._reports if r.kind == report.kind for rank in r.ranks})
                 report.sentence = self._loss_sentence(report.kind, [self.ranks[rank] for rank in lost])
 
+    def _limit_of(self, state: RankState) -> float:
+        """The longest silence of a rank, in seconds."""
+        return self.timeout_s if state.has_begun else max(self.timeout_s, START_S)
+
     def _loss_sentence(self, kind: Kind, states: list[RankState]) -> str:
         where = f"it was last in {states[0].activity}" if len(states) == 1 else f"last in {states[0].activity}"
         if kind is Kind.GONE:
             return f"{name_ranks(states)} ended at once with the watchdog (killed, or the host went down); {where}."
+        late = [state for state in states if not state.has_begun]
+        if len(late) == len(states):
+            numbers = ", ".join(str(state.rank) for state in late)
+            return (
+                f"rank{'s' * (len(late) > 1)} {numbers} did not begin within {self._limit_of(late[0]):g} s after "
+                f"rank 0: the trainer is made there much later, or rank 0 cannot be reached from there."
+            )
         return (
             f"nothing was heard from {name_ranks(states)} for {self.timeout_s:g} s (heartbeat_timeout); {where}. The "
             "host is down or stopped, or the network to it is."

@@ -30,7 +30,7 @@ class PolicyCheckpointMixin(CheckpointMixin):
     _step: int  # TRL's: micro-batches that were trained on
     forget_step: Callable[[], None]
     _last_world_entropy: float
-    _untrained = 0  # micro-batches of an optimizer step that is being made, or has failed
+    _untrained = 0  # micro-batches of an optimizer step that has not been made yet, or has failed
 
     @property
     def rates(self) -> LearningRates:  # type: ignore[override]  # a property may take the place of an attribute
@@ -53,8 +53,8 @@ class PolicyCheckpointMixin(CheckpointMixin):
 
     def _samples_under_way(self) -> DrawnSamples | None:
         # TRL's loop generates again where a run goes on in the middle of a generation, or before an optimizer step that
-        # has failed: what it has counted as trained on is without the latest micro-batch of that step
-        given = self._step + bool(self._untrained)
+        # has not been made, whose micro-batches it has counted
+        given = self._step
         begun, trained = -(-given // self._micro_batches), (given - self._untrained) // self._micro_batches
         return self.calls.samples_under_way(again=begun - trained)
 
