@@ -92,8 +92,8 @@ def saved_shapes(metadata: Metadata, roles: Sequence[str]) -> dict[str, dict[str
 
 
 class Saving(DefaultSavePlanner):
-    """Plans the writing of one rank's entries. The first rank removes what several ranks have, and divides it among
-    them by bytes (DCP's planner)."""
+    """Plans the writing of one rank's entries. Which of them it writes, of what several ranks have, is divided in
+    `chunk_division`."""
 
     def __init__(self, entries: Entries) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

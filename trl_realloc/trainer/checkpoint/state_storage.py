@@ -1,7 +1,7 @@
 """Writes and reads the files of a training state: torch.distributed.checkpoint's (DCP's) storage in a folder, with less
 memory while it writes, and without running code of the files that it reads.
 
-Which rank writes and reads which chunk is planned in `state_plans`.
+Which rank writes and reads which chunk is planned in `state_plans` and `chunk_division`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from torch.futures import Future
 
 from ...engines.torch_compat import CHECKPOINT_METADATA_CLASSES, StorageInfo
 from . import METADATA, STATE_FOLDER
+from .chunk_division import without_collection
 
 
 class Writer(FileSystemWriter):
     """Writes the file of one rank. DCP's own `write_data` keeps a copy in host memory of every tensor that it has
     written until its file is complete; this one has one chunk at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder, sync_files=False)  # `WriteErrors.flush` does it for the list
+        self.file = file_of(rank)
 
     def storage_meta(self) -> None:
         """Nothing: the folder is renamed when it is complete."""
 
-    def file_of(self, plan: SavePlan) -> str:
-        return f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name, results = self.file_of(plan), []
+        name, results = self.file, []
         with (Path(self.path) / name).open("wb") as file:
             for item in plan.items:
                 start, data = file.tell(), planner.resolve_data(item)
@@ -53,6 +52,11 @@ class Writer(FileSystemWriter):
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
+
+
+def file_of(rank: int) -> str:
+    """The name of the file of a rank's chunks, as DCP has it."""
+    return f"__{rank}_0{DEFAULT_SUFFIX}"
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ class Reader(FileSystemReader):
             ValueError: the file is not DCP's metadata.
             OSError: the file cannot be read.
         """
-        with self._file.open("rb") as file:
+        with self._file.open("rb") as file, without_collection():
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise ValueError("it is no list of a training state")

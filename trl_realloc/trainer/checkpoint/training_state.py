@@ -1,7 +1,8 @@
 """Saves and loads the training state of policy and critic by torch.distributed.checkpoint (DCP), each rank its part.
 
 A checkpoint of one plan loads under another, and on any number of processes. Its folder is in DCP's format. Which
-chunks a rank writes and reads is planned in `state_plans`, over the job's gloo group; the files are in `state_storage`.
+chunks a rank has and reads is planned in `state_plans`, which of them it writes in `chunk_division`, over the job's
+gloo group; the files are in `state_storage`.
 The models in the format of `from_pretrained` are in `models`.
 """
 
@@ -10,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
+import numpy as np
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ...engines.base import TrainingEngine
 from ...runtime.placement import Placement
 from ...runtime.process_groups import at_first_rank, to_each_rank
 from . import METADATA, STATE_FOLDER, CheckpointError
+from .chunk_division import Chunks, Division, without_collection
 from .state_plans import ROLES, Entries, Loading, Saving, entries_of, planned_bytes, specs_of
-from .state_storage import Reader, Writer
+from .state_storage import Reader, Writer, file_of
 from .write_errors import WriteErrors, need_room
 
 
@@ -42,11 +44,11 @@ class StateWrite:
         entries: Entries = {}
         for role, engine in _trained(placement):
             entries |= entries_of(role, engine.training_state())
-        self._planner, self._writer = Saving(entries), Writer(self.folder)
-        self._metadata: Metadata | None = None  # on the first rank
+        self._planner, self._writer = Saving(entries), Writer(self.folder, problems.rank)
+        self._division: Division | None = None  # on the first rank
         self._plan = self._agree()
-        self._path = self.folder / self._writer.file_of(self._plan) if self._plan.items else None
-        self._results: list[WriteResult] = []
+        self._path = self.folder / self._writer.file if self._plan.items else None
+        self._lengths = np.zeros(0, dtype=np.int64)  # bytes of each chunk that this rank has written
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         if self._path is None:
@@ -64,19 +66,20 @@ class StateWrite:
 
     def _agree(self) -> SavePlan:
         """What this rank writes."""
-        plans = at_first_rank(self._planner.create_local_plan(), self.problems.control)
-        if plans:
-            empty = [SavePlan([])] * len(plans)
-            with self.problems.trying(self.folder):
-                plans, self._metadata = self._planner.create_global_plan(plans)
-                plans = self._writer.prepare_global_plan(plans)
-            plans = plans if self._metadata is not None else empty
-        plan: SavePlan = to_each_rank(plans, self.problems.control)
-        return plan
+        plan = self._planner.create_local_plan()
+        with without_collection():
+            of_ranks = at_first_rank(Chunks.of(plan), self.problems.control)
+            if of_ranks:
+                with self.problems.trying(self.folder):
+                    self._division = Division.of(of_ranks)
+            nothing = [np.zeros(0, dtype=np.int64)] * len(of_ranks)
+            kept = to_each_rank(self._division.kept if self._division else nothing, self.problems.control)
+        return replace(plan, items=[plan.items[at] for at in kept.tolist()])
 
     def _write(self) -> None:
         try:
-            self._results = self._writer.write_data(self._plan, self._planner).value()
+            results = self._writer.write_data(self._plan, self._planner).value()
+            self._lengths = np.array([result.size_in_bytes for result in results], dtype=np.int64)
         except Exception as error:  # raised by `finish`
             self._error = error
 
@@ -92,11 +95,13 @@ class StateWrite:
             with self.problems.writing(self._path, planned_bytes(self._plan)):
                 if self._error is not None:
                     raise self._error
-        rank_results = at_first_rank(self._results, self.problems.control)
-        if self._metadata is not None:
-            with self.problems.writing(self.folder / Path(METADATA).name):
+        lengths = at_first_rank(self._lengths, self.problems.control)
+        if self._division is not None and self._division.is_written(lengths):
+            with self.problems.writing(self.folder / Path(METADATA).name), without_collection():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._writer.finish(self._metadata, rank_results)
+                files = [file_of(rank) for rank in range(len(lengths))]
+                self._writer.finish(self._division.metadata, self._division.results(lengths, files))
+        self._division = None
         self._planner.entries.clear()
 
 
