@@ -267,6 +267,25 @@ def test_deepspeeds_buffers_are_counted() -> None:
     assert megatron[0] == megatron[1]
 
 
+def test_stage_3_has_the_gradient_of_the_largest_parameter_whole_once_or_twice() -> None:
+    head = llama(70).largest_parameter
+    assert head == 32000 * 8192 > REDUCE_BUCKET
+    few = {"workload": work(prompt_tokens=1, response_tokens=(1,), episodes=64, recompute=True), "nodes": 16}
+
+    def beyond(devices: int) -> float:
+        three, two = (
+            price("actor.train", on(devices, "zero", zero_stage=stage), 70, **few).transient for stage in (3, 2)
+        )
+        gradients = [
+            price("actor.train", on(devices, "zero", zero_stage=stage), 70, **few).gradients for stage in (3, 2)
+        ]
+        return three - gradients[0] - (two - gradients[1]) + 2 * REDUCE_BUCKET - 2 * LIVE
+
+    even, odd = beyond(64), beyond(88)
+    assert odd - even == pytest.approx(2 * head, rel=0.01), "16-bit gradients; 88 does not divide its elements"
+    assert even < 2 * head
+
+
 def test_a_long_tail_costs_more_than_its_mean() -> None:
     even, skewed = (
         price("actor.generate", on(8, "vllm"), workload=work(response_tokens=lengths))

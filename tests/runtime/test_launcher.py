@@ -58,6 +58,14 @@ def test_nothing_more_is_said_of_a_job_that_is_as_it_was_asked_for() -> None:
     assert len(list(launch_summary([Process("a", "", 0), Process("a", "", 1)], flatten(Cluster(1, 2)), asked))) == 1
 
 
+def test_few_cores_for_the_processes_of_a_host_with_gpus_are_said() -> None:
+    of_host = [Process("a", "", local, local, 4) for local in range(4)]
+    plan = flatten(Cluster(1, 4))
+    (_, cores) = launch_summary(of_host, plan, (4, ""), cores=1)
+    assert "the 4 processes of a host may use 1 of its cores" in cores
+    assert len(list(launch_summary(of_host, plan, (4, ""), cores=4))) == 1
+
+
 def test_gpus_that_are_left_over_and_a_compiler_that_is_not_used_are_said() -> None:
     said = list(launch_summary([Process("a", "", -1, 0, 8)], flatten(Cluster(1, 1)), (1, ""), "INDUCTOR"))
     assert "sees 8 GPUs and the job uses 1" in said[1] and "torch.compile (inductor) is asked for and not" in said[2]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.parameter_pieces import Piece
 from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training_state import TensorSpec
@@ -155,6 +156,29 @@ def test_a_tensor_that_needs_others_of_its_layer_waits_for_them(tmp_path: Path) 
     kept = load_file(tmp_path / "model.safetensors")
     assert kept.keys() == {f"layers.{at}.{name}" for at in range(2) for name in ("qk", "v")}
     assert torch.equal(kept["layers.1.qk"], torch.cat([tensors["layers.1.q"], tensors["layers.1.k"]]))
+
+
+def test_the_pieces_of_one_file_are_written_through_one_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    opens = Path.open
+
+    def counted(self: Path, mode: str = "r", *given: Any, **named: Any) -> Any:
+        opened.extend([self.name] * (mode == "r+b"))
+        return opens(self, mode, *given, **named)
+
+    monkeypatch.setattr(Path, "open", counted)
+    tensors = {name: torch.randn(40) for name in "abc"}
+    specs = {name: TensorSpec((40,), torch.float32) for name in tensors}
+    files = WeightFiles(tmp_path, specs, list, max_shard_size=200)
+    for name, tensor in tensors.items():
+        for start in range(0, 40, 8):
+            files.write_piece(Piece(name, start, tensor[start : start + 8]))
+    files.finish()
+    assert sorted(opened) == [f"model-0000{at}-of-00003.safetensors" for at in (1, 2, 3)]
+    kept = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_tensor_that_does_not_arrive_is_named(tmp_path: Path) -> None:

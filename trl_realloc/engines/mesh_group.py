@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .buckets import in_buckets
+from .device import is_accelerator
 
 
 BUCKET_BYTES = 64 << 20  # of the tensors that one collective sends; a flat copy of them is made
@@ -118,8 +119,12 @@ class MeshGroup:
         return shared
 
     def send(self, tensor: Tensor, index: int) -> None:
-        """Send a tensor to the rank with this index, which calls `receive`."""
+        """Send a tensor to the rank with this index, which calls `receive`, and wait on the host until it is sent. A
+        rank that went on would soon ask an accelerator for hundreds of messages, and NCCL counts the time of each from
+        then on."""
         self._message(dist.isend, tensor.to(self.device).contiguous(), index)
+        if is_accelerator(self.device):
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def receive(self, tensor: Tensor, index: int) -> None:
         """Overwrite a tensor on the mesh's device with what the rank with this index sends."""

@@ -143,6 +143,11 @@ class ModelSpec:
         return sum(parameter.elements for parameter in self.parameters)
 
     @cached_property
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter."""
+        return max((parameter.elements for parameter in self.parameters), default=0)
+
+    @cached_property
     def layer_elements(self) -> float:
         """Elements of a decoder layer on average; of the whole model if its layers are unknown."""
         if not self.layers:

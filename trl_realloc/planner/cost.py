@@ -23,7 +23,7 @@ from .engine_room import EngineRoom, engine_peak
 from .hardware import Link, Rates
 from .workload import Workload
 from .zero_communication import DataParallelGroup
-from .zero_memory import backward_bucket, gathered_bytes, held_bucket
+from .zero_memory import backward_bucket, gathered_bytes, held_bucket, whole_gradient
 
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
@@ -201,7 +201,9 @@ class Pricing:
         static += held_bucket(spec, assignment)
         held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
         largest = self._largest_micro_batch(CallKind.TRAIN, micro * tokens, strategy)
+        without_kept = self._working(spec, largest, strategy, backward=True, held=0)
         working = self._working(spec, largest, strategy, backward=True, held=held)
+        working += max(0.0, whole_gradient(spec, assignment) - without_kept)
         working += backward_bucket(spec, assignment) + gathered_bytes(spec, assignment)
         return CallCost(parts, static, working + held_gradients, held_gradients)
 

@@ -27,6 +27,16 @@ def gathered_bytes(spec: ModelSpec, assignment: Assignment) -> float:
     return min(LIVE, spec.elements) * spec.bytes_per_element if assignment.strategy.zero_stage == 3 else 0.0
 
 
+def whole_gradient(spec: ModelSpec, assignment: Assignment) -> float:
+    """Bytes of the gradient of the largest parameter, which stage 3 has whole while it sums that: of one that is larger
+    than the buffer of gradients, and once more where the ranks cannot divide it evenly."""
+    strategy, largest = assignment.strategy, spec.largest_parameter
+    if strategy.zero_stage != 3 or strategy.dp == 1 or spec.trained_share < 1 or largest <= REDUCE_BUCKET:
+        return 0.0
+    copies = 1 if largest % strategy.dp == 0 else 2
+    return copies * largest * gradient_bytes(spec.bytes_per_element, assignment)
+
+
 def _bucket(spec: ModelSpec, assignment: Assignment) -> float:
     if assignment.engine != "zero":
         return 0.0

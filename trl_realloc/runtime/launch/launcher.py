@@ -142,7 +142,11 @@ def _parent_command() -> list[str]:
 
 
 def launch_summary(
-    processes: Sequence[Process], plan: ExecutionPlan, requested: tuple[int, str], compiler: str = "no"
+    processes: Sequence[Process],
+    plan: ExecutionPlan,
+    requested: tuple[int, str],
+    compiler: str = "no",
+    cores: int | None = None,
 ) -> Iterator[str]:
     """Sentences about a job that has just been started: its processes, hosts and plan, and how it differs from what the
     launcher was asked for.
@@ -150,6 +154,7 @@ def launch_summary(
     Args:
         requested: the result of `requested_processes`.
         compiler: the backend of torch.compile that the launcher asks for.
+        cores: that the first process may use; `None` for enough.
     """
     hosts = ranks_by_host(processes)
     names = [processes[ranks[0]].host for ranks in hosts]
@@ -173,6 +178,11 @@ def launch_summary(
             f"trl_realloc: this process sees {gpus} GPUs and the job uses {len(processes)}; for all of them start "
             f"{gpus} processes (accelerate launch --multi_gpu --num_processes {gpus})."
         )
+    if processes[0].gpus and cores is not None and cores < len(hosts[0]):
+        yield (
+            f"trl_realloc: the {len(hosts[0])} processes of a host may use {cores} of its cores, too few for them and "
+            f"their engines; under Slurm give srun --cpus-per-task as well as sbatch, or --cpu-bind=none."
+        )
     if compiler.lower() not in ("no", ""):
         yield f"trl_realloc: torch.compile ({compiler.lower()}) is asked for and not used: ragged batches change shape."
 
@@ -182,7 +192,6 @@ def announce(processes: Sequence[Process], plan: ExecutionPlan, rank: int) -> No
     if rank != 0:
         return
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    for line in launch_summary(
-        processes, plan, requested_processes(), os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    ):
+    compiler, cores = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no"), len(os.sched_getaffinity(0))
+    for line in launch_summary(processes, plan, requested_processes(), compiler, cores):
         console.print(line)

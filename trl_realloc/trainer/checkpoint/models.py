@@ -93,12 +93,12 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
             specs = {**engine.parameter_specs, **{n: TensorSpec(tuple(b.shape), b.dtype) for n, b in buffers.items()}}
             for name in names_not_saved(model):
                 specs.pop(name, None)
-            files = WeightFiles(folder, specs, partial(checkpoint_names, model), **options)
-            files.write({name: buffer for name, buffer in buffers.items() if name in specs})
-            for piece in itertools.chain.from_iterable(stream):
-                if piece.name in specs:
-                    files.write_piece(piece)
-            files.finish()
+            with contextlib.closing(WeightFiles(folder, specs, partial(checkpoint_names, model), **options)) as files:
+                files.write({name: buffer for name, buffer in buffers.items() if name in specs})
+                for piece in itertools.chain.from_iterable(stream):
+                    if piece.name in specs:
+                        files.write_piece(piece)
+                files.finish()
     for _ in stream:  # after an error: the other ranks wait for this one until the export ends
         pass
 

@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -54,6 +54,7 @@ class WeightFiles:
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> None:
         self.folder, self.convert = folder, convert
+        self._open: BinaryIO | None = None
         meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
         stored = dict(convert(list(meta.items())))
         self._groups = _groups(meta, stored, convert)
@@ -117,7 +118,7 @@ class WeightFiles:
             spec = self._specs[name]
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 raise OSError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {spec.shape} {spec.dtype}")
-            _store(*self._places.pop(name), tensor)
+            self._store(*self._places.pop(name), tensor)
 
     def write_piece(self, piece: Piece) -> None:
         """Write a range of a parameter. Of one that the checkpoint has as the module does it goes to its place at once;
@@ -136,22 +137,31 @@ class WeightFiles:
         if piece.values.dtype != dtype:
             raise OSError(f"{stored} is {piece.values.dtype}, not {dtype}")
         path, start = self._places[stored]
-        _store(path, start + piece.start * dtype.itemsize, piece.values)
+        self._store(path, start + piece.start * dtype.itemsize, piece.values)
         self._missing[piece.name] -= piece.values.numel()
         if not self._missing[piece.name]:
             del self._places[stored]
 
+    def _store(self, path: Path, start: int, tensor: Tensor) -> None:
+        """Overwrite the bytes of a file from `start` on. The file stays open for the next tensor, which most often
+        belongs there too: a network's file system sends what it has when a file is closed."""
+        if self._open is None or Path(self._open.name) != path:
+            self.close()
+            self._open = path.open("r+b")
+        self._open.seek(start)
+        self._open.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """May be called twice. Raises `OSError` if something cannot be written."""
+        file, self._open = self._open, None
+        if file is not None:
+            file.close()
+
     def finish(self) -> None:
-        """Raises `OSError` if a tensor has not been written."""
+        """Raises `OSError` if a tensor has not been written, or cannot be."""
+        self.close()
         if self._places:
             raise OSError(f"{next(iter(self._places))} and {len(self._places) - 1} more tensors did not arrive")
-
-
-def _store(path: Path, start: int, tensor: Tensor) -> None:
-    """Overwrite the bytes of a file from `start` on."""
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _renamed(meta: Mapping[str, Tensor], groups: Mapping[str, list[str]], convert: Convert) -> dict[str, str]:
