@@ -12,12 +12,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .flat_runs import MessageViews, copy_all
 from .layout import Box, volume
 from .schedule import Message, ParameterBox, TransferSchedule, TransferStep
 
@@ -116,6 +118,7 @@ class Transfer:
         self._kept: dict[str, list[Box]] = {}
         for piece in schedule.kept(rank):
             self._kept.setdefault(piece.parameter, []).append(piece.box)
+        self._views = MessageViews(dtypes)
         # message buffers, on a CPU kept between runs: allocating memory costs more than copying into it
         self._free_buffers: list[Tensor] = []
         # an accelerator's backend, such as NCCL, needs the sends and receives of two ranks posted together, so those of
@@ -284,15 +287,6 @@ class Transfer:
             at = placed[-1][2]
         return placed, at
 
-    def _views(
-        self, buffer: Tensor, placed: Sequence[tuple[ParameterBox, int, int]], parts: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The parts of a message in its buffer, in the shapes of `parts`."""
-        return [
-            buffer[start:end].view(self.dtypes[piece.parameter]).view(part.shape)
-            for (piece, start, end), part in zip(placed, parts, strict=True)
-        ]
-
     def _outgoing(self, message: Message, bucket: _BucketInFlight) -> Iterator[_Flight]:
         large, small = self._split(message)
         for piece in large:
@@ -307,8 +301,9 @@ class Transfer:
     def _packed(self, message: Message, pieces: Sequence[ParameterBox], bucket: _BucketInFlight) -> _Flight:
         placed, size = self._offsets(pieces)
         buffer = self._buffer(size + (_CHECKSUM_BYTES if self.checksum else 0))
-        parts = [self._source_tensor(piece, bucket) for piece, _, _ in placed]
-        _copy(self._views(buffer, placed, parts), parts)
+        held, tensor_of = bucket.source, partial(self._source_tensor, bucket=bucket)
+        in_buffer, parts = self._views.of(message, buffer, placed, held, tensor_of)
+        copy_all(in_buffer, parts)
         if self.checksum:
             buffer[size:] = _checksum(buffer[:size])
         return _Flight(message, buffer, buffer=buffer)
@@ -339,8 +334,9 @@ class Transfer:
         def unpack() -> None:
             if self.checksum and not torch.equal(buffer[size:], _checksum(buffer[:size]).to(buffer.device)):
                 raise TransferError(f"{self._describe(message)}: the checksum differs from what was sent.")
-            parts = [self._target_tensor(piece, bucket) for piece, _, _ in placed]
-            _copy(parts, self._views(buffer, placed, parts))
+            held, tensor_of = bucket.target, partial(self._target_tensor, bucket=bucket)
+            in_buffer, parts = self._views.of(message, buffer, placed, held, tensor_of)
+            copy_all(parts, in_buffer)
 
         return _Flight(message, buffer, unpack, buffer)
 
@@ -372,12 +368,6 @@ def find(parts: Parts, name: str, box: Box) -> Tensor | None:
         if all(a <= start and stop <= b for (a, b), (start, stop) in zip(outer, box, strict=True)):
             return tensor[tuple(slice(start - a, stop - a) for (a, _), (start, stop) in zip(outer, box, strict=True))]
     return None
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors, many in one call: a device with thousands of small parts would wait for Python between them."""
-    with torch.no_grad():
-        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _bytes(part: Tensor) -> Tensor:
