@@ -192,6 +192,32 @@ def test_no_function_is_called_while_another_one_is(tmp_path: Path) -> None:
     assert most == [True] * 6
 
 
+class Bare:
+    """An environment without tools."""
+
+    def reset(self, **columns: Any) -> None:
+        pass
+
+
+def test_with_environments_reward_functions_are_called_once_on_the_whole_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # TRL asks for a template that can render tools, which this environment does not have
+    monkeypatch.setattr("trl.trainer.grpo_trainer.supports_tool_calling", lambda *_: True)
+    sizes: list[int] = []
+
+    def counted(completions: list[Any], environments: Any = None, **_: Any) -> list[float]:
+        sizes.append(len(completions))
+        assert environments is None or len(environments) == len(completions)
+        return [float(len(str(of))) for of in completions]
+
+    given = {"train_dataset": conversations(), "environment_factory": Bare}
+    made = trainer(tmp_path, counted, score_groups_early=True, max_steps=1, given=given)
+    made.train()
+    made.close()
+    assert sizes == [8]
+
+
 def test_objects_and_partial_functions_may_be_async() -> None:
     class Judge:
         async def __call__(self, **given: Any) -> list[float]:
