@@ -234,24 +234,6 @@ def tensor_parallel_styles(model: Any) -> Mapping[str, str]:
     return model._tp_plan or {}
 
 
-def split_modules(model: nn.Module, mesh: Any, plan: Mapping[str, str]) -> None:
-    """Split a model's parameters over a device mesh, in place.
-
-    Args:
-        plan: the style of each module and parameter that is split.
-
-    Raises:
-        UnknownRelease: Transformers has no such function.
-    """
-    try:
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-    except ImportError:
-        raise UnknownRelease(
-            "this release of Transformers cannot split a model that is in memory; install Transformers 5.19 or newer"
-        ) from None
-    apply_tensor_parallelism(model, mesh, plan)
-
-
 # --- activation checkpointing -----------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,25 @@ def balance(sizes: Sequence[float], parts: int) -> list[list[int]]:
     return [sorted(part_positions) for part_positions in positions]
 
 
+def stage_batches(lengths: Sequence[int], budget: int, stages: int) -> list[list[int]]:
+    """Divide samples into the micro-batches of a pipeline: as few as the budget allows, one for each stage if there are
+    enough samples, and with tokens as even as possible, because each takes as long as the widest one.
+
+    Args:
+        lengths: tokens of each sample.
+        budget: most tokens of a micro-batch. A longer sample has a micro-batch to itself.
+
+    Returns:
+        Lists of positions; none is empty.
+    """
+    widest, count = max(budget, *lengths) if lengths else budget, max(stages, -(-sum(lengths) // budget))
+    while True:
+        batches = [batch for batch in balance(lengths, min(count, len(lengths))) if batch]
+        if count >= len(lengths) or all(sum(lengths[at] for at in batch) <= widest for batch in batches):
+            return batches
+        count += 1
+
+
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Pack samples into micro-batches of at most `budget` tokens. A longer sample has a micro-batch to itself.
 

@@ -30,7 +30,8 @@ from ..training_state import (
     scalars_of,
 )
 from .group_settings import GroupSettings
-from .tensor_parallel import box_of, is_split, local, local_gradient
+from .split_layers import clear_gradient, leaf_of
+from .tensor_parallel import box_of, is_split, largest_part, local, local_gradient
 
 
 def is_low(parameter: Tensor) -> bool:
@@ -121,24 +122,25 @@ class Master:
             # garbage collector does not see, and the memory of both would never be freed
             reference = weakref.ref(self)
 
-            def add(parameter: Tensor) -> None:
+            def add(_: Tensor) -> None:
                 master = reference()
                 assert master is not None, "the engine that trains the parameter has its master weight"
-                master._add(parameter)
+                master._add()
 
-            self.parameter.register_post_accumulate_grad_hook(add)
+            leaf_of(self.parameter).register_post_accumulate_grad_hook(add)
 
-    def _add(self, parameter: Tensor) -> None:
+    def _add(self) -> None:
         gradient = local_gradient(self.parameter)
         assert gradient is not None, "the hook runs after a gradient is accumulated"
         self.gradient = gradient.float() if self.gradient is None else self.gradient.add_(gradient)
-        parameter.grad = None
+        clear_gradient(self.parameter)
 
     def take_gradient(self) -> Tensor:
         """Return the gradient summed over the micro-batches, (local shape) float32, and clear it. Zeros if no
         micro-batch had one."""
         gradient = self.gradient if is_low(self.parameter) else local_gradient(self.parameter)
-        self.gradient = self.parameter.grad = None
+        self.gradient = None
+        clear_gradient(self.parameter)
         if gradient is None:
             return torch.zeros_like(self.value, dtype=_master_dtype(self.parameter))
         return gradient.contiguous()
@@ -212,8 +214,9 @@ class SplitMasters:
             rank; may be empty.
         optimizer: of the full model; changed to step the master weights.
         groups: the process groups of the mesh.
-        shard: shard the optimizer state over the data-parallel group (ZeRO stage 1). Each parameter has one owner: the
-            rank with the fewest elements so far, in order of descending size.
+        shard: shard the optimizer state over the data-parallel group (ZeRO stage 1). Each parameter has one owner, the
+            same for all copies of it: the rank with the fewest elements so far, in order of descending size. Rank 0
+            has those that both ends of a pipeline have.
         tied: names of the parameters that the first and the last stage share.
         partial: names of the parameters of whose gradient each tensor-parallel rank computes a part.
     """
@@ -230,7 +233,8 @@ class SplitMasters:
     ) -> None:
         self.groups = groups
         shard = shard and groups.dp.size > 1
-        owners = _owners([local(p.data).numel() for _, p in parameters], groups.dp.size)
+        owners = _owners([0 if name in tied else largest_part(p) for name, p in parameters], groups.dp.size)
+        owners = [0 if name in tied else owner for (name, _), owner in zip(parameters, owners, strict=True)]
         self.all = [
             Master(name, p, owner if shard else -1, name in tied, name in partial)
             for (name, p), owner in zip(parameters, owners, strict=True)
@@ -288,19 +292,20 @@ class SplitMasters:
     def drop(self) -> None:
         """Forget the gradients of the micro-batches so far."""
         for master in self.all:
-            master.gradient = master.parameter.grad = None
+            master.gradient = None
+            clear_gradient(master.parameter)
 
     def _sum(self, gradients: dict[str, Tensor]) -> None:
         groups, everywhere = self.groups, [master for master in self.all if master.owner == -1]
         if groups.tp.size > 1:
             groups.tp.sum_([gradients[master.name] for master in self.all if master.partial])
-        self._agree(gradients, [master for master in self.all if master.owner != -1])
         if groups.dp.size > 1:
             groups.dp.sum_([gradients[master.name] for master in everywhere])
             for owner, masters in self._by_owner():
                 groups.dp.sum_to([gradients[master.name] for master in masters], owner)
-        # after the sums: groups of three replicas and more may add the same numbers in another order
-        self._agree(gradients, everywhere)
+        # after the sums: groups of three replicas and more may add the same numbers in another order. All ranks that
+        # have a copy are of one replica, and their copies have one owner
+        self._agree(gradients, [master for master in self.all if self.steps(master)])
 
     def _agree(self, gradients: dict[str, Tensor], masters: Sequence[Master]) -> None:
         """Give the copies of a gradient in a tensor group, and at both ends of a pipeline, the same bits, so that the

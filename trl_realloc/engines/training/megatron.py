@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
-from ...plan.batching import micro_batches
+from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
@@ -226,7 +226,7 @@ class MegatronEngine:
     def _batches(self, samples: Rollouts, budget: int) -> list[list[int]]:
         """Micro-batches as indices of samples: within the budget, and at least as many as stages if there are enough
         samples, so that all stages compute at the same time."""
-        return micro_batches(samples.lengths.tolist(), min(budget, -(-samples.tokens // self.groups.pp.size)))
+        return stage_batches(samples.lengths.tolist(), budget, self.groups.pp.size)
 
     def _from_last_stage(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The last stage's results, on every stage."""

@@ -188,7 +188,9 @@ def _errors_of_stages() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "failed to run forward" in str(error) and isinstance(error.__cause__, Exception):
+        said = str(error).lower()
+        wraps = "failed to run forward" in said or "failed to run stage backward" in said
+        if wraps and isinstance(error.__cause__, Exception):
             raise error.__cause__ from None
         raise
 

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS
 from ..mesh_group import MeshGroup
 from .packed_attention import backbone_of
+from .split_layers import part_of
 from .tensor_parallel import box_of, is_split, local
 from .token_logprobs import logits_gradient, precise, scaled
 
@@ -252,7 +253,7 @@ def sliced(
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         split_over = group if is_split(head.weight) else None
-        weight, bias = local(head.weight), None if head.bias is None else local(head.bias)
+        weight, bias = part_of(head.weight), part_of(head.bias)
         first = box_of(head.weight)[0][0]
         with torch.autocast(kind, enabled=False):
             columns = SlicedLogprobs.apply(

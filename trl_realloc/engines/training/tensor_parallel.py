@@ -1,24 +1,27 @@
 """Splits the parameters of a Transformers model over a tensor-parallel group, by the model's own `tp_plan`.
 
-How a split layer computes is in Transformers and DTensor. Added here: the vocabulary stays split up to the loss
-(`vocab_parallel`), and adapters are split with the weights that they adapt. Pipeline stages are in `pipeline`.
+How a split layer computes is in `split_layers`. The vocabulary stays split up to the loss (`vocab_parallel`), and
+adapters are split with the weights that they adapt. Pipeline stages are in `pipeline`.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..mesh_group import MeshGroup
-from ..transformers_compat import split_modules, tensor_parallel_styles
+from ..transformers_compat import tensor_parallel_styles
 from .packed_attention import base_of
+from .split_layers import leaf_of, split_inputs, split_outputs, split_vocabulary
 
 
 # The style of a parameter that every rank has in full, and of whose gradient each rank has the part of its heads.
@@ -30,23 +33,39 @@ PARTIAL = "replicated_with_grad_allreduce"
 def split_tensors(model: Any, group: MeshGroup) -> frozenset[str]:
     """Split the model's parameters over the group, in place. Returns the names of the parameters that are not split,
     but of whose gradient each rank computes only a part."""
-    styles = dict(_styles(model))
-    partial = {name for name, style in styles.items() if style == PARTIAL}
-    applied = {name: style for name, style in styles.items() if style != PARTIAL}
-    plan: dict[str, str] = {}
-    named = dict(model.named_parameters())
-    for name, style in applied.items():
-        module = model.get_submodule(name)
-        # a tied parameter is in `named` once
-        plan |= {f"{name}.{leaf}": style for leaf in module._parameters if f"{name}.{leaf}" in named}
-        plan[name] = style
+    styles = {name: (model.get_submodule(name), style) for name, style in _styles(model)}
     mesh = DeviceMesh.from_group(group.group, group.device.type)
     tied = [places for places in _places(model).values() if len(places) > 1]
-    split_modules(model, mesh, plan)
-    for (first, leaf), *others in tied:  # `named_parameters`, and so the plan, has the first module's name only
+    named = dict(model.named_parameters())
+    for name, (module, style) in styles.items():
+        for leaf, dim in _DIVIDED.get(style, {}).items():
+            if f"{name}.{leaf}" in named:  # a tied parameter is there once
+                module._parameters[leaf] = _divided(module._parameters[leaf], mesh, dim)
+        if style == "colwise":
+            split_outputs(module, group)
+        elif style == "rowwise":
+            split_inputs(module, group)
+        elif style == "embedding_rowwise":
+            split_vocabulary(module, group, partial(_first_row, module))
+    for (first, leaf), *others in tied:
         for module, name in others:
             module._parameters[name] = first._parameters[leaf]
-    return frozenset(f"{name}.{leaf}" for name in partial for leaf, _ in model.get_submodule(name).named_parameters())
+    partly = [name for name, (_, style) in styles.items() if style == PARTIAL]
+    return frozenset(f"{name}.{leaf}" for name in partly for leaf, _ in styles[name][0].named_parameters())
+
+
+# by Transformers' name of how a module is split, the dimension in which each of its parameters is
+_DIVIDED = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}, "embedding_rowwise": {"weight": 0}}
+
+
+def _divided(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """A parameter of which each rank has an interval of a dimension, the last ones perhaps a shorter one or none."""
+    part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _first_row(module: nn.Module) -> int:
+    return box_of(module.get_parameter("weight"))[0][0]
 
 
 def splits_adapter(config: Any) -> bool:
@@ -124,10 +143,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """This rank's part of a parameter's gradient, split as the parameter is; `None` if there is no gradient."""
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return None if gradient is None else local(gradient)
+    return leaf_of(parameter).grad
 
 
 def box_of(parameter: Tensor) -> tuple[tuple[int, int], ...]:
@@ -146,9 +162,25 @@ def box_of(parameter: Tensor) -> tuple[tuple[int, int], ...]:
     return box
 
 
+def split_dims(parameter: Tensor) -> frozenset[int]:
+    """The dimensions in which a parameter is split."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return frozenset(placement.dim % parameter.dim() for placement in placements if isinstance(placement, Shard))
+
+
+def largest_part(parameter: Tensor) -> int:
+    """Elements of the largest part that a rank of the tensor group has of a parameter, the same on all of its ranks, of
+    which the last may have less."""
+    sizes: list[int] = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for dim in split_dims(parameter):
+            sizes[dim] = -(-sizes[dim] // parameter.device_mesh.size())
+    return math.prod(sizes)
+
+
 def is_split(parameter: Tensor) -> bool:
     """Whether this rank has only a part of a parameter."""
-    return isinstance(parameter, DTensor) and any(isinstance(placement, Shard) for placement in parameter.placements)
+    return bool(split_dims(parameter))
 
 
 def vocabulary_start(head: nn.Module) -> int | None:

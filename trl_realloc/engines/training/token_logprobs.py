@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import is_accelerator
+
 
 class TokenLogprobs(torch.autograd.Function):
     """Log-probability of each target and entropy of each distribution, from logits (tokens, vocabulary).
@@ -25,7 +27,8 @@ class TokenLogprobs(torch.autograd.Function):
         of logits in float64.
     """
 
-    _SLICE = 1 << 22  # elements of the float32 working copy: 16 MiB
+    # elements of the float32 working copy: 16 MiB, which a CPU's caches hold; 64 MiB where each operation is a kernel
+    _SLICE, _SLICE_ON_ACCELERATOR = 1 << 22, 1 << 24
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +59,8 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def _slices(logits: Tensor) -> Iterator[slice]:
-        step = max(1, TokenLogprobs._SLICE // max(logits.shape[1], 1))
+        size = TokenLogprobs._SLICE_ON_ACCELERATOR if is_accelerator(logits.device) else TokenLogprobs._SLICE
+        step = max(1, size // max(logits.shape[1], 1))
         for start in range(0, logits.shape[0], step):
             yield slice(start, start + step)
 

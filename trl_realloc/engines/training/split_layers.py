@@ -1,0 +1,187 @@
+"""How a rank of a tensor-parallel group computes its parts of linear layers and of the embedding: a block (attention,
+MLP) has one all-reduce of hidden states in its forward, at its end, and one of their gradient in its backward, at its
+beginning (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+
+Which parameters are split is in `tensor_parallel`. They are DTensors, which say what part of a parameter a rank has.
+What is computed here are plain tensors: DTensor's dispatch takes four to eight times as long as that of a layer of
+plain tensors, and it sums the gradient of a block's input once for each of its projections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..mesh_group import MeshGroup
+from ..torch_compat import memory_of
+
+
+_LEAF, _ENTERED = "_trl_realloc_leaf", "_trl_realloc_entered"  # attributes of a parameter; of a block's input
+
+
+class _Enter(torch.autograd.Function):
+    """What every rank of the group has, for layers whose outputs are divided: each rank computes a part of its
+    gradient, and the backward sums them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of the ranks' parts, which every rank then has. Overwrites its input."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        dist.all_reduce(part, group=group)
+        ctx.mark_dirty(part)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def entered(x: Tensor, group: MeshGroup) -> Tensor:
+    """The input of a layer whose outputs are divided. Layers with the same input (queries, keys and values) have one,
+    so that its gradient is summed over the group once, in the dtype that autocast computes in."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    known: Tensor | None = getattr(x, _ENTERED, None)
+    if known is None:
+        kind = x.device.type
+        cast = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
+        known = _Enter.apply(cast, group.group)
+        setattr(x, _ENTERED, known)
+    assert known is not None, "it was made above"
+    return known
+
+
+def left(part: Tensor, group: MeshGroup) -> Tensor:
+    """The sum of what the ranks of a group have computed of a layer whose inputs are divided. Overwrites it."""
+    if torch.is_grad_enabled() and part.requires_grad:
+        result: Tensor = _Leave.apply(part, group.group)
+        return result
+    part = part.contiguous()
+    dist.all_reduce(part, group=group.group)
+    return part
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def leaf_of(parameter: Tensor) -> Tensor:
+    """This rank's part of a split parameter as autograd sees it: a leaf with the same memory, which has the gradient. A
+    parameter that is not split is its own."""
+    memory = memory_of(parameter)
+    if memory is parameter:
+        return parameter
+    leaf: Tensor | None = getattr(parameter, _LEAF, None)
+    if leaf is None:
+        leaf = nn.Parameter(memory.detach(), requires_grad=parameter.requires_grad)
+        setattr(parameter, _LEAF, leaf)
+    elif leaf.data_ptr() != memory.data_ptr() or leaf.shape != memory.shape:
+        leaf.data = memory.detach()
+    return leaf
+
+
+def part_of(parameter: Tensor | None) -> Tensor | None:
+    """This rank's part of a parameter, to compute with."""
+    if parameter is None:
+        return None
+    return leaf_of(parameter) if torch.is_grad_enabled() and parameter.requires_grad else memory_of(parameter).detach()
+
+
+def clear_gradient(parameter: nn.Parameter) -> None:
+    """Forget the gradient of a parameter that may be split."""
+    parameter.grad = None
+    leaf: nn.Parameter | None = getattr(parameter, _LEAF, None)
+    if leaf is not None:
+        leaf.grad = None
+
+
+# --- forwards ---------------------------------------------------------------------------------------------------------
+
+
+def split_outputs(linear: nn.Linear, group: MeshGroup) -> None:
+    """Let a linear layer compute this rank's outputs."""
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A001 - as in the method
+        return F.linear(entered(input, group), _part(linear, "weight"), part_of(linear._parameters.get("bias")))
+
+    linear.forward = forward  # type: ignore[method-assign]
+
+
+def split_inputs(linear: nn.Linear, group: MeshGroup) -> None:
+    """Let a linear layer compute all outputs from this rank's inputs, which are those of `split_outputs`."""
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A001 - as in the method
+        result = left(F.linear(input, _part(linear, "weight")), group)
+        bias = part_of(linear._parameters.get("bias"))
+        return result if bias is None else result + bias.to(result.dtype)
+
+    linear.forward = forward  # type: ignore[method-assign]
+
+
+def split_vocabulary(embedding: nn.Embedding, group: MeshGroup, first: Callable[[], int]) -> None:
+    """Let an embedding look up the tokens of this rank's part of the vocabulary.
+
+    Args:
+        first: the first of them.
+    """
+    whole = embedding.forward  # a subclass may scale what it looks up
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A001 - as in the method
+        ids, weight, start = input, _part(embedding, "weight"), first()
+        is_here = (ids >= start) & (ids < start + len(weight))
+        if not len(weight):
+            return left(weight.new_zeros(*ids.shape, weight.shape[1]), group)
+        with _computing(embedding, weight) as padding:
+            found = whole(torch.where(is_here, ids - start, 0))
+        if padding is not None:  # its row has no gradient
+            found = torch.where((ids == padding)[..., None], found.detach(), found)
+        return left(torch.where(is_here[..., None], found, 0.0), group)
+
+    embedding.forward = forward  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _computing(embedding: nn.Embedding, weight: Tensor) -> Iterator[int | None]:
+    """Inside, an embedding has a part of its rows. Yields the id of its padding token in the whole vocabulary."""
+    parameter, padding = embedding._parameters["weight"], embedding.padding_idx
+    embedding._parameters["weight"], embedding.padding_idx = weight, None  # type: ignore[assignment]
+    try:
+        yield padding
+    finally:
+        embedding._parameters["weight"], embedding.padding_idx = parameter, padding  # type: ignore[assignment]
+
+
+def _part(module: nn.Module, name: str) -> Tensor:
+    part = part_of(module._parameters[name])
+    assert part is not None, "a layer that is split has a weight"
+    return part
+
+
+__all__ = [
+    "clear_gradient",
+    "entered",
+    "leaf_of",
+    "left",
+    "part_of",
+    "split_inputs",
+    "split_outputs",
+    "split_vocabulary",
+]
