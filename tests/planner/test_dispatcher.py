@@ -21,6 +21,32 @@ from trl_realloc.planner.stream import Stream, stream_of
 LIMIT = 40
 
 
+@pytest.mark.parametrize(("samples", "replicas", "budget"), [(1024, 8, 4096), (512, 16, 700), (100, 3, 600)])
+def test_replicas_that_run_in_step_get_one_micro_batch_each(samples: int, replicas: int, budget: int) -> None:
+    """All of them would run as many as the one that has the most."""
+    draw = random.Random(samples)
+    whole = flatten(Cluster(1, replicas))
+    sharded = Assignment(whole.cluster.mesh, ParallelStrategy(dp=replicas, zero_stage=3), "zero")
+    plan = replace(whole, assignments={**whole.assignments, "reference.forward": sharded}, streams=Streams())
+    prompts = [draw.randint(1, 60) for _ in range(samples)]
+    stream = stream_of(plan, prompts, 600, dict.fromkeys(plan.order, budget))
+    stream = replace(stream, scorings=tuple(s for s in stream.scorings if s.name == "reference.forward"))
+    dispatcher, lengths = Dispatcher(stream), [draw.randint(1, 600 - prompt) for prompt in prompts]
+    orders = [order for rank in stream.ranks for order in dispatcher.join(rank)]
+    for engine, own in enumerate(stream.generation.samples):
+        orders += dispatcher.finish(engine, [(index, lengths[index]) for index in own])
+    scored = Counter[int]()
+    while orders:
+        order = orders.pop(0)
+        if isinstance(order, Score):
+            for part in order.parts:
+                tokens = [prompts[index] + lengths[index] for index in part]
+                assert sum(tokens) <= budget or len(part) == 1
+                scored.update(part)
+            orders += dispatcher.scored(order.number)
+    assert dispatcher.is_finished and scored == Counter(range(samples))
+
+
 class Job:
     """Plays engines and ranks: runs orders in the order of each rank, and reports events in a random order."""
 

@@ -25,14 +25,17 @@ from trl_realloc.plan.presets import PRESETS
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.plan.timeline import Span
+from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.corrections import Corrections, layout_name
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.hardware import DEVICES
 from trl_realloc.planner.learning import LEAST, WARM_UP, PlanEvidence
 from trl_realloc.planner.measured_rates import MeasuredRates
 from trl_realloc.planner.measured_update import MeasuredUpdate
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Profile
 from trl_realloc.planner.stream_cost import StreamPrices
+from trl_realloc.runtime.routes import sources
 
 
 CLUSTER = Cluster(1, 4)
@@ -73,7 +76,8 @@ class Machine:
         factor *= self.draw.uniform(0.98, 1.02)
         costs = self.pricing(factor)
         estimate = estimate_plan(of, SPECS, replace(costs, workload=costs.workload.of_lengths(lengths)))
-        return MeasuredUpdate.of(estimate.timeline.spans, lengths)
+        told = [s for s in estimate.timeline.spans if " -> " in s.call or s.device in sources(of, s.call)]
+        return MeasuredUpdate.of(told if of.streams else estimate.timeline.spans, lengths)
 
 
 def learned(machine: Machine, of: ExecutionPlan, before: Corrections | None = None, updates: int = 9) -> Corrections:
@@ -260,6 +264,30 @@ def test_a_run_that_streams_corrects_each_call_by_its_own_factor(
     for of in (streaming, plan("separate")):
         after = errors(machine, of, corrections, LENGTHS)
         assert {call: error for call, error in after.items() if abs(error) > 0.1} == {}
+
+
+def test_a_run_that_streams_through_groups_is_not_taken_for_faster_than_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a replica on several devices the first one tells what it did."""
+    rates = AnalyticRates(DEVICES["h100"])
+
+    def by_specification(corrections: Corrections | None = None, processors: float | None = None) -> Pricing:
+        return Pricing(CLUSTER, work(episodes=64), rates, corrections=corrections or Corrections())
+
+    monkeypatch.setitem(globals(), "pricing", by_specification)
+    whole, slower = plan("flatten"), {"actor.generate": 3.0, "critic.train": 2.0}
+    pairs, mesh = ParallelStrategy(2, 2), plan("flatten").mesh("actor.train")
+    split = {name: Assignment(mesh, pairs, "megatron") for name in ("reference.forward", "critic.train")}
+    split["critic.forward"] = split["critic.train"]
+    split["actor.generate"] = Assignment(mesh, pairs, "vllm")
+    streaming = replace(
+        whole, assignments={**whole.assignments, **split}, streams=Streams(first_epoch=("critic.train",))
+    )
+    machine = Machine(lambda name: slower.get(name, 1.0), handover=0.0)
+    corrections = learned(machine, streaming, Corrections(handover=0.0))
+    for name in ("actor.generate", "reference.forward", "critic.train"):
+        assert corrections.factor(whole.graph.call(name), streaming[name]) == pytest.approx(
+            slower.get(name, 1.0), rel=0.1
+        ), name
 
 
 def test_reward_functions_of_a_run_that_streams_get_the_seconds_that_they_took() -> None:

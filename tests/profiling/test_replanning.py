@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
+from trl_realloc.planner.corrections import Corrections
 from trl_realloc.profiling import replanning
 from trl_realloc.profiling.auto_plan import JobPlan
 from trl_realloc.profiling.replanning import Replanner, suits
@@ -112,6 +113,14 @@ def test_after_measuring_a_plan_is_searched_for_only_when_the_measured_estimate_
     assert isinstance(watching(monkeypatch, ()).better(updates_left=10, move_seconds=1.0), JobPlan)
 
 
+@dataclass(frozen=True)
+class Known:
+    """Of a profile what is compared."""
+
+    table: str
+    corrections: Corrections = field(default_factory=Corrections)
+
+
 def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -130,14 +139,25 @@ def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
         ([300, 400], "measured"),
         ([303, 404], "measured"),
         ([600, 800], "measured"),
-        ([600, 800], "corrected"),
+        ([600, 800], "another"),
     ):
         made._lengths.clear()
         made.note(lengths)
-        current.profile = profile
+        current.profile = Known(profile)
         made.better(updates_left=10, move_seconds=1.0)
         counts.append(len(estimated))
     assert counts == [1, 1, 2, 3]
+
+
+def test_corrections_that_change_a_little_with_each_update_are_no_other_profile() -> None:
+    plan = planned("flatten", 5.0).plan
+    profile: Any = Known("measured", Corrections({"actor.train": 2.0}, handover=0.1))
+    near: Any = Known("measured", Corrections({"actor.train": 2.01}, handover=0.1004))
+    far: Any = Known("measured", Corrections({"actor.train": 2.1}, handover=0.1))
+    other: Any = Known("another", near.corrections)
+    assert replanning._is_near(profile, near, plan, 0.01)
+    assert not replanning._is_near(profile, far, plan, 0.01)
+    assert not replanning._is_near(profile, other, plan, 0.01)
 
 
 def test_a_plan_that_keeps_the_engines_need_not_pay_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,12 +292,25 @@ class Dispatcher:
         state = self._scoring[self._calls[team[0]]]
         taken = state.ready.take(self._wanted(state))
         positions = balance([tokens for _, tokens in taken], len(state.stream.teams[team[1]]))
+        if not state.ready.is_grouped:
+            positions = [self._fitting(state, taken, part) for part in positions]
         parts = tuple(tuple(sorted(taken[at][0] for at in part)) for part in positions)
         order = Score(self._number, state.stream.name, team[1], parts)
         self._number += 1
         self._open[order.number] = order
         self._teams.give(team, max(sum(taken[at][1] for at in part) for part in positions))
         return order
+
+    def _fitting(self, state: _Scoring, taken: Sequence[tuple[int, int]], part: Sequence[int]) -> list[int]:
+        """A replica's part of a forward without its shortest samples, as many as exceed the budget; they wait for the
+        next one. For a few of them all replicas, which run in step, would run a second micro-batch."""
+        longest_first = sorted(part, key=lambda at: (-taken[at][1], taken[at][0]))
+        excess = sum(taken[at][1] for at in part) - state.stream.budget
+        while excess > 0 and len(longest_first) > 1:
+            index, tokens = taken[longest_first.pop()]
+            state.ready.put_back(index, tokens)
+            excess -= tokens
+        return longest_first
 
 
 def _groups(stream: Stream, scoring: StreamedScoring) -> list[range]:

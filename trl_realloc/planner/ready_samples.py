@@ -56,6 +56,11 @@ class ReadySamples:
             if not self._missing[number]:
                 heapq.heappush(self._complete, number)
 
+    def put_back(self, index: int, tokens: int) -> None:
+        """A sample that was taken waits for another forward."""
+        insort(self._ordered, (tokens, index))
+        self.tokens += tokens
+
     def has(self, tokens: float) -> bool:
         """Whether samples of so many tokens can be taken; any samples if no more will become ready."""
         if self._groups:

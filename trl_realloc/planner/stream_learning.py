@@ -6,14 +6,16 @@ What several updates say together, and updates without streams, are in `learning
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
+from ..plan.timeline import Span
 from .corrections import Corrections, bounded, of_batch
 from .cost import Pricing
 from .measured_update import MeasuredUpdate
+from .stream import replicas_of
 from .stream_cost import StreamPrices
 from .stream_simulation import simulate_streams
 
@@ -37,6 +39,12 @@ class StreamedEstimates:
     ) -> None:
         self.plan, self.specs, self.pricing, self.moves = plan, specs, pricing, moves
         self._names = {f"{edge.source} -> {edge.target}": edge.target for edge in plan.reallocations}
+
+    def _told(self, spans: Iterable[Span]) -> list[Span]:
+        """Those spans of a simulation that a run tells too: of a replica's streamed calls those of its first device."""
+        streamed = (*self.plan.streamed, *self.plan.on_arrival)
+        first = {name: {ranks[0] for ranks in replicas_of(self.plan, name)} for name in streamed}
+        return [span for span in spans if span.call not in first or span.device in first[span.call]]
 
     def functions(self, update: MeasuredUpdate, work: Mapping[str, float]) -> dict[str, float]:
         """Measured seconds of a device's share of each call that runs reward functions.
@@ -72,7 +80,7 @@ class StreamedEstimates:
             for name, target in self._names.items()
             if target in self.moves
         }
-        expected = MeasuredUpdate.of(simulate_streams(prices, seconds, moves).spans, update.lengths)
+        expected = MeasuredUpdate.of(self._told(simulate_streams(prices, seconds, moves).spans), update.lengths)
         better = dict(factors)
         for name in (*self.plan.order, *self._names):
             of = "device_seconds" if name in (*self.plan.streamed, *self.plan.on_arrival) else "spans"

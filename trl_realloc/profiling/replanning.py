@@ -62,7 +62,8 @@ class Replanner:
         self.job, self.observer, self.threshold = job, observer, threshold
         self._lengths: deque[Sequence[int]] = deque(maxlen=WINDOW)
         self._searched_at = _estimate(observer.job_plan)  # the estimate at the last search
-        self._estimated: tuple[object, _Lengths, PricedPlan] | None = None  # the latest estimate, and of what
+        # the latest estimate, and of what
+        self._estimated: tuple[tuple[ExecutionPlan, Profile], _Lengths, PricedPlan] | None = None
         self._spent_s = 0.0  # on searches
         self._beyond_s = 0.0  # that the latest search took beyond its limit
 
@@ -130,18 +131,36 @@ class Replanner:
         return found
 
     def _current(self, profile: Profile, lengths: Sequence[int]) -> PricedPlan:
-        """The estimate of the run's plan: the latest one, if plan and profile are the same and the lengths have changed
-        by no more than `SAME` of the threshold. With streams on many devices an estimate takes a second."""
-        of = self.observer.job_plan.plan, profile
+        """The estimate of the run's plan: the latest one, if the plan is the same, and the profile's corrections and
+        the lengths have changed by no more than `SAME` of the threshold. On many devices an estimate takes seconds,
+        for which all ranks wait, and what a run teaches changes a little with each update."""
+        plan, most = self.observer.job_plan.plan, SAME * self.threshold
         now: _Lengths = fmean(lengths), max(lengths)
-        if self._estimated is not None and self._estimated[0] == of:
-            changes = [abs(new - old) / max(1, old) for new, old in zip(now, self._estimated[1], strict=True)]
-            if max(changes) <= SAME * self.threshold:
-                return self._estimated[2]
+        if self._estimated is not None:
+            (known, of_profile), of_lengths, estimate = self._estimated
+            changes = [abs(new - old) / max(1, old) for new, old in zip(now, of_lengths, strict=True)]
+            if known == plan and max(changes) <= most and _is_near(of_profile, profile, plan, most):
+                return estimate
         current = estimate_at_lengths(self.job, self.observer.job_plan, lengths)
         assert current is not None, "a plan that the planner chose has an estimate"
-        self._estimated = of, now, current
+        self._estimated = (plan, profile), now, current
         return current
+
+
+def _is_near(one: Profile, other: Profile, plan: ExecutionPlan, most: float) -> bool:
+    """Whether two profiles are the same but for corrections of a plan's calls, none of which differs by more than the
+    share `most`."""
+    if one == other:
+        return True
+    if replace(one, corrections=other.corrections) != other:
+        return False
+    old, new = one.corrections, other.corrections
+    calls = [(old.factor(call, plan[call.name]), new.factor(call, plan[call.name])) for call in plan.graph.calls]
+    moves = [(old.move(name), new.move(name)) for name in plan.order]
+    names = {*old.functions, *new.functions}
+    seconds = [(old.functions.get(name, 0.0), new.functions.get(name, 0.0)) for name in names]
+    pairs = [*calls, *moves, *seconds, (old.handover or 0.0, new.handover or 0.0)]
+    return all(abs(after - before) <= most * before for before, after in pairs)
 
 
 def _estimate(job_plan: JobPlan) -> float:

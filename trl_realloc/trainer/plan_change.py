@@ -107,6 +107,8 @@ class PlanChangeMixin:
             self.measuring.note(seconds / iterations)
             budget_s = self.measuring.budget(left, self._start_seconds)
             if budget_s is not None:
+                if not self._can_rebuild():
+                    return
                 self._save_unsaved()  # a short run that fails in a collective ends the job
                 self._rebuild(partial(measured_plan, self.setup.job, budget_s, self.observer.job_plan))
                 return
@@ -118,21 +120,26 @@ class PlanChangeMixin:
         """Close the engines and build those of another plan, with the same parameters, optimizer states and random
         states. Engines that suit the other plan too are kept."""
         if not suits(self.setup.plan, job_plan.plan, self.setup.job.workload.episodes):
-            self._save_unsaved()  # a new engine may not start
-            self._rebuild(lambda: job_plan)
+            if self._can_rebuild():
+                self._save_unsaved()  # a new engine may not start
+                self._rebuild(lambda: job_plan)
             return
         self.executor.follow(job_plan.plan)
         self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan)
         self._follow(job_plan)
 
-    def _rebuild(self, next_plan: Callable[[], JobPlan]) -> None:
-        """Move to the plan that `next_plan` returns. It is called on all ranks together, while no engine exists and the
-        run's state is in host memory."""
+    def _can_rebuild(self) -> bool:
+        """Whether the run's models can be made again for another plan; if not, the run keeps its plan to the end.
+        Collective over the job."""
         of_ranks = from_every_rank(list(fixed_models(self.placement)), self.placement.control)
         if fixed := [name for of_rank in of_ranks for name in of_rank]:
             notice(f"the run keeps its plan: the model of {fixed[0]} cannot be made again from its config alone")
             self.replanner = self.measuring = None
-            return
+        return not fixed
+
+    def _rebuild(self, next_plan: Callable[[], JobPlan]) -> None:
+        """Move to the plan that `next_plan` returns. It is called on all ranks together, while no engine exists and the
+        run's state is in host memory."""
         self.alarm.at(f"the move to another plan after update {self.state.global_step}")
         self._stop_early()
         self.executor.exchange.flush()
@@ -145,6 +152,7 @@ class PlanChangeMixin:
         self._let_go()
         self.placement.discard()
         job_plan = next_plan()
+        is_other = job_plan.plan != self.setup.plan
         roles = run_state.roles(self.setup.roles, job_plan.plan)
         self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan, roles=roles)
         self._place()
@@ -152,18 +160,18 @@ class PlanChangeMixin:
         run_state.load_into(self.placement)
         self._is_between_plans = False
         self._go_on_with(under_way)
-        self._follow(job_plan)
+        self._follow(job_plan, says=is_other)
 
     def _stop_early(self) -> None:
         """Stop what has been begun for later iterations."""
         self.executor.cancel_early()
 
-    def _follow(self, job_plan: JobPlan) -> None:
-        """Watch the plan that the run has now, and say so."""
+    def _follow(self, job_plan: JobPlan, *, says: bool = True) -> None:
+        """Watch the plan that the run has now, and with `says` tell that it has another one."""
         if self.replanner is not None:
             self.replanner.follow(job_plan)
         self.observer.follow(job_plan)
-        if self.accelerator.is_main_process:
+        if says and self.accelerator.is_main_process:
             expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""
             how = f" ({job_plan.plan.streams})" if job_plan.plan.streams else ""
             logger.warning(f"update {self.state.global_step}: the plan is now {job_plan.plan.name}{how}{expected}.")
