@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from llamas import llama
 
@@ -9,7 +13,7 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.realloc.layout import layout_of
 from trl_realloc.realloc.schedule import Message, make_schedule
-from trl_realloc.realloc.transfer import Transfer, TransferOptions
+from trl_realloc.realloc.transfer import Transfer, TransferError, TransferOptions
 
 
 def _operations(messages: list[Message], *, batched: bool) -> int:
@@ -31,3 +35,29 @@ def test_a_batch_has_one_operation_for_each_message_however_many_parameters_it_h
     messages = [message for step in steps for message in step.sends]
     assert _operations(messages, batched=True) == len(messages)
     assert _operations(messages, batched=False) > len(messages)
+
+
+class Work:
+    """A message that a device has done after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.waited = looks, False
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_messages_between_gpus_are_looked_for_and_have_a_time_limit() -> None:
+    moving: Any = object.__new__(Transfer)
+    moving.name, moving.rank, moving._polls, moving.timeout_s = "a -> b", 0, True, 0.05
+    message = SimpleNamespace(source=0, target=1, pieces=[SimpleNamespace(parameter="w")])
+    done: Any = SimpleNamespace(message=message, work=Work(5))
+    work = done.work
+    moving._wait(done)
+    assert work.waited and done.work is None
+    with pytest.raises(TransferError, match=r"message from rank 0 to rank 1 with w failed \(time limit 0.05 s\)"):
+        moving._wait(SimpleNamespace(message=message, work=Work(1 << 60)))

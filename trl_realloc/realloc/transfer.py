@@ -124,6 +124,7 @@ class Transfer:
         # an accelerator's backend, such as NCCL, needs the sends and receives of two ranks posted together, so those of
         # a wave are one batch
         self._batched = group is not None and device.type != "cpu"
+        self._polls = self._batched and dist.get_backend(group) == "nccl"
         if self._batched:  # it connects a group in its first operation, in which all of its ranks must take part
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -223,7 +224,7 @@ class Transfer:
 
     def _wait(self, flight: _Flight) -> None:
         with self._error_context(flight.message):
-            if self._batched:
+            if self._polls:
                 self._poll(flight.work)
                 flight.work.wait()
             else:
