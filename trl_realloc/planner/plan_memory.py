@@ -114,6 +114,8 @@ class PlanMemory:
                 sizes = {"dp": strategy.dp, "tp": strategy.tp, "pp": strategy.pp, "ends": strategy.pp}
                 sizes["mesh"] = mesh.size  # beside the group of the same devices that other engines use
                 groups |= {(kind, mesh, strategy.tp, strategy.pp) for kind, size in sizes.items() if size > 1}
+                # torch's pipelines connect each pair of neighbouring stages by itself; a stage in the middle has two
+                groups |= {("pair", mesh, strategy.tp, strategy.pp, side) for side in range(min(2, strategy.pp - 1))}
         for source, target in self.edges:
             meshes = state[source].assignment.mesh, state[target].assignment.mesh
             if target not in stays and any(device in mesh for mesh in meshes):
