@@ -50,7 +50,7 @@ def memory_of(parameter: Tensor) -> Tensor:
 
 class LeanStage(PipelineStage):
     """A pipeline stage that has memory for what it receives of the micro-batches that are under way. torch's has it for
-    all micro-batches of a step from the beginning: as much as all of their hidden states, and in training twice that.
+    all micro-batches of a step from the beginning: twice as much as all of their hidden states.
 
     In a release of torch that lacks the methods that are replaced here, the memory is torch's.
     """
@@ -88,13 +88,6 @@ class LeanStage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.grad_recv_info.get(bwd_chunk_id, ()))
         return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if not self.has_backward:
-            self._free(self.args_recv_info[fwd_chunk_id])
-            self.fwd_cache[fwd_chunk_id] = (self.fwd_cache[fwd_chunk_id][0], [])  # without the input
-        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

@@ -2,8 +2,8 @@
 stages.
 
 A stage is the model with the other stages' layers replaced by identities, so every stage runs the family's own code and
-parameters keep their names. The schedules and the messages are torch.distributed.pipelining's. What a pipeline trains
-is in `megatron`.
+parameters keep their names. The schedules of training, and their messages, are torch.distributed.pipelining's. What a
+pipeline trains is in `megatron`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,14 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.model_spec import stage_layers
+from ..device import is_accelerator
 from ..mesh_group import MeshGroup
 from ..torch_compat import LeanStage
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of
 from .packed_forward import RoleHead, tied_weight
 from .probe_model import Identity
-
-
-SENT_BYTES = 1 << 30  # of the hidden states that a stage keeps while it scores
+from .stage_messages import Inbox, Outbox, Route
 
 
 def keep_stage(model: Any, stage: int, stages: int) -> None:
@@ -114,9 +114,8 @@ class Pipeline:
         """Run all micro-batches forward, and backward if `trains`. Every rank of the pipeline calls it with the same
         micro-batches.
 
-        A stage keeps what it has sent until the end of a step of torch's schedule. In training each micro-batch's
-        backward frees it; a forward alone has several steps, each of as many micro-batches as fit in `SENT_BYTES`, and
-        of some for each stage, because stages wait at a step's begin and end.
+        Without a backward they follow each other without a stop, and of the hidden states that a stage sends it keeps
+        as many as there are stages.
 
         Args:
             micros: micro-batches on the device; at least one.
@@ -124,21 +123,44 @@ class Pipeline:
                 0-dimensional tensor.
             call: runs a stage's forward in its context, such as autocast.
         """
-        width = max(micro.tokens for micro in micros)
-        fitting = max(4 * self.group.size, SENT_BYTES // (width * self.hidden * self.dtype.itemsize))
-        size = len(micros) if trains else fitting
-        for first in range(0, len(micros), size):
+        if trains:
+            self._train(micros, finish, call)
+        else:
+            self._score(micros, finish, call)
 
-            def finish_one(at: int, outputs: Mapping[str, Ragged], first: int = first) -> Tensor:
-                return finish(first + at, outputs)
-
-            self._step(micros[first : first + size], finish_one, trains, call)
-
-    def _step(
+    def _score(
         self,
         micros: Sequence[Rollouts],
         finish: Callable[[int, Mapping[str, Ragged]], Tensor],
-        trains: bool,
+        call: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        group, order, inbox, outbox = self.group, range(len(micros)), None, None
+
+        def empty(at: int) -> Tensor:
+            return torch.empty((1, micros[at].tokens, self.hidden), dtype=self.dtype, device=self.device)
+
+        if not self.is_first:
+            before = Route(group.group, group.ranks[group.index - 1], 0)
+            inbox = Inbox(before, order, empty, ahead=not is_accelerator(self.device))
+        if not self.is_last:
+            outbox = Outbox(Route(group.group, group.ranks[group.index + 1], 0))
+        with torch.no_grad():
+            for at in order:
+                samples = micros[at].only(("index", "prompts", "responses"))
+                hidden = None if inbox is None else inbox.take(at)
+                if outbox is None:
+                    finish(at, call(partial(self.head, samples, received=hidden)))
+                    continue
+                computed = call(partial(self.head, samples, received=hidden, returns_hidden=True))
+                outbox.send(at, computed.to(self.dtype))
+                outbox.wait(at - group.size)
+        if outbox is not None:
+            outbox.wait_all()
+
+    def _train(
+        self,
+        micros: Sequence[Rollouts],
+        finish: Callable[[int, Mapping[str, Ragged]], Tensor],
         call: Callable[[Callable[[], Any]], Any],
     ) -> None:
         """One step of torch's schedule.
@@ -148,10 +170,10 @@ class Pipeline:
         """
         width = max(micro.tokens for micro in micros)
         padded = [_padded(micro, width - micro.tokens) for micro in micros]
-        module = _Stage(self, micros, padded, finish, call, trains)
-        shape = torch.empty((1, width, self.hidden), dtype=self.dtype, device="meta", requires_grad=trains)
+        module = _Stage(self, micros, padded, finish, call)
+        shape = torch.empty((1, width, self.hidden), dtype=self.dtype, device="meta", requires_grad=True)
         ids = torch.zeros((len(micros), width), dtype=torch.long, device=self.device)
-        number = torch.empty((), dtype=torch.float32, device="meta", requires_grad=trains)
+        number = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         pipeline_stage = LeanStage(
             module,
             self.group.index,
@@ -166,18 +188,13 @@ class Pipeline:
         pipeline_stage.stage_index_to_group_rank = {
             stage: ascending.index(rank) for stage, rank in enumerate(self.group.ranks)
         }
-        loss = (lambda output, target: output) if trains else None
         # 1F1B has the activations of at most as many micro-batches as stages, and needs at least as many
-        kind = Schedule1F1B if trains and len(micros) >= self.group.size else ScheduleGPipe
-        schedule = kind(pipeline_stage, len(micros), loss_fn=loss, scale_grads=False)
+        kind = Schedule1F1B if len(micros) >= self.group.size else ScheduleGPipe
+        schedule = kind(pipeline_stage, len(micros), loss_fn=lambda output, target: output, scale_grads=False)
         target = torch.zeros(len(micros), device=self.device) if self.is_last else None
         arguments = (ids,) if self.is_first else ()
         with _errors_of_stages():
-            if trains:
-                schedule.step(*arguments, target=target, return_outputs=False)
-            else:
-                with torch.no_grad():
-                    schedule.step(*arguments, return_outputs=False)
+            schedule.step(*arguments, target=target, return_outputs=False)
 
 
 @contextlib.contextmanager
@@ -205,10 +222,9 @@ class _Stage(nn.Module):
         padded: Sequence[Rollouts],
         finish: Callable[[int, Mapping[str, Ragged]], Tensor],
         call: Callable[[Callable[[], Any]], Any],
-        trains: bool,
     ) -> None:
         super().__init__()
-        self.head, self.trains = pipeline.head, trains
+        self.head = pipeline.head
         self._pipeline, self._micros, self._padded = pipeline, micros, padded
         self._finish, self._call = finish, call
         self._at = 0
@@ -220,7 +236,7 @@ class _Stage(nn.Module):
         if not self._pipeline.is_last:
             sent = self._call(lambda: self.head(samples, received=hidden, returns_hidden=True)).to(self._pipeline.dtype)
             # the later stages send gradients back even if no parameter up to here is trained
-            if self.trains and not sent.requires_grad:
+            if not sent.requires_grad:
                 sent = sent.detach().requires_grad_()
             return sent
         outputs = self._call(lambda: self.head(samples, received=hidden))
