@@ -22,7 +22,7 @@ from typing import Any
 
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "trainer")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "trainer")]
 
 from drawn import case_of  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
