@@ -111,10 +111,18 @@ def test_a_run_that_saves_has_saved_its_state_before_it_measures() -> None:
         def _save_checkpoint(self, model: object, trial: object) -> None:
             done.append(f"saved after update {self.state.global_step}")
 
+        def _can_rebuild(self) -> bool:
+            return can_rebuild
+
         def _rebuild(self, next_plan: object) -> None:
             done.append("measured")
 
-    for strategy, step, saved in (("steps", 4, ["saved after update 4"]), ("steps", 3, []), ("no", 4, [])):
+    for strategy, step, can_rebuild, expected in (
+        ("steps", 4, True, ["saved after update 4", "measured"]),
+        ("steps", 3, True, ["measured"]),
+        ("no", 4, True, ["measured"]),
+        ("steps", 4, False, []),
+    ):
         done.clear()
         made: Any = Run()
         made.args, made.state = SimpleNamespace(save_strategy=strategy), SimpleNamespace(max_steps=9, global_step=step)
@@ -123,4 +131,4 @@ def test_a_run_that_saves_has_saved_its_state_before_it_measures() -> None:
         made.replanner = SimpleNamespace(note=lambda lengths: None)
         made.measuring = SimpleNamespace(is_over=False, note=lambda seconds: None, budget=lambda *_: 1.0)
         made._replan([], [], 1.0, 9 - step)
-        assert done == [*saved, "measured"]
+        assert done == expected

@@ -132,4 +132,6 @@ def test_the_planner_counts_the_communicators_that_a_run_makes(name: str, monkey
     config |= {"num_attention_heads": 4, "vocab_size": 100}
     spec = ModelSpec.from_config(config, bytes_per_element=2)
     holds = estimate_plan(plan, dict.fromkeys(plan.order, (spec,)), pricing).estimate.holds
-    assert holds.get("communicators", 0.0) == sum(0 in ranks for ranks in made) + of_job
+    split = {(a.mesh, a.strategy.tp, a.strategy.pp) for a in plan.assignments.values() if a.engine == "megatron"}
+    of_torch = sum(min(2, pp - 1) for mesh, _, pp in split if 0 in mesh)  # between neighbouring stages
+    assert holds.get("communicators", 0.0) == sum(0 in ranks for ranks in made) + of_job + of_torch
