@@ -111,8 +111,10 @@ def test_a_run_that_saves_has_saved_its_state_before_it_measures() -> None:
         def _save_checkpoint(self, model: object, trial: object) -> None:
             done.append(f"saved after update {self.state.global_step}")
 
+        can_rebuild = True
+
         def _can_rebuild(self) -> bool:
-            return can_rebuild
+            return self.can_rebuild
 
         def _rebuild(self, next_plan: object) -> None:
             done.append("measured")
@@ -125,6 +127,7 @@ def test_a_run_that_saves_has_saved_its_state_before_it_measures() -> None:
     ):
         done.clear()
         made: Any = Run()
+        made.can_rebuild = can_rebuild
         made.args, made.state = SimpleNamespace(save_strategy=strategy), SimpleNamespace(max_steps=9, global_step=step)
         made.setup = SimpleNamespace(job=None)
         made.observer = SimpleNamespace(note=lambda *_: None, job_plan=None)
