@@ -167,7 +167,7 @@ def test_a_run_begins_unmeasured_measures_between_two_generations_and_its_times_
     assert "and corrected by the times of earlier runs" in text
     assert "generation 5: measuring this machine for a better plan" in text
     assert "in the 2 generations left a better plan might save" in text
-    assert "update 10: the plan is now" in text
+    assert "update 10: the plan is now" in text or "update 10: the run goes on under" in text
     taught = text.partition("this run's own times against those expected: ")[2].partition(". Estimates")[0]
     assert "actor.train x" in taught, "no specification of a CPU is within 5 % of it"
     (kept,) = (tmp_path / "cache").glob("profile-*.json")

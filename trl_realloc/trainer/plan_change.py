@@ -160,21 +160,26 @@ class PlanChangeMixin:
         run_state.load_into(self.placement)
         self._is_between_plans = False
         self._go_on_with(under_way)
-        self._follow(job_plan, says=is_other)
+        self._follow(job_plan, is_other=is_other)
 
     def _stop_early(self) -> None:
         """Stop what has been begun for later iterations."""
         self.executor.cancel_early()
 
-    def _follow(self, job_plan: JobPlan, *, says: bool = True) -> None:
-        """Watch the plan that the run has now, and with `says` tell that it has another one."""
+    def _follow(self, job_plan: JobPlan, *, is_other: bool = True) -> None:
+        """Watch the plan that the run has now, and say so.
+
+        Args:
+            is_other: whether it is not the plan that the run had.
+        """
         if self.replanner is not None:
             self.replanner.follow(job_plan)
         self.observer.follow(job_plan)
-        if says and self.accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""
             how = f" ({job_plan.plan.streams})" if job_plan.plan.streams else ""
-            logger.warning(f"update {self.state.global_step}: the plan is now {job_plan.plan.name}{how}{expected}.")
+            what = "the plan is now" if is_other else "the run goes on under"
+            logger.warning(f"update {self.state.global_step}: {what} {job_plan.plan.name}{how}{expected}.")
 
 
 __all__ = ["PlanChangeMixin", "can_change_plan"]
