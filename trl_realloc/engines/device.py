@@ -52,9 +52,8 @@ def has_room(device: torch.device, size: int) -> bool:
     """Whether `size` more bytes fit on the device beside the most that this process has had allocated so far, which a
     call that runs meanwhile may allocate again."""
     memory = torch.get_device_module(device)
-    free, _ = memory.mem_get_info(device)
     reserved, peak = int(memory.memory_reserved(device)), int(memory.max_memory_allocated(device))
-    return peak + size <= free + reserved
+    return peak + size <= free_bytes(device) + reserved
 
 
 def memory_bytes(device: torch.device) -> int | None:

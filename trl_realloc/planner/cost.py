@@ -241,11 +241,9 @@ class Pricing:
         for steps, batch, cached in phases:
             _add(parts, self.decode_step(spec, assignment, batch, cached), steps)
         _add(parts, self.prefill(spec, assignment, share * work.prompt_tokens, work.prompt_tokens))
-        load = {"load": self.load_seconds(spec)}
+        load = {"load": self.load_seconds(spec, assignment)}
         if sleeps(assignment):
-            part = load["load"] / (strategy.tp * strategy.pp)
-            again = part if assignment.offload else 0.0  # weights to host memory and back
-            load, static, cache = {"load": load["load"] + again + SLEEP}, 0.0, cache + static
+            load, static, cache = {"load": load["load"] + SLEEP}, 0.0, cache + static
         elif assignment.drop:
             load, static, cache = {"load": ALLOCATE}, 0.0, cache + static
         elif assignment.engine != "vllm":
@@ -253,10 +251,13 @@ class Pricing:
         _add(parts, load)
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
 
-    def load_seconds(self, spec: ModelSpec) -> float:
+    def load_seconds(self, spec: ModelSpec, assignment: Assignment) -> float:
         """Of new weights into a vLLM engine. The rank that sends them has all of them on its device. It copies them to
-        host memory, from where each worker of a tensor group reads its part meanwhile (`generation.weight_buffers`)."""
-        return spec.elements * spec.bytes_per_element / self.rates.host_bandwidth
+        host memory, from where each worker of a tensor group reads its part meanwhile (`generation.weight_buffers`). If
+        the plan offloads them, each worker's part goes to host memory and back as well."""
+        load = spec.elements * spec.bytes_per_element / self.rates.host_bandwidth
+        strategy = assignment.strategy
+        return load + (load / (strategy.tp * strategy.pp) if assignment.offload else 0.0)
 
     def decode_step(self, spec: ModelSpec, assignment: Assignment, batch: float, cached: float) -> dict[str, float]:
         """Seconds by cause of one decode step of an engine.

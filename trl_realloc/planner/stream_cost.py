@@ -81,10 +81,9 @@ class StreamPrices:
         assignment = self.plan[generation]
         seconds = 0.0
         for spec in self.specs[generation]:
-            load = self.pricing.load_seconds(spec)
+            load = self.pricing.load_seconds(spec, assignment)
             if sleeps(assignment):
-                again = load / (assignment.strategy.tp * assignment.strategy.pp) if assignment.offload else 0.0
-                seconds += load + again + SLEEP / 2
+                seconds += load + SLEEP / 2
             elif assignment.drop:
                 seconds += ALLOCATE
             elif assignment.engine == "vllm":

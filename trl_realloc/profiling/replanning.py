@@ -150,8 +150,6 @@ class Replanner:
 def _is_near(one: Profile, other: Profile, plan: ExecutionPlan, most: float) -> bool:
     """Whether two profiles are the same but for corrections of a plan's calls, none of which differs by more than the
     share `most`."""
-    if one == other:
-        return True
     if replace(one, corrections=other.corrections) != other:
         return False
     old, new = one.corrections, other.corrections

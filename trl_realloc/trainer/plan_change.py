@@ -107,10 +107,7 @@ class PlanChangeMixin:
             self.measuring.note(seconds / iterations)
             budget_s = self.measuring.budget(left, self._start_seconds)
             if budget_s is not None:
-                if not self._can_rebuild():
-                    return
-                self._save_unsaved()  # a short run that fails in a collective ends the job
-                self._rebuild(partial(measured_plan, self.setup.job, budget_s, self.observer.job_plan))
+                self._save_and_rebuild(partial(measured_plan, self.setup.job, budget_s, self.observer.job_plan))
                 return
         job_plan = self.replanner.better(left, self._start_seconds)
         if job_plan is not None:
@@ -120,13 +117,18 @@ class PlanChangeMixin:
         """Close the engines and build those of another plan, with the same parameters, optimizer states and random
         states. Engines that suit the other plan too are kept."""
         if not suits(self.setup.plan, job_plan.plan, self.setup.job.workload.episodes):
-            if self._can_rebuild():
-                self._save_unsaved()  # a new engine may not start
-                self._rebuild(lambda: job_plan)
+            self._save_and_rebuild(lambda: job_plan)
             return
         self.executor.follow(job_plan.plan)
         self.setup = replace(self.setup, plan=job_plan.plan, job_plan=job_plan)
         self._follow(job_plan)
+
+    def _save_and_rebuild(self, next_plan: Callable[[], JobPlan]) -> None:
+        """`_rebuild`, if it can be done, after a checkpoint of what has not been saved: a short run that measures may
+        fail in a collective and end the job, and a new engine may not start."""
+        if self._can_rebuild():
+            self._save_unsaved()
+            self._rebuild(next_plan)
 
     def _can_rebuild(self) -> bool:
         """Whether the run's models can be made again for another plan; if not, the run keeps its plan to the end.

@@ -185,5 +185,4 @@ def is_split(parameter: Tensor) -> bool:
 
 def vocabulary_start(head: nn.Module) -> int | None:
     """The first token id of this rank's part of the language head; `None` if the head is not split."""
-    weight = head.get_parameter("weight")
-    return box_of(weight)[0][0] if is_split(weight) else None
+    return _first_row(head) if is_split(head.get_parameter("weight")) else None
