@@ -35,7 +35,7 @@ from holding import held
 from limits import patience
 from rescoring import TAKING, Models, assert_exact, wait_for
 from shared_memory import left, names
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_realloc.engines.base import Completion, EngineDied, EngineError, GenerationRequest, Sampling, Updates
 from trl_realloc.engines.child_process import session_members
@@ -521,3 +521,15 @@ def test_the_engine_is_no_rank_of_the_job_and_counts_gpus_as_it_does(monkeypatch
     assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_DEEPSPEED"} & on_gpus.keys()
     on_cores = engine_environment(2, [0, 2, 4, 6], None)
     assert (on_cores["VLLM_CPU_OMP_THREADS_BIND"], on_cores["OMP_NUM_THREADS"]) == ("0,2|4,6", "2")
+
+
+def test_an_engine_on_the_cpu_compiles_where_the_user_says_so_and_one_on_a_gpu_always(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(vllm, "EngineProcess", lambda *arguments: environments.append(arguments[2]))
+    LlamaConfig().save_pretrained(tmp_path)
+    for kwargs in ({}, {"enforce_eager": True}, {"enforce_eager": False}):
+        vllm.VLLMEngine(tmp_path, max_model_len=8, engine_kwargs=kwargs)
+    assert [each.get("TORCH_COMPILE_DISABLE") for each in environments] == ["1", "1", None]
+    assert "TORCH_COMPILE_DISABLE" not in engine_environment(1, None, [0])

@@ -281,6 +281,7 @@ def engine_environment(
     *,
     sleeps: bool = False,
     repeatable: bool = False,
+    compiles: bool = False,
 ) -> dict[str, str]:
     """The environment variables of the engine's process: without those of a rank, and with vLLM's settings for its
     devices and for local communication only.
@@ -292,6 +293,7 @@ def engine_environment(
         sleeps: whether the engine gives its memory back (vLLM's sleep mode), which torch's expandable segments cannot.
         repeatable: whether this package's sampler draws, which needs vLLM's older model runner. vLLM 0.27 takes that
             one where there are logits processors; 0.32 would take its newest one, and refuse the processor.
+        compiles: on the CPU, whether vLLM may compile (`enforce_eager: False` of the user). On a GPU it always may.
     """
     environment = without_launcher(os.environ)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -323,7 +325,11 @@ def engine_environment(
             names if visible is None else [visible.split(",")[device] for device in devices]
         )
         return environment
-    return environment | _cpu_environment(tp, cores)
+    environment |= _cpu_environment(tp, cores)
+    if not compiles:
+        # vLLM compiles one small function for log-probabilities: 13 s at the first token, no gain at 64 rows
+        environment["TORCH_COMPILE_DISABLE"] = "1"
+    return environment
 
 
 def _cpu_environment(tp: int, cores: Sequence[int] | None) -> dict[str, str]:
@@ -332,8 +338,6 @@ def _cpu_environment(tp: int, cores: Sequence[int] | None) -> dict[str, str]:
     share = max(1, len(used) // tp)
     environment = {
         "CUDA_VISIBLE_DEVICES": "",
-        # vLLM compiles one small function for log-probabilities: 13 s at the first token, no gain at 64 rows
-        "TORCH_COMPILE_DISABLE": "1",
         "OMP_NUM_THREADS": str(share),
         # The number of turns that a thread spins before it sleeps. A decode step is a hundred parallel loops of
         # microseconds: 1,540 tokens/s with threads that sleep at once, 2,650 with this, 200 with long spinning on

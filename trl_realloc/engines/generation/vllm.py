@@ -118,7 +118,12 @@ class VLLMEngine:
             "folder": None if folder is None else str(folder),
         }
         environment = engine_environment(
-            tensor_parallel_size, cpu_cores, cuda_devices, sleeps=sleep_level > 0, repeatable=repeatable_sampling
+            tensor_parallel_size,
+            cpu_cores,
+            cuda_devices,
+            sleeps=sleep_level > 0,
+            repeatable=repeatable_sampling,
+            compiles=(engine_kwargs or {}).get("enforce_eager") is False,
         )
         try:
             port, reservation = reserve_port()
