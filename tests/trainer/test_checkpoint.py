@@ -29,7 +29,13 @@ from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.cli.recipe_parser import parse_recipe
 from trl_realloc.trainer.checkpoint import CheckpointError, SaveError, manifest
-from trl_realloc.trainer.checkpoint.manifest import MANIFEST, checkpoints_in, list_files, read_manifest
+from trl_realloc.trainer.checkpoint.manifest import (
+    MANIFEST,
+    checkpoints_in,
+    file_names,
+    read_manifest,
+    size_and_checksum,
+)
 from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_resume_setting
 from trl_realloc.trainer.checkpoint.saving import UnfinishedCheckpoint, surplus
 from trl_realloc.trainer.checkpoint.state_storage import Reader, Writer
@@ -117,7 +123,8 @@ def listed_anew(folder: Path) -> None:
     """Write the manifest of what is in the folder now."""
     manifest = read_manifest(folder)
     assert manifest is not None
-    replace(manifest, files=list_files(folder)).write(folder)
+    files = {name: size_and_checksum(folder / name) for name in file_names(folder)}
+    replace(manifest, files=files).write(folder)
 
 
 class OfPython3112(pickle.Pickler):

@@ -153,13 +153,9 @@ class Workload:
         each engine, and mixed, as in a real batch."""
         return tuple(_engine_lengths(self.response_tokens, self.episodes, engines, each) for each in range(engines))
 
-    def longest_engine(self, engines: int, most: int = MOST_SAMPLES) -> tuple[int, ...]:
-        """The lengths of the responses of the engine with the longest one, in its order; of more than `most` responses
-        so many."""
-        return _longest_engine(self.response_tokens, self.episodes, engines, most)
-
     def longest_engine_by_batch(self, engines: int, most: int = MOST_SAMPLES) -> tuple[tuple[int, ...], ...]:
-        """The same of `BATCHES` batches, or fewer large ones, that differ as random batches do. All lengths are equally
+        """The lengths of the responses of the engine with the longest one, in its order; of more than `most` responses
+        so many. For `BATCHES` batches, or fewer large ones, that differ as random batches do. All lengths are equally
         frequent in all of them together."""
         return _longest_engine_by_batch(self.response_tokens, self.episodes, engines, most)
 

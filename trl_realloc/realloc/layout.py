@@ -86,15 +86,6 @@ class Layout:
             parameters[parameter.name] = shared.setdefault(placed, placed)
         return Layout(spec, parameters)
 
-    def check_fits(self, bytes_per_device: int) -> None:
-        """Refuse a layout of which some device holds more bytes than `bytes_per_device`. Raises `PlanError`."""
-        fullest = max(self.devices, key=self.bytes)
-        if self.bytes(fullest) > bytes_per_device:
-            raise PlanError(
-                f"the parameters take {self.bytes(fullest) / 1e9:.1f} GB of device {fullest}, which has "
-                f"{bytes_per_device / 1e9:.1f} GB; use more devices, a larger tp or pp, or zero_stage 3."
-            )
-
 
 def volume(box: Box) -> int:
     """The number of elements in a box."""

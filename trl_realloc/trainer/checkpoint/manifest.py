@@ -87,11 +87,6 @@ def is_of_run(folder: Path, run: str) -> bool:
     return manifest is not None and manifest.run == run
 
 
-def list_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file of a folder with its size in bytes and its checksum."""
-    return {name: size_and_checksum(folder / name) for name in file_names(folder)}
-
-
 def file_names(folder: Path) -> list[str]:
     """The files of a folder but its manifest, by path inside the folder."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
