@@ -2,7 +2,8 @@
 
     python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json
 
-`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`).
+`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`). `--plan` replaces the preset `flatten`, whose calls are
+on all devices as TRL's are.
 
 Every run is a process (or two) of its own. The first update of each is warm-up and not counted. The policy ends a
 response at each token with the same probability, so lengths are skewed: a quarter of the limit in the mean, and an
@@ -39,7 +40,7 @@ MEAN_SHARES = {128: 1 / 4, 512: 1 / 4, 1024: 1 / 8}  # of the limit: a response'
 # --- one run, in a process of its own ---
 
 
-def worker(side: str, processes: int, limit: int, seed: int, out: Path) -> None:
+def worker(side: str, processes: int, limit: int, seed: int, out: Path, plan: str) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
 
@@ -63,7 +64,7 @@ def worker(side: str, processes: int, limit: int, seed: int, out: Path) -> None:
     if side == "trl":
         _watch_trl(marks, lengths)
     accumulation = EPISODES // processes // 16
-    ours: dict[str, Any] = {} if side == "trl" else {"generation_engine": "vllm", "plan": "flatten"}
+    ours: dict[str, Any] = {} if side == "trl" else {"generation_engine": "vllm", "plan": plan}
     updates = 1 + MEASURED[limit]
     args = PPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -156,14 +157,14 @@ def _our_split(logs: list[dict[str, float]]) -> dict[str, float]:
 # --- the benchmark ---
 
 
-def one_run(side: str, processes: int, limit: int, seed: int, mark: int) -> dict[str, Any]:
+def one_run(side: str, processes: int, limit: int, seed: int, mark: int, plan: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable]
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += [str(Path(__file__)), "--worker", side, "--processes", str(processes), "--limit", str(limit)]
-        command += ["--seed", str(seed)]
+        command += ["--seed", str(seed), "--plan", plan]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         environment = {
             **os.environ,
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--algorithm", choices=["ppo", "grpo"], default="ppo")
     parser.add_argument("--limits", type=int, nargs="+", help="longest responses; PPO 128, 512 and 1024, GRPO 512")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--plan", default="flatten", help="PPO: the plan of this project's side, a preset or a file")
     parser.add_argument("--small", action="store_true", help="GRPO: a quick check, limit 64, one repeat")
     parser.add_argument("--arms", nargs="+", default=["trl", "plug", "flatten", "auto"], help="GRPO: what is compared")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -214,7 +216,7 @@ def main() -> None:
         return
     options.limits = options.limits or [128, 512, 1024]
     if options.worker:
-        worker(options.worker, options.processes[0], options.limit, options.seed, options.out)
+        worker(options.worker, options.processes[0], options.limit, options.seed, options.out, options.plan)
         return
     console, rows = Console(), []
     rate = gemm_flops()
@@ -225,7 +227,7 @@ def main() -> None:
             for repeat in range(options.repeats):
                 for side in ("trl", "ours"):
                     mark += 1
-                    runs[side].append(one_run(side, processes, limit, 5 + repeat, mark))
+                    runs[side].append(one_run(side, processes, limit, 5 + repeat, mark, options.plan))
                     done = runs[side][-1]
                     console.print(
                         f"{side:5} {processes} x limit {limit}: {done['seconds_per_update']:.2f} s per update"
@@ -237,6 +239,7 @@ def main() -> None:
         "gemm_gflops": rate / 1e9,
         "episodes_per_update": EPISODES,
         "repeats": options.repeats,
+        "plan": options.plan,
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
         "torch": torch.__version__,
         "commit": result_file.commit(),
