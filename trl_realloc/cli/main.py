@@ -65,17 +65,25 @@ def plan_table(plan: ExecutionPlan) -> Table:
     return table
 
 
-_devices = click.option("--devices", type=int, metavar="N", help="Devices of the whole job (its processes).")
-_nodes = click.option("--nodes", type=int, metavar="M", help="Nodes they are on (1).")
-_prompt_tokens = click.option("--prompt-tokens", type=float, metavar="T", help="Mean length of a recipe's prompts.")
+_devices = click.option("--devices", type=int, metavar="N", help="Number of devices (processes) of the whole job.")
+_nodes = click.option("--nodes", type=int, metavar="M", help="Number of nodes of these devices; 1 if left out.")
+_prompt_tokens = click.option(
+    "--prompt-tokens", type=float, metavar="T", help="Mean tokens of a recipe's prompts; 64 if left out."
+)
 _engine = click.option(
     "--engine",
     type=click.Choice(["vllm", "transformers"]),
     default="vllm",
     show_default=True,
-    help="What generates, in a preset.",
+    help="Engine that generates, for a preset.",
 )
-_zero_stage = click.option("--zero-stage", type=click.IntRange(0, 3), default=0, show_default=True, help="In a preset.")
+_zero_stage = click.option(
+    "--zero-stage",
+    type=click.IntRange(0, 3),
+    default=0,
+    show_default=True,
+    help="ZeRO stage, for a preset.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -119,7 +127,9 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
     metavar="KIND:NxM",
     help="Plan a recipe for N nodes of M known devices, like h100:16x8; without --devices and --nodes.",
 )
-@click.option("--profile", "measured", type=click.Path(path_type=Path), help="Plan a recipe for a measured machine.")
+@click.option(
+    "--profile", "measured", type=click.Path(path_type=Path), help="Plan a recipe for the machine of a profile."
+)
 @_prompt_tokens
 @click.option(
     "--explain",
@@ -128,9 +138,9 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
     is_flag=False,
     flag_value=OVERLAPS,
     metavar="[CALL]",
-    help="Say what bounds a call, in numbers; without CALL what each way to overlap calls is worth.",
+    help="Print what CALL spends its time on; without CALL, what each way to overlap calls saves.",
 )
-@click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="S", help="Of the search.")
+@click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="S", help="Seconds of the search.")
 def plan(
     what: str,
     devices: int | None,
@@ -144,7 +154,7 @@ def plan(
     calls: tuple[str, ...],
     time_limit: float,
 ) -> None:
-    """Choose the plan for a RECIPE, and say what it was chosen over; or write the plan that a PRESET stands for.
+    """Choose the plan for a RECIPE and print the alternatives, or write the plan of a PRESET.
 
     A recipe is planned for --cluster, for the machine of --profile, or for this one, which is measured the first time.
     The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json. Without
@@ -260,8 +270,11 @@ def _save(written: ExecutionPlan, output: Path) -> None:
 )
 @_prompt_tokens
 def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tokens: float | None) -> None:
-    """Measure what this machine needs for a recipe's models, or for those in the folders ACTOR and CRITIC, with as many
-    processes as the run will have; generation under tensor degrees too, which a run's own measuring leaves out."""
+    """Measure the models of a RECIPE, or those in the folders ACTOR and CRITIC, on this machine.
+
+    Give as many --devices as the run will have. Generation is measured under tensor degrees too, which a run's own
+    measuring leaves out.
+    """
     if len(what) > 2:
         raise PlanError(f"profile takes a recipe, or the folders of actor and critic, not {len(what)} arguments.")
     check_processes(devices)
@@ -301,7 +314,7 @@ def report(run_dir: Path) -> None:
 @commands.command()
 @click.argument("runs", nargs=2, type=click.Path(exists=True, file_okay=False, path_type=Path))
 def compare(runs: tuple[Path, Path]) -> None:
-    """Compare what the calls of two RUNS took, such as of one recipe under two plans: folders with a timeline.json."""
+    """Compare the seconds of the calls of two RUNS, which are folders with a timeline.json."""
     try:
         first, second = (Timeline.load(run / "timeline.json") for run in runs)
     except PlanError as error:
