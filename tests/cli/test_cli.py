@@ -147,11 +147,11 @@ def test_two_runs_are_compared_call_by_call(tmp_path: Path, capsys: pytest.Captu
     assert any("whole" in row and "1.667" in row and "1.500" in row for row in rows)
 
 
-def test_a_run_without_a_timeline_is_refused_with_what_saves_one(
+def test_a_run_without_a_timeline_is_refused_with_what_writes_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
-    assert "save one with trainer.timeline.save(path)" in capsys.readouterr().err
+    assert "a run writes it to its output_dir when it ends" in capsys.readouterr().err
 
 
 # --- planning a recipe ------------------------------------------------------------------------------------------------

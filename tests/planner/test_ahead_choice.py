@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from trl_realloc.planner.ahead_problem import AheadProblem, Split, splits
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory
+from trl_realloc.planner.overlap_worth import OverlapWorth
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
@@ -118,6 +120,18 @@ def test_a_difference_of_two_plans_in_words(seconds: float, said: str) -> None:
     plan = estimate_plan(separate(prices.cluster, graph=GRAPH), MODELS, prices, exact=False)
     one, other = (replace(plan, estimate=replace(plan.estimate, seconds=each)) for each in (seconds, 10.0))
     assert saving(one, other) == said
+
+
+def test_a_chosen_plan_that_saves_nothing_is_not_said_to_save() -> None:
+    prices = replace(costs(nodes=1), memory=None)
+    plan = estimate_plan(separate(prices.cluster, graph=GRAPH), MODELS, prices, exact=False)
+    decision: Any = SimpleNamespace(best=plan, search=SimpleNamespace(exhaustive=True), streams_ahead={})
+    for name in ("fused", "fused_ahead", "streams", "stream_ahead", "staleness"):
+        setattr(decision, name, None)
+    worth = OverlapWorth(decision, GRAPH, MODELS, 0, corrects=False)
+    vars(worth)["apart"] = replace(plan, estimate=replace(plan.estimate, seconds=1.001 * plan.seconds))
+    assert worth.ways[0].verdict == "as fast as the chosen plan"
+    assert "saves" not in worth.sentences[-1]
 
 
 @pytest.mark.parametrize("cluster", [Cluster(1, 2), Cluster(1, 8), Cluster(2, 8), Cluster(3, 4), Cluster(16, 8)])

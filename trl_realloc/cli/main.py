@@ -165,7 +165,10 @@ def plan(
             raise PlanError(f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
         if is_plan(Path(what)):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
-        _refuse_given(OF_PRESETS, f"a preset; {what} is a recipe, with the engine in its settings")
+        _refuse_given(
+            OF_PRESETS,
+            f"a preset, and {what} is a recipe: the planner chooses the layouts",
+        )
         output = output or _free_name()
         _check_output(output, "the plan")
         named = [call for call in calls if call != OVERLAPS]
@@ -318,7 +321,7 @@ def compare(runs: tuple[Path, Path]) -> None:
     try:
         first, second = (Timeline.load(run / "timeline.json") for run in runs)
     except PlanError as error:
-        raise PlanError(f"{error.problems[0][:-1]}; save one with trainer.timeline.save(path).") from None
+        raise PlanError(f"{error.problems[0][:-1]}; a run writes it to its output_dir when it ends.") from None
     table = Table("call", *(str(run) for run in runs), "ratio", title="seconds per update", title_justify="left")
     for call, first_s, second_s, _ in first.compare(second):
         ratio = f"{second_s / first_s:.2f}x" if first_s and second_s else ""

@@ -23,7 +23,7 @@ from .zero_communication import DataParallelGroup
 
 CPU_ERROR = 0.08  # measured by benchmarks/planner.py
 LEAST_ZERO = 0.1  # of the formula, below which a measurement is taken for noise
-ACCELERATOR_ERROR = 0.1  # assumed: no estimate has been compared with an accelerator
+ACCELERATOR_ERROR = 0.1  # assumed: no estimate from measured rates has been compared with an accelerator
 FEWEST = 2  # observations of a kind of work, below which nothing is fitted
 
 

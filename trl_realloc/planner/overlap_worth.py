@@ -14,7 +14,7 @@ from ..plan.algorithm_graphs import has_host_loop
 from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
-from .ahead_choice import StalenessChoice, ages, choose_staleness, saving
+from .ahead_choice import NOTHING, StalenessChoice, ages, choose_staleness, saving
 from .choose import MANY, choose
 from .decision import Decision
 from .fused_choice import NOT_ALLOWED
@@ -186,8 +186,9 @@ class OverlapWorth:
             return "chosen"
         if plan.staleness.versions > self.allowed:
             return f"{_would(plan, best)}; you allow {self.allowed} (max_staleness)"
-        if plan.seconds >= best.seconds:
-            return f"{plan.seconds / best.seconds - 1:.0%} slower than the chosen plan"
+        slower = plan.seconds / best.seconds - 1
+        if slower >= 0:
+            return "as fast as the chosen plan" if slower < 0.005 else f"{slower:.0%} slower than the chosen plan"
         gain = 1 - plan.seconds / best.seconds
         return f"{gain:.1%} faster than the chosen plan; differences below {error:.0%} do not count"
 
@@ -212,7 +213,8 @@ class OverlapWorth:
         lines.append(f"Staleness: {self._staleness_sentence}.")
         if self.decision.stream_ahead is not None:
             lines.append(f"Streams beside this staleness: {self.decision.stream_ahead.sentence}.")
-        saved = f", which {saving(best, self.apart)}" if best != self.apart else ""
+        what = saving(best, self.apart)
+        saved = "" if best == self.apart or what == NOTHING else f", which {what}"
         lines.append(f"Chosen: the plan {best.name!r}, {best.seconds:.3g} s{saved}.")
         return tuple(lines)
 
