@@ -209,6 +209,24 @@ def test_evaluation_reports_the_objectives_and_repeats_itself(run) -> None:
     assert {"eval_a_objective/scores", "eval_b_objective/scores"} <= set(parts)
 
 
+def test_an_evaluation_in_several_batches_counts_the_eos_tokens_of_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.trainer(tmp_path, given={"eval_dataset": tiny.prompts(5)}, per_device_eval_batch_size=2)
+    run_batch, counts, scores = made.executor.run, [], []
+
+    def recorded(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        iteration = run_batch(batch, *args, **kwargs)
+        counts.append(len(batch) + 1)
+        scores.append(iteration.metrics["objective/scores"] * len(batch))
+        return replace(iteration, metrics={**iteration.metrics, "val/num_eos_tokens": counts[-1]})
+
+    monkeypatch.setattr(made.executor, "run", recorded)
+    metrics = made.evaluate()
+    assert counts == [3, 3, 2] and metrics["eval_val/num_eos_tokens"] == 8
+    assert metrics["eval_objective/scores"] == pytest.approx(sum(scores) / 5)
+
+
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [

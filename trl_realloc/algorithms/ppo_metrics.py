@@ -13,6 +13,9 @@ from .ppo_weights import SampleWeights
 from .rollout import Rollouts
 
 
+COUNTS = ("val/num_eos_tokens",)  # metrics that are sums over a batch; the other metrics of samples are means
+
+
 def objective_metrics(samples: Rollouts, settings: PPOSettings, eos_token_id: int | None) -> dict[str, float]:
     """`objective/*` and `val/num_eos_tokens` of one global batch after `prepare`: as in TRL, sums over each response,
     then the mean over samples."""

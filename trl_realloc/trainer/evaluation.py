@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
 
+from ..algorithms.ppo_metrics import COUNTS
 from ..algorithms.prompt_batches import PromptBatch, prompt_loader
 from ..algorithms.prompts import DataError, tokenize_prompts
 from ..plan.dataflow import CallKind, Role
@@ -92,7 +93,7 @@ class EvaluationMixin:
                 constructor's dict; by default the constructor's.
 
         Returns:
-            `{prefix}_objective/*`: the means over the prompts.
+            `{prefix}_objective/*`: the means over the prompts. `{prefix}_val/num_eos_tokens`: the sum over the prompts.
 
         Raises:
             DataError: a dataset without prompts, or prompts that the policy cannot respond to.
@@ -115,11 +116,14 @@ class EvaluationMixin:
             for at, batch in enumerate(self.get_eval_dataloader(rows)):
                 iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=scoring)
                 for name, value in iteration.metrics.items():
-                    sums[name] += value * len(batch)
+                    sums[name] += value if name in COUNTS else value * len(batch)
                     counts[name] += len(batch)
                 count += len(batch)
             self._end_together()
-        metrics = {f"{metric_key_prefix}_{name}": total / counts[name] for name, total in sums.items()}
+        metrics = {
+            f"{metric_key_prefix}_{name}": total if name in COUNTS else total / counts[name]
+            for name, total in sums.items()
+        }
         metrics |= speed_metrics(metric_key_prefix, start, num_samples=count)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
