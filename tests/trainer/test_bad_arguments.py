@@ -122,6 +122,7 @@ def test_numbers_of_numpy_and_whole_numbers_written_as_floats_are_taken(tmp_path
     )
     assert (args.total_episodes, args.response_length, args.gamma, args.learning_rate) == (10_000, 8, 1.0, 0.0)
     assert type(args.total_episodes) is type(args.response_length) is int
+    assert type(args.logging_steps) is type(args.save_steps) is int, "as with TRL's configuration"
 
 
 def test_temperatures_that_vllm_cannot_sample_with_are_refused_before_it_starts(tmp_path: Path) -> None:

@@ -31,14 +31,16 @@ def by_transformers(args: Any) -> str:
 
 
 def check_settings(args: Any) -> None:
-    """Check a configuration, and set numbers to what they are read as: NumPy's as Python's, 1e4 episodes as 10000.
+    """Check a configuration, and set numbers to what they are read as: NumPy's as Python's, 1e4 episodes as 10000. An
+    `int` stays as it is, also where a `float` may be given, such as `logging_steps`.
 
     Raises:
         ConfigError: with all settings that are not allowed.
     """
     read, problems = read_settings({field.name: getattr(args, field.name, None) for field in fields(args)})
     for name, value in read.items():
-        setattr(args, name, value)
+        if type(getattr(args, name)) is not int:
+            setattr(args, name, value)
     problems += [*_problems(args), *(_ppo_problems(args) if hasattr(args, "stop_token") else ())]
     if problems:
         raise ConfigError("\n".join(problems))
