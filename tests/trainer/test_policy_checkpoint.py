@@ -24,6 +24,7 @@ from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
 from trl_realloc.trainer.checkpoint.mixin import CheckpointMixin
 from trl_realloc.trainer.checkpoint.resuming import STATE, is_needed_by_all, newest_whole
 from trl_realloc.trainer.checkpoint.training_state import StateWrite
+from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import GRPOConfig
 from trl_realloc.trainer.optimizers import LearningRates
 
@@ -279,3 +280,30 @@ def test_other_prompts_are_refused_and_unknown_ones_are_not(tmp_path: Path) -> N
         other._find_checkpoint(True)
     other.checkpoint_identity = Identity("AdamW", len(prompts()), None, None)
     assert other._find_checkpoint(True) is not None
+
+
+def test_where_accelerate_trains_the_best_model_is_that_of_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
+    def made(**changes: Any) -> GRPOTrainer:
+        args = GRPOConfig(
+            str(tmp_path),
+            **{**tiny.BARE, "save_strategy": "steps"},
+            save_steps=1,
+            save_only_model=True,
+            load_best_model_at_end=True,
+            metric_for_best_model="reward",
+            eval_strategy="steps",
+            eval_steps=1,
+            max_steps=1,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=4,
+            use_vllm=False,
+        )
+        given = {"eval_dataset": tiny.prompts(2), "processing_class": tiny.tokenizer()}
+        return GRPOTrainer(tiny.policy(**changes), lengths, args, ROWS, **given)
+
+    with pytest.raises(ConfigError, match="load_best_model_at_end.*save_only_model"):
+        made()
+    trainer = made(attention_dropout=0.1)
+    trainer.train()
+    assert trainer.trains_by_accelerate and trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")

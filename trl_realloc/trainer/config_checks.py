@@ -50,11 +50,6 @@ def _problems(args: Any) -> Iterator[str]:
     """Sentences about settings that are no numbers, and about settings that exclude each other."""
     if not isinstance(args.plan, str | os.PathLike | Mapping | ExecutionPlan | None):
         yield f"plan must be auto, a preset, a YAML file's path, a dict or an ExecutionPlan, not {shown(args.plan)}."
-    if args.save_only_model and args.load_best_model_at_end:
-        yield (
-            "load_best_model_at_end loads the best checkpoint's float32 weights from its optimizer's state, which "
-            "save_only_model leaves out; set one of them to false."
-        )
     weights = args.reward_weights
     if weights is not None and not (isinstance(weights, list | tuple) and all(map(_is_finite, weights))):
         yield f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}."
@@ -71,7 +66,18 @@ def _ppo_problems(args: Any) -> Iterator[str]:
     """Sentences about settings of PPO that exclude each other."""
     if args.stop_token is not None and args.stop_token_id is not None:
         yield "stop_token and stop_token_id are both set; keep one of them."
+    yield from best_model_problems(args)
     yield from _correction_problems(args)
+
+
+def best_model_problems(args: Any) -> Iterator[str]:
+    """Sentences about `load_best_model_at_end` in a run that the plan's engines train. Where Accelerate trains, Trainer
+    loads the best model."""
+    if args.save_only_model and args.load_best_model_at_end:
+        yield (
+            "load_best_model_at_end loads the best checkpoint's float32 weights from its optimizer's state, which "
+            "save_only_model leaves out; set one of them to false."
+        )
 
 
 def _correction_problems(args: Any) -> Iterator[str]:

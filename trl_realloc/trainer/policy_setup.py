@@ -37,7 +37,7 @@ from ..runtime.launch.launcher import announce
 from ..runtime.roles import Roles
 from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
-from .config_checks import ConfigError
+from .config_checks import ConfigError, best_model_problems
 from .grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype, reward_dtype
 from .input_checks import check_positions
 from .job_builder import compute_dtype
@@ -121,6 +121,8 @@ def prepare_policy(
     model, peft_config = inputs["model"], inputs.get("peft_config")
     optimizer, scheduler = inputs.get("optimizers") or (None, None)
     rank = world.process_index
+    if problems := list(best_model_problems(args)):
+        raise ConfigError("\n".join(problems))
     if any(isinstance(given, str) for given in [model, *reward_models(inputs.get("reward_funcs"))]):
         check_init_kwargs(args)
     rewards = _reward_sources(args, inputs)
