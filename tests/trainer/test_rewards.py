@@ -141,6 +141,12 @@ def test_a_function_that_asks_for_a_column_that_is_not_there_is_refused_at_once(
 
     with pytest.raises(RewardError, match="takes 'answers'.*can be given prompts, completions, completion_ids, answer"):
         tiny.trainer(tmp_path, given={"reward_model": reward, "train_dataset": tiny.prompts(64, answer=[1] * 64)})
+    given = {"reward_model": reward, "train_dataset": tiny.prompts(64, answers=[1] * 64)}
+    with pytest.raises(RewardError, match="takes 'answers', which is no column of eval_dataset; it can be given"):
+        tiny.trainer(tmp_path, given={**given, "eval_dataset": tiny.prompts(4)})
+    evaluation = {"a": tiny.prompts(4, answers=[1] * 4), "b": tiny.prompts(4)}
+    with pytest.raises(RewardError, match="takes 'answers', which is no column of eval_dataset 'b'; it can be given"):
+        tiny.trainer(tmp_path, given={**given, "eval_dataset": evaluation})
 
 
 @pytest.mark.parametrize(

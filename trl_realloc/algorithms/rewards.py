@@ -91,8 +91,12 @@ class FunctionReward:
     function: RewardFunction
     name: str
 
-    def check_parameters(self, columns: Sequence[str]) -> None:
-        """Raises `RewardError` if a parameter of the function is none of the arguments and columns."""
+    def check_parameters(self, columns: Sequence[str], dataset: str) -> None:
+        """Raises `RewardError` if a parameter of the function is none of the arguments and columns.
+
+        Args:
+            dataset: whose columns they are, for the message.
+        """
         available = ["prompts", "completions", "completion_ids", *columns]
         try:
             parameters = inspect.signature(self.function).parameters.values()
@@ -113,8 +117,8 @@ class FunctionReward:
         missing = [name for name in needed if name not in available]
         if missing:
             raise RewardError(
-                f"reward function {self.name!r} takes {', '.join(map(repr, missing))}, which is no column of the "
-                f"dataset; it can be given {', '.join(available)}."
+                f"reward function {self.name!r} takes {', '.join(map(repr, missing))}, which is no column of "
+                f"{dataset}; it can be given {', '.join(available)}."
             )
 
     def call(self, samples: Rollouts, texts: Callable[[], Texts]) -> Any:

@@ -5,7 +5,7 @@ Tokenizing and checking are in `algorithms.prompts`, batching in `algorithms.pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class PromptData:
             `algorithms.prompts.check_prompts` does, and gives the tokens of each prompt.
         mean_tokens: mean length of a training prompt, tokens.
         longest: tokens of the longest prompt of all datasets.
+        columns: of each dataset, by its name for messages, the columns that reward functions can take, sorted.
     """
 
     train: Any
@@ -34,12 +35,7 @@ class PromptData:
     check: Callable[[Any, str], list[int]]
     mean_tokens: float
     longest: int
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns of the training dataset that reward functions can take, sorted."""
-        names = set(getattr(self.train, "column_names", None) or self.train[0])
-        return sorted(names - {"input_ids", "attention_mask", "prompt"})
+    columns: Mapping[str, Sequence[str]]
 
 
 def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_id: int) -> PromptData:
@@ -64,15 +60,21 @@ def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_
             rows, name, args.response_length, context_length, vocabulary, collate, all_columns=all_columns
         )
 
-    train_tokens = token_counts(train, "train_dataset")
-    longest = max(max(tokens) for tokens in [train_tokens, *(token_counts(rows, n) for n, rows in evaluation.items())])
+    several = isinstance(inputs.eval_dataset, dict)
+    named = {"train_dataset": train}
+    named |= {_named(key) if several else key: rows for key, rows in evaluation.items()}
+    tokens = {name: token_counts(rows, name) for name, rows in named.items()}
     return PromptData(
         train,
-        evaluation if isinstance(inputs.eval_dataset, dict) else evaluation.get("eval_dataset"),
+        evaluation if several else evaluation.get("eval_dataset"),
         collate,
         token_counts,
-        mean_tokens=sum(train_tokens) / len(train),
-        longest=longest,
+        mean_tokens=sum(tokens["train_dataset"]) / len(train),
+        longest=max(map(max, tokens.values())),
+        columns={
+            name: sorted({*rows.column_names} - {"input_ids", "attention_mask", "prompt"})
+            for name, rows in named.items()
+        },
     )
 
 
@@ -82,7 +84,9 @@ def _tokenize_evaluation(args: PPOConfig, dataset: Any, tokenizer: Any) -> dict[
         return {}
     if not isinstance(dataset, dict):
         return {"eval_dataset": tokenize_prompts(dataset, tokenizer, "eval_dataset", args.dataset_num_proc)}
-    return {
-        name: tokenize_prompts(rows, tokenizer, f"eval_dataset {name!r}", args.dataset_num_proc)
-        for name, rows in dataset.items()
-    }
+    return {key: tokenize_prompts(rows, tokenizer, _named(key), args.dataset_num_proc) for key, rows in dataset.items()}
+
+
+def _named(key: str) -> str:
+    """One of several evaluation datasets in messages."""
+    return f"eval_dataset {key!r}"

@@ -126,7 +126,8 @@ def prepare(
     if request.plan is not None:
         arrival_algorithm(algorithm, request.plan)
     for function in rewards.functions:
-        function.check_parameters(prompts.columns)
+        for dataset, columns in prompts.columns.items():
+            function.check_parameters(columns, dataset)
     context_length = prompts.longest + args.response_length
     input_checks.check_positions(configs, context_length)
     job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
