@@ -294,6 +294,19 @@ def test_texts_with_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture
     assert "[INST] a [/INST]" in shown and "[bold]b[/b]" in shown
 
 
+def test_completions_go_to_comet_under_trls_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[str, list[dict[str, Any]]]] = []
+
+    def log(name: str, table: Any) -> None:
+        logged.append((name, table.to_dict("records")))
+
+    monkeypatch.setattr("trl.trainer.utils.log_table_to_comet_experiment", log)
+    rows = [{"query": "a", "model response": "b", "score": 1.0}]
+    show_completions(rows, ["tensorboard"], 1)
+    show_completions(rows, ["comet_ml"], 1)
+    assert logged == [("completions.csv", rows)]
+
+
 def test_trainer_model_is_named_as_trls_and_does_what_a_policy_does(run, tmp_path: Path) -> None:
     made, _, _ = run
     model = made.model

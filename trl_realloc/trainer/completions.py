@@ -23,7 +23,8 @@ def completion_rows(samples: Rollouts, processing_class: Any) -> list[dict[str, 
 
 
 def show_completions(rows: Sequence[dict[str, Any]], report_to: Sequence[str], step: int) -> None:
-    """Print five rows to the terminal, and log all rows to Weights & Biases if the run reports there."""
+    """Print five rows to the terminal, and log all rows to Weights & Biases and to Comet if the run reports there, as
+    TRL does."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -41,3 +42,9 @@ def show_completions(rows: Sequence[dict[str, Any]], report_to: Sequence[str], s
 
         if wandb.run is not None:
             wandb.log({"completions": wandb.Table(dataframe=pd.DataFrame(rows))})
+    if "comet_ml" in report_to:
+        import pandas as pd
+
+        from .trl_compat import log_table_to_comet
+
+        log_table_to_comet("completions.csv", pd.DataFrame(rows))

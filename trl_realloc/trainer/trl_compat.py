@@ -1,5 +1,5 @@
-"""The base classes of our trainers and configurations in the installed release of TRL. No other file depends on the
-release.
+"""The base classes of our trainers and configurations in the installed release of TRL, and its table for Comet. No
+other file depends on the release.
 
 The trainers of GRPO and RLOO, which are TRL's own in every release, are in `trl_policy_trainers`.
 
@@ -50,10 +50,18 @@ class PPOTrainerBase(TrainerBase):
             super().__init__(**trainer_arguments)
 
 
+def log_table_to_comet(name: str, table: Any) -> None:
+    """Log a DataFrame to the Comet experiment that is running, if one is."""
+    from trl.trainer.utils import log_table_to_comet_experiment
+
+    log_table_to_comet_experiment(name=name, table=table)
+
+
 __all__ = [
     "HAS_TRL_PPO",
     "ConfigBase",
     "PPOTrainerBase",
     "TRLGRPOConfig",
     "TRLRLOOConfig",
+    "log_table_to_comet",
 ]
