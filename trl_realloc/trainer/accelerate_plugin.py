@@ -37,8 +37,8 @@ class ReallocationPlugin:
             `TRL_REALLOC_CHECKSUMS`.
         replan (`float`, *optional*, defaults to `0.1`):
             With `plan: auto`: the relative change of the plan's estimate, caused by the lengths of responses, above
-                which the planner searches again between two updates; 0 or less for never. Environment:
-                `TRL_REALLOC_REPLAN`.
+            which the planner searches again between two updates; 0 or less for never. Environment:
+            `TRL_REALLOC_REPLAN`.
         measure (`str`, *optional*, defaults to `"between"`):
             With `plan: auto` on a machine that was not measured for these models: `between` begins at once under a plan
             by specification and measures between two updates, as soon as a better plan can save more than that takes;

@@ -27,7 +27,7 @@ from ..plan.algorithm_graphs import grpo_graph
 from ..plan.assignment import in_place
 from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
-from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
+from ..profiling.auto_plan import JobPlan
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels
 from ..runtime.calls import CallSettings
@@ -49,7 +49,7 @@ from .policy_lengths import context_limit, positions_of
 from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
-from .setup import check_plan_of_run, frozen_in_part, optimizer_maker
+from .setup import check_plan_of_run, frozen_in_part, optimizer_maker, plan_of_job
 from .trl_sampling import generation_config, sampling_of, stop_token_ids, uncorrected_loss
 
 
@@ -131,12 +131,7 @@ def prepare_policy(
     request = of_host_loop(read_plan_request(args, plugin, world, model, graph), inputs)
     configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
     check_optimizer(args, optimizer, scheduler, {"model": model})
-    processing_class = inputs.get("processing_class") or AutoTokenizer.from_pretrained(
-        model if isinstance(model, str) else model.config._name_or_path,
-        truncation_side="left",
-        padding_side="left",
-        trust_remote_code=args.trust_remote_code,
-    )
+    processing_class = inputs.get("processing_class") or _tokenizer_of(args, model)
     adapters = adapter_configs(model, peft_config)
     settings = None if optimizer is None else without_parameters(optimizer)  # kept for the whole run
     sharding = OptimizerSharding(args, settings)
@@ -145,38 +140,15 @@ def prepare_policy(
         check = partial(_check_with_adapters, check)
     if request.plan is not None:
         check(request.plan)
-    models = JobModels.of_run(
-        configs,
-        graph,
-        model,
-        peft_config=peft_config,
-        processing_class=processing_class,
-        mixed=compute_dtype(args),
-        generation_engine=request.engine,
-    )
-    vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
     by_vllm = (request.plan["actor.generate"].engine if request.plan is not None else request.engine) == "vllm"
+    vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
     sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
-    stays = why_not_moved(sampling)
-    check_moves(args, request.plan, stays)
-    job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
-    streams = not turn_makers(inputs) and stays is None
-    job = replace(
-        job, check=check, splits=sharding.splits_with(adapters), max_staleness=args.max_staleness, streams=streams
-    )
-    job_plan = (
-        plan_job(job, measure_first=plugin.measure == "first")
-        if request.plan is None
-        else known_estimate(job, request.plan)
-    )
+    job = _describe_job(args, plugin, request, rank, inputs, configs, graph, processing_class, sampling)
+    job = replace(job, check=check, splits=sharding.splits_with(adapters))
+    job_plan = plan_of_job(job, request, plugin)
     corrects = by_vllm and bool(args.vllm_importance_sampling_correction)
     if corrects and (problem := uncorrected_loss(args)):
         raise ConfigError(problem)
-    # the training engine's model takes prompts that are longer than those of the data sets
-    tokens = (
-        job.options.context_length if by_vllm else args.vllm_max_model_length or positions_of(configs[Role.ACTOR][0])
-    )
-    context = None if tokens is None else context_limit(tokens, configs[Role.ACTOR][0])
     check_positions(configs, job.options.context_length)
     announce(request.processes, job_plan.plan, rank)
     policy, roles = build_policy_roles(args, job_plan.plan, rank, model, peft_config, configs, rewards)
@@ -188,7 +160,9 @@ def prepare_policy(
         plan=job_plan.plan,
         model_before_start=policy if has_part else _shell(configs[Role.ACTOR][0], model),
         roles=roles,
-        call_settings=_call_settings(args, sampling, processing_class, rewards, context, job),
+        call_settings=_call_settings(
+            args, sampling, processing_class, rewards, _context(args, job, configs[Role.ACTOR][0], by_vllm), job
+        ),
         reward_models=rewards.models,
         algorithm=HostLoss(graph),
         rates=LearningRates.of(args, optimizer, scheduler, (Role.ACTOR,)),
@@ -200,6 +174,58 @@ def prepare_policy(
         processing_class=processing_class,
         is_frozen_in_part=frozen_in_part(model),
     )
+
+
+def _tokenizer_of(args: PolicyConfig, model: Any) -> Any:
+    """The tokenizer of a policy for which the user gave none, as TRL loads it."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return AutoTokenizer.from_pretrained(
+        name, truncation_side="left", padding_side="left", trust_remote_code=args.trust_remote_code
+    )
+
+
+def _describe_job(
+    args: PolicyConfig,
+    plugin: ReallocationPlugin,
+    request: PlanRequest,
+    rank: int,
+    inputs: Mapping[str, Any],
+    configs: Mapping[Role, Sequence[Any]],
+    graph: DataflowGraph,
+    processing_class: Any,
+    sampling: Sampling,
+) -> Job:
+    """What the planner needs to know of this run.
+
+    Raises:
+        ConfigError: see `check_moves`.
+        DataError: see `make_policy_job`.
+    """
+    stays = why_not_moved(sampling)
+    check_moves(args, request.plan, stays)
+    models = JobModels.of_run(
+        configs,
+        graph,
+        inputs["model"],
+        peft_config=inputs.get("peft_config"),
+        processing_class=processing_class,
+        mixed=compute_dtype(args),
+        generation_engine=request.engine,
+    )
+    job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
+    return replace(job, max_staleness=args.max_staleness, streams=not turn_makers(inputs) and stays is None)
+
+
+def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> ContextLimit | None:
+    """The most tokens of a prompt with its completion; `None` if the model has no limit.
+
+    Args:
+        config: the policy's Transformers config.
+        by_vllm: whether vLLM engines generate. The training engine's model also takes prompts that are longer than
+            those of the data sets.
+    """
+    tokens = job.options.context_length if by_vllm else args.vllm_max_model_length or positions_of(config)
+    return None if tokens is None else context_limit(tokens, config)
 
 
 def check_turns(args: PolicyConfig, inputs: Mapping[str, Any]) -> None:

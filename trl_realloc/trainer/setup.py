@@ -132,8 +132,7 @@ def prepare(
     input_checks.check_positions(configs, context_length)
     job = _describe_job(args, plugin, request, rank, inputs, configs, prompts, context_length, tokens.pad)
     job = replace(job, check=check, splits=sharding.splits_with(adapters))
-    measures = plugin.measure == "first"
-    job_plan = plan_job(job, measure_first=measures) if request.plan is None else known_estimate(job, request.plan)
+    job_plan = plan_of_job(job, request, plugin)
     plan = job_plan.plan
     announce(request.processes, plan, rank)
     policy, roles = build_roles(args, plan, rank, inputs, rewards, configs)
@@ -164,6 +163,13 @@ def prepare(
         value_shell=value_shell,
         is_frozen_in_part=frozen_in_part(inputs.model, inputs.value_model),
     )
+
+
+def plan_of_job(job: Job, request: PlanRequest, plugin: ReallocationPlugin) -> JobPlan:
+    """The plan that the user asked for, or else the planner's choice, with its estimate. All ranks together."""
+    if request.plan is not None:
+        return known_estimate(job, request.plan)
+    return plan_job(job, measure_first=plugin.measure == "first")
 
 
 def frozen_in_part(*models: Any) -> bool:
