@@ -7,6 +7,8 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -354,6 +356,26 @@ def test_a_model_that_vllm_cannot_serve_is_not_measured(tmp_path: Path) -> None:
     remedy = "heads of 32, .*, not for this model's 16; set generation_engine: transformers"
     with pytest.raises(RecipeError, match=f"cannot be measured on this machine: on a CPU vLLM has .*{remedy}"):
         measure.main(str(recipe), str(tmp_path / "profile.json"), 64.0, thorough=False)
+
+
+def test_measuring_leaves_no_logs_of_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiny
+
+    from trl_realloc.cli import measure
+
+    tiny.config().save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    settings = "bf16: false\nuse_cpu: true\ngeneration_engine: transformers\n"
+    recipe.write_text(f"sft_model_path: model\nreward_model_path: model\n{settings}")
+    jobs: list[Any] = []
+
+    def measured(job: Any, *, thorough: bool) -> Any:
+        jobs.append(job)
+        return SimpleNamespace(save=lambda path: None), True
+
+    monkeypatch.setattr(measure, "cached_profile", measured)
+    measure.main(str(recipe), str(tmp_path / "profile.json"), 64.0, thorough=False)
+    assert jobs[0].options.log_folder is None, "the engines' logs go to temporary files"
 
 
 def test_a_folder_without_a_model_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

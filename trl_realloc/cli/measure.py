@@ -72,6 +72,7 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
         forward_batch_size=forwards,
         pad_token_id=0 if pad is None else pad,
     )
+    options = dataclasses.replace(options, log_folder=None)  # `output_dir` is gone, and nothing would remove its logs
     specs = specs_of(configs, recipe.graph, mixed, generation_engine=recipe.engine)
     models = JobModels(configs, specs, mixed=mixed, generation_engine=recipe.engine)
     work = recipe.workload(cluster)
