@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import trl
+from transformers import Trainer
 
-from trl_realloc import GRPOConfig, RLOOConfig
+from trl_realloc import GRPOConfig, GRPOTrainer, PPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_trainer import _hidden, _named
 from trl_realloc.trainer.trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
@@ -41,6 +43,13 @@ def test_a_configuration_of_trls_is_refused_by_name(tmp_path: Path) -> None:
 def test_an_argument_that_the_installed_trl_has_not_is_refused() -> None:
     with pytest.raises(TypeError, match=r"GRPOTrainer: .*mistake"):
         _named(TRLGRPOTrainer, GRPOConfig, ("model", len), {"mistake": 1})
+
+
+@pytest.mark.parametrize("kind", [PPOTrainer, GRPOTrainer, RLOOTrainer])
+def test_training_takes_the_arguments_of_trainer_and_no_other(kind: type) -> None:
+    """A misspelt `resume_from_checkpoint` must not begin a new run."""
+    ours, theirs = (list(inspect.signature(trainer.train).parameters) for trainer in (kind, Trainer))
+    assert ours == theirs
 
 
 def test_settings_are_hidden_for_a_while_and_unknown_ones_left_alone() -> None:

@@ -221,7 +221,6 @@ class PlannedPolicyTrainer(
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-        **kwargs: Any,
     ) -> Any:
         """Train as Trainer does.
 
@@ -238,7 +237,7 @@ class PlannedPolicyTrainer(
             given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
             folder = checkpoint_of_trainer(given, self.args.output_dir)
             check_resumable(folder, self.args.output_dir)
-            return super(CheckpointMixin, self).train(folder, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
+            return super(CheckpointMixin, self).train(folder, trial, ignore_keys_for_eval)  # type: ignore[misc]
         check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
         check_own_optimizer(self.optimizer, self.setup.rates)
         self.is_in_train = True
@@ -249,7 +248,7 @@ class PlannedPolicyTrainer(
             self._start_seconds = time.time() - load_start
             resumed = None if self._resumed is None else str(self._resumed.folder)
             check_first_weights(self.placement, "they were given")
-            output = super().train(resumed, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
+            output = super().train(resumed, trial, ignore_keys_for_eval)  # type: ignore[misc]
             self._finish_save()
             self.calls.stop()
             self.executor.exchange.flush()

@@ -271,7 +271,6 @@ class PPOTrainer(
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-        **kwargs: Any,
     ) -> TrainOutput:
         """Train for `args.num_total_batches` updates.
 
