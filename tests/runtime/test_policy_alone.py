@@ -11,7 +11,7 @@ import torch
 from policy_alone import adam, driven, execute, learned, place, roles, update
 from remax import options
 
-from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
+from trl_realloc import Cluster, PPOConfig
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
@@ -84,7 +84,7 @@ def test_a_machine_is_measured_for_the_models_that_there_are(tmp_path: Path, gra
         prompt_tokens=4,
         response_tokens=(8,),
     )
-    job = make_job(args, ReallocationPlugin(), ONE, 0, "transformers", models, graph, work, options(adam))
+    job = make_job(args, ONE, 0, "transformers", models, graph, work, options(adam))
     profile = profile_cache.measure(job)
     measured = {row.work for row in profile.observations}
     assert {"generate", "forward", "train", "activations"} <= measured

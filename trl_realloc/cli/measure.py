@@ -76,9 +76,7 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     specs = specs_of(configs, recipe.graph, mixed, generation_engine=recipe.engine)
     models = JobModels(configs, specs, mixed=mixed, generation_engine=recipe.engine)
     work = recipe.workload(cluster)
-    job = make_job(
-        args, ReallocationPlugin(), cluster, world.process_index, recipe.engine, models, recipe.graph, work, options
-    )
+    job = make_job(args, cluster, world.process_index, recipe.engine, models, recipe.graph, work, options)
     profile, _ = cached_profile(job, thorough=thorough)
     if job.rank == 0:
         profile.save(output)

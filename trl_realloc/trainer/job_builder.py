@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 def make_job(
     args: PPOConfig | PolicyConfig,
-    plugin: ReallocationPlugin,
     cluster: Cluster,
     rank: int,
     generation_engine: str,
@@ -108,7 +107,7 @@ def ppo_job(
         forward_batch_size=args.local_rollout_forward_batch_size,
         pad_token_id=pad_token_id,
     )
-    return make_job(args, plugin, cluster, rank, generation_engine, models, settings.graph, workload, options)
+    return make_job(args, cluster, rank, generation_engine, models, settings.graph, workload, options)
 
 
 def engine_options(

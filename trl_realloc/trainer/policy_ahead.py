@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class PolicyAheadMixin:
         # shuffled as in a run that reads nothing ahead
         self._draws_seed = not torch.equal(random, torch.get_rng_state())
         torch.set_rng_state(random)
-        return UpcomingBatches(_joined(first, source), lambda: self._open_epoch(epoch + 1))
+        return UpcomingBatches(chain(first, source), lambda: self._open_epoch(epoch + 1))
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if not self.trains_by_accelerate and self.model.training and self._upcoming is not None:
@@ -183,11 +184,6 @@ class PolicyAheadMixin:
             if rows is None or self._upcoming.updates_until(places, accumulated, self._step_place) >= left:
                 return
             yield self._tokenize_prompts([row["prompt"] for row in rows])[0]
-
-
-def _joined(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from first
-    yield from rest
 
 
 def _draw_seed() -> None:

@@ -68,7 +68,7 @@ def make_policy_job(
     )
     together = max(share, args.per_device_eval_batch_size)
     options = replace(options, usual_length=usual, generation_batch_size=together)
-    return make_job(args, plugin, request.cluster, rank, request.engine, models, graph, workload, options)
+    return make_job(args, request.cluster, rank, request.engine, models, graph, workload, options)
 
 
 def turn_makers(inputs: Mapping[str, Any]) -> list[str]:
