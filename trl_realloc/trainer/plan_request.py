@@ -6,7 +6,7 @@ Choosing a plan for `plan: auto` is in `profiling.auto_plan`; whether the models
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,31 +77,15 @@ def read_plan_request(
     check_device(args.device)
     model = path_as_text(model)
     config = read_config(model, "model") if isinstance(model, str) else getattr(model, "config", None)
-    problem = why_not_this_class(model)
-    if problem is None and config is not None:
-        problem = why_not_served(config, on_cpu=not is_accelerator(args.device))
-    if args.device.type not in ("cpu", "cuda"):
-        problem = f"vLLM engines run on CUDA GPUs and on the CPU, and the job's device is {args.device}"
+    problem = _why_not_vllm(model, config, args.device)
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() and problem is None else "transformers")
     if is_vllm_available() and problem and plugin.generation_engine is None and world.is_main_process:
         logger.warning(f"Transformers generates, which is slower than vLLM: {problem}.")
     processes = meet() if is_accelerator(args.device) else without_gpus(meet())
     cluster = cluster_of(processes)
-    max_staleness = getattr(args, "max_staleness", 0)
     plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph)
     if plan is not None:
-        is_preset = plugin.plan == "separate"
-        plan = _with_staleness(plan, max_staleness, is_preset=is_preset)
-        # in the order of arrival the sums of gradients differ in their last bits
-        if is_preset and not plan.staleness.versions and not args.full_determinism:
-            plan = _with_first_epoch(plan, first_epoch)
-    if plan is not None and args.vllm_enable_sleep_mode:
-        if plan.staleness.versions:
-            raise ConfigError(
-                "vllm_enable_sleep_mode frees the engines' memory between their uses, and under this plan's staleness "
-                "they generate all the time; leave out vllm_enable_sleep_mode, or max_staleness."
-            )
-        plan = with_sleeping_engines(plan)
+        plan = _with_settings(plan, args, first_epoch, is_preset=plugin.plan == "separate")
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
     if "vllm" in engines and not is_vllm_available():
         raise ConfigError(
@@ -110,17 +94,42 @@ def read_plan_request(
         )
     if "vllm" in engines and problem:
         raise ConfigError(f"{problem}; {by_transformers(args)}.")
-    if "vllm" not in engines and args.vllm_engine_kwargs and world.is_main_process:
-        logger.warning("vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine.")
     if world.is_main_process:
-        for sentence in unused_settings(args):
+        for sentence in _warnings(args, by_vllm="vllm" in engines):
             logger.warning(sentence)
-    if max_staleness > 0 and not args.vllm_importance_sampling_correction and world.is_main_process:
-        logger.warning(
+    return PlanRequest(plan, cluster, engine, processes, config if isinstance(model, str) else None)
+
+
+def _why_not_vllm(model: Any, config: Any, device: Any) -> str | None:
+    """Why vLLM cannot generate with the policy, as a sentence without its end; `None` if it can.
+
+    Args:
+        model: loaded, or its name or path.
+        config: its Transformers config; `None` of an object that has none.
+    """
+    if device.type not in ("cpu", "cuda"):
+        return f"vLLM engines run on CUDA GPUs and on the CPU, and the job's device is {device}"
+    problem = why_not_this_class(model)
+    if problem is None and config is not None:
+        problem = why_not_served(config, on_cpu=not is_accelerator(device))
+    return problem
+
+
+def _warnings(args: Any, *, by_vllm: bool) -> Iterator[str]:
+    """Sentences about settings that have no effect, or an effect that the user may not expect.
+
+    Args:
+        by_vllm: whether a call of the plan runs in vLLM engines.
+    """
+    if not by_vllm and args.vllm_engine_kwargs:
+        yield "vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine."
+    yield from unused_settings(args)
+    max_staleness = getattr(args, "max_staleness", 0)
+    if max_staleness > 0 and not args.vllm_importance_sampling_correction:
+        yield (
             f"vllm_importance_sampling_correction is false at max_staleness {max_staleness}: the KL penalty and "
             f"PPO's ratio are those of the policies that drew the tokens, and updates are clipped around these."
         )
-    return PlanRequest(plan, cluster, engine, processes, config if isinstance(model, str) else None)
 
 
 def _requested_plan(
@@ -149,6 +158,30 @@ def _requested_plan(
     if stage or cluster.size == 1:  # launching with ZeRO is a choice of the user's; one device leaves no choice
         return resolve_plan("flatten", cluster, **options)
     return None
+
+
+def _with_settings(plan: ExecutionPlan, args: Any, first_epoch: Collection[str], *, is_preset: bool) -> ExecutionPlan:
+    """The plan with what the training arguments say of it: its staleness, and engines that sleep.
+
+    Args:
+        first_epoch: as of `read_plan_request`.
+        is_preset: whether it is the preset `separate`, which uses all that the settings allow.
+
+    Raises:
+        ConfigError: the plan's staleness is above the bound, or its engines never rest.
+    """
+    plan = _with_staleness(plan, getattr(args, "max_staleness", 0), is_preset=is_preset)
+    # in the order of arrival the sums of gradients differ in their last bits
+    if is_preset and not plan.staleness.versions and not args.full_determinism:
+        plan = _with_first_epoch(plan, first_epoch)
+    if not args.vllm_enable_sleep_mode:
+        return plan
+    if plan.staleness.versions:
+        raise ConfigError(
+            "vllm_enable_sleep_mode frees the engines' memory between their uses, and under this plan's staleness "
+            "they generate all the time; leave out vllm_enable_sleep_mode, or max_staleness."
+        )
+    return with_sleeping_engines(plan)
 
 
 def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> ExecutionPlan:
