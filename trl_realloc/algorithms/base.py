@@ -96,8 +96,8 @@ class ArrivalAlgorithm(Algorithm, Protocol):
     """An algorithm that may add a sample's gradients before the rest of its batch is known (`plan.first_epoch`)."""
 
     def why_not_on_arrival(self, call: str) -> str:
-        """Why this training call cannot, in words; an empty text if it can: its first mini-batch is the whole batch,
-        and a sample's gradient depends on the other samples by a factor alone that all have in common."""
+        """Why this training call cannot do so, as a sentence; empty if it can. It can if its first mini-batch is the
+        whole batch, and the other samples change a sample's gradient only by a factor that all samples share."""
 
     def on_arrival(self, call: str, samples: Rollouts, n: int) -> Rollouts:
         """Add the columns that the loss of the call reads, as far as they are known without the factor.

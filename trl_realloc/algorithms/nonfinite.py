@@ -93,7 +93,7 @@ def problem_of(samples: Rollouts) -> NonFiniteError | None:
 
 
 def _scorers(samples: Rollouts, row: int) -> str:
-    """By which of several scorers the score of a row cannot be used, for a message."""
+    """The scorers that gave a row an unusable score, for a message; empty if the run has one scorer."""
     names = [name for name in samples if name.startswith("reward/") and bool(is_infinite(samples.tensor(name)[row]))]
     return f" by {', '.join(repr(name.removeprefix('reward/')) for name in names)}" if names else ""
 

@@ -104,7 +104,7 @@ def checkpoint_of_trainer(setting: ResumeSetting, output_dir: str) -> str | bool
 
 
 def check_resumable(folder: str | bool | None, output_dir: str) -> None:
-    """Refuse a checkpoint whose optimizer Accelerate cannot read: it would begin with a new one, and say nothing.
+    """Refuse a checkpoint whose optimizer Accelerate cannot read. It would silently begin with a new optimizer.
 
     Args:
         folder: as `checkpoint_of_trainer` returns it.

@@ -29,7 +29,8 @@ NEAR_GREEDY = 0.01 + 1e-7  # TRL's temperature for completions
 
 
 class EvaluationMixin:
-    """Evaluates. The attributes are those of the trainer that the class is mixed into."""
+    """`evaluate` and `generate_completions` of `PPOTrainer`. The annotated attributes are those of the trainer that the
+    class is mixed into."""
 
     args: Any
     state: Any

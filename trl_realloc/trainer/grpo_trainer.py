@@ -115,7 +115,7 @@ def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextlib.contextmanager
 def _hidden(args: Any, **values: Any) -> Iterator[None]:
-    """Inside, settings have other values: for a constructor of TRL's that would make what the plan's engines make."""
+    """Inside, the settings have these values, so that TRL's constructor makes no engine and no reference of its own."""
     kept = {name: getattr(args, name) for name in values if hasattr(args, name)}
     for name in kept:
         setattr(args, name, values[name])

@@ -18,10 +18,10 @@ class Scoring(Protocol):
     """What scores samples while others are generated."""
 
     def prompts_of(self, count: int) -> list[bytes]:
-        """Of this rank's prompts, in order, what calls read that score them (`HostCalls.generate`)."""
+        """This rank's prompts in order, as the calls that score samples read them (`HostCalls.generate`)."""
 
     def follow(self, prompts: Sequence[Sequence[int]]) -> Callable[[int, Rollouts], None] | None:
-        """What is to be called when a sample ends (`HostCalls.generate`)."""
+        """The function to call when a sample ends (`HostCalls.generate`); `None` if there is none."""
 
 
 class HostGeneration:

@@ -161,8 +161,8 @@ def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
 
 
 def without_whole(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """What makes a role's optimizer, when the engines have made theirs: without the parameters in the user's optimizer,
-    which an engine has replaced by its parts of them."""
+    """The same function with the user's optimizer replaced by one without parameters. To be used when the engines have
+    made their optimizers: the user's would keep whole parameters, which the engines have replaced by their parts."""
     if isinstance(make, partial) and make.func is part_of:
         return partial(part_of, without_parameters(make.args[0]))
     return make

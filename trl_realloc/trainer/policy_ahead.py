@@ -87,7 +87,7 @@ class PolicyAheadMixin:
     _upcoming: UpcomingBatches | None = None
     _sampler: Any = None  # of the training prompts; `None` if their data set has no length
     _step_place = 0  # of the current micro-batch in its optimizer step
-    _updates_before = -1  # of the micro-batch before
+    _updates_before = -1  # optimizer steps before the previous micro-batch
     _has_begun = False  # the training has asked for the first micro-batch of those that `_upcoming` has given
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,8 +22,8 @@ class PromptData:
     Args:
         evaluation: one dataset, several by name, or `None`, as the user gave them.
         collate: makes a `PromptBatch` of rows.
-        check: refuses a tokenized dataset, given with its name for messages, to which the policy cannot respond, as
-            `algorithms.prompts.check_prompts` does, and gives the tokens of each prompt.
+        check: from a tokenized dataset and its name for messages to the number of tokens of each prompt. Raises
+            `DataError` for prompts to which the policy cannot respond (`algorithms.prompts.check_prompts`).
         mean_tokens: mean length of a training prompt, tokens.
         longest: tokens of the longest prompt of all datasets.
         columns: of each dataset, by its name for messages, the columns that reward functions can take, sorted.

@@ -16,7 +16,8 @@ from .checkpoint import CheckpointError
 
 
 class RecoveryMixin:
-    """It is mixed into a trainer that has Trainer's attributes and those of `CheckpointMixin` and `PlanChangeMixin`.
+    """Ends engines after a failure, and keeps what the trainer can go on with. To be mixed into a trainer that has
+    Trainer's attributes and those of `CheckpointMixin` and `PlanChangeMixin`.
 
     In a job of several processes a failure ends the job: other ranks may be in a collective with this one. A process
     alone keeps its models and optimizer states, so that a user of a notebook can mend a reward function and train on.

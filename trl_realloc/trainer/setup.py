@@ -173,8 +173,8 @@ def plan_of_job(job: Job, request: PlanRequest, plugin: ReallocationPlugin) -> J
 
 
 def frozen_in_part(*models: Any) -> bool:
-    """Whether some parameters of the given models are not trained. The same on all ranks, which have the same models as
-    long as those of roles that a rank has no part in are not replaced. Models by name are trained whole."""
+    """Whether some parameters of the given models are not trained. Models by name are trained whole. To be called on
+    the models as the user gave them, so that all ranks get the same answer: later a rank keeps only its parts."""
     given = [model for model in models if isinstance(model, nn.Module)]
     return any(not parameter.requires_grad for model in given for parameter in model.parameters())
 

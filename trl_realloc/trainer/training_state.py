@@ -13,8 +13,8 @@ from .trl_attributes import OnlineTrainerState
 
 
 class TrainingStateMixin:
-    """It is mixed into a trainer that has Trainer's attributes, and those of `PPOCheckpointMixin` and
-    `EvaluationMixin`."""
+    """The state, the learning rate schedule and the logs of PPO's training loop. To be mixed into a trainer that has
+    Trainer's attributes, and those of `PPOCheckpointMixin` and `EvaluationMixin`."""
 
     args: Any
     state: OnlineTrainerState

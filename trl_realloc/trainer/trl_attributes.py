@@ -28,7 +28,8 @@ class OnlineTrainerState(TrainerState):
 
 
 class TrlAttributes:
-    """The attributes without a value are those of the trainer that the class is mixed into."""
+    """TRL's attributes of `PPOTrainer`. Annotated attributes without a value are those of the trainer that the class is
+    mixed into."""
 
     args: Any
     setup: Any

@@ -193,7 +193,7 @@ def _kept(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Around making, reading or writing very many objects, among which Python would look for cycles again and again."""
+    """Inside, Python does not collect cyclic garbage: it would search very many new objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

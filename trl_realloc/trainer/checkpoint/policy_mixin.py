@@ -60,7 +60,7 @@ class PolicyCheckpointMixin(CheckpointMixin):
 
     @property
     def _micro_batches(self) -> int:
-        """How many are trained on with a generation."""
+        """Number of micro-batches that are trained on one generation."""
         count: int = self.args.steps_per_generation * self.args.num_iterations
         return count
 

@@ -92,8 +92,8 @@ def saved_shapes(metadata: Metadata, roles: Sequence[str]) -> dict[str, dict[str
 
 
 class Saving(DefaultSavePlanner):
-    """Plans the writing of one rank's entries. Which of them it writes, of what several ranks have, is divided in
-    `chunk_division`."""
+    """Plans the writing of one rank's entries. Of what several ranks have, one writes each chunk; `chunk_division`
+    decides which."""
 
     def __init__(self, entries: Entries) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

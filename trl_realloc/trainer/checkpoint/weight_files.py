@@ -165,7 +165,7 @@ class WeightFiles:
 
 
 def _renamed(meta: Mapping[str, Tensor], groups: Mapping[str, list[str]], convert: Convert) -> dict[str, str]:
-    """Of the module's tensors that the checkpoint has unchanged, the names there."""
+    """The names in the checkpoint, by the module's names, of the tensors that the checkpoint stores unchanged."""
     names: dict[str, str] = {}
     for name, tensor in meta.items():
         made = list(dict(convert([(name, tensor)])).items()) if groups[name] == [name] else []
