@@ -20,7 +20,7 @@ from datasets import Dataset, DatasetDict
 from transformers import T5Config
 from transformers import TrainingArguments as PlainArguments
 
-from trl_realloc import GRPOConfig, PPOTrainer
+from trl_realloc import GRPOConfig, PPOConfig, PPOTrainer
 from trl_realloc.algorithms.rewards import FunctionReward, RewardError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.common.errors import PlanError
@@ -123,6 +123,15 @@ def test_numbers_of_numpy_and_whole_numbers_written_as_floats_are_taken(tmp_path
     assert (args.total_episodes, args.response_length, args.gamma, args.learning_rate) == (10_000, 8, 1.0, 0.0)
     assert type(args.total_episodes) is type(args.response_length) is int
     assert type(args.logging_steps) is type(args.save_steps) is int, "as with TRL's configuration"
+
+
+@pytest.mark.parametrize("kind", [PPOConfig, GRPOConfig])
+def test_a_plan_in_any_form_is_logged_with_the_settings(tmp_path: Path, kind: type) -> None:
+    plan = flatten(Cluster(1, 1))
+    for given, logged in ((plan, plan.to_dict()), (tmp_path / "a.yaml", str(tmp_path / "a.yaml")), ("auto", "auto")):
+        args = kind(output_dir=str(tmp_path), use_cpu=True, plan=given)
+        assert json.loads(args.to_json_string())["plan"] == logged
+        assert args.plan is given and "plan=" in str(args)
 
 
 def test_temperatures_that_vllm_cannot_sample_with_are_refused_before_it_starts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
+from ..plan.execution_plan import ExecutionPlan
 from ..runtime.launch.hosts import has_rendezvous, meet
 from ..runtime.launch.launcher import check_launch, separate_attempts, wait_on_own_device
 from ..runtime.launch.network_interfaces import set_gloo_interface
@@ -108,6 +109,16 @@ class PlanSettings:
         default=None,
         metadata={"help": "Seconds after which a stopped or silent rank ends the job on all ranks. Default: 30."},
     )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings, with the plan as JSON has it: reporters such as TensorBoard log the settings as JSON."""
+        values: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # of `TrainingArguments`
+        plan: Any = self.plan  # more than the field's type, which is for command lines
+        if isinstance(plan, ExecutionPlan):
+            values["plan"] = plan.to_dict()
+        elif isinstance(plan, os.PathLike):
+            values["plan"] = os.fspath(plan)
+        return values
 
 
 # Arguments of `VLLMEngine`, and the settings that give them.
