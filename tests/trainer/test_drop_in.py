@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    DataCollatorWithPadding,
     EarlyStoppingCallback,
     TrainerCallback,
 )
@@ -556,6 +557,15 @@ def test_the_critic_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
     made.train()
     assert made.placement.engine("actor.train").optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
     assert made.placement.engine("critic.train").optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+
+
+def test_trls_default_collator_takes_prompts_beside_columns_of_text(tmp_path: Path) -> None:
+    rows, runs = tiny.prompts(16, answer=["a"] * 16), []
+    for collator in (None, DataCollatorWithPadding(tiny.tokenizer())):
+        made = tiny.trainer(tmp_path, given={"train_dataset": rows, "data_collator": collator}, max_steps=1)
+        made.train()
+        runs.append(tiny.updates(made))
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("kind", ["input_ids", "padded", "conversation", "collator"])

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import DataCollatorWithPadding
+
 from ..algorithms.prompt_batches import PromptBatch, collate_prompts
 from ..algorithms.prompts import check_prompts, tokenize_prompts
 from .ppo_config import PPOConfig
@@ -52,8 +54,11 @@ def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_
     evaluation = _tokenize_evaluation(args, inputs.eval_dataset, tokenizer)
     text_config = config.get_text_config()
     context_length = getattr(text_config, "max_position_embeddings", None)
-    collate = collate_prompts(pad_token_id, inputs.data_collator)
-    vocabulary, all_columns = text_config.vocab_size, inputs.data_collator is not None
+    collator = inputs.data_collator
+    if type(collator) is DataCollatorWithPadding:
+        collator = None  # it only adds padding, which is removed again, and it fails on columns of text
+    collate = collate_prompts(pad_token_id, collator)
+    vocabulary, all_columns = text_config.vocab_size, collator is not None
 
     def token_counts(rows: Any, name: str) -> list[int]:  # it is kept, so it must not hold the models of `inputs`
         return check_prompts(
