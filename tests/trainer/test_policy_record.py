@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.plan.timeline import Timeline
@@ -109,6 +110,24 @@ def test_completions_are_those_of_the_policy_at_its_most_probable_with_their_sco
     assert {span.step for span in made.timeline.spans} == {0}
     made.close()
     assert json.dumps(before)
+
+
+def test_completions_between_updates_change_no_log_of_the_training(tmp_path: Path) -> None:
+    def infinite_in_training(completions: list[str], **columns: Any) -> list[float]:
+        return [float("inf") if len(completions) == 8 and at == 0 else 0.0 for at in range(len(completions))]
+
+    class Shows(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            made.generate_completions()
+
+    counts = []
+    for callbacks in ([], [Shows()]):
+        changes = {"max_steps": 2, "skip_nonfinite_updates": True, "logging_steps": 2}
+        made = trainer(tmp_path, reward_funcs=[infinite_in_training], callbacks=callbacks, changes=changes)
+        made.train()
+        made.close()
+        counts.append(made.state.log_history[0]["rewards/nonfinite"])
+    assert counts == [1.0, 1.0]
 
 
 def test_completions_of_conversations_show_their_text(tmp_path: Path) -> None:

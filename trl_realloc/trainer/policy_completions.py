@@ -35,6 +35,7 @@ class PolicyCompletionsMixin:
     eval_dataset: Any
     _pending_extra_logs: Any
     _pending_metrics: Any
+    _metrics: Any
     processing_class: Any
     calls: HostCalls
     executor: Executor
@@ -110,10 +111,10 @@ class PolicyCompletionsMixin:
         if not isinstance(prompts[0], str):  # conversations
             queries = ["\n".join(str(message["content"]) for message in prompt) for prompt in prompts]
             completions = [[{"role": "assistant", "content": text}] for text in texts]
-        logged = copy.deepcopy((self._pending_extra_logs, self._pending_metrics))
+        logged = copy.deepcopy((self._pending_extra_logs, self._pending_metrics, self._metrics))
         everything = self._calculate_rewards(rows, prompts, completions, ids)  # of all ranks
-        # what reward functions log belongs to the tables of the training
-        self._pending_extra_logs, self._pending_metrics = logged
+        # what is logged of these rewards does not belong to the training's logs
+        self._pending_extra_logs, self._pending_metrics, self._metrics = logged
         scores = (everything.cpu() * self.reward_weights.cpu()).nansum(1)
         first = self.accelerator.process_index * len(rows)
         return [
