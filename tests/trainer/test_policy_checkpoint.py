@@ -282,6 +282,30 @@ def test_other_prompts_are_refused_and_unknown_ones_are_not(tmp_path: Path) -> N
     assert other._find_checkpoint(True) is not None
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_callbacks_are_told_of_a_checkpoint_when_it_is_complete(tmp_path: Path, in_background: bool) -> None:
+    told: list[tuple[int, bool]] = []
+
+    class Looks(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            told.append((state.global_step, (tmp_path / f"checkpoint-{state.global_step}").is_dir()))
+
+    args = GRPOConfig(
+        str(tmp_path),
+        **{**tiny.BARE, "save_strategy": "steps"},
+        save_steps=1,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=4,
+        use_vllm=False,
+        async_save=in_background,
+    )
+    given = {"processing_class": tiny.tokenizer(), "callbacks": [Looks()]}
+    GRPOTrainer(tiny.policy(), lengths, args, ROWS, **given).train()
+    assert told == [(1, True), (2, True)]
+
+
 def test_where_accelerate_trains_the_best_model_is_that_of_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
     def made(**changes: Any) -> GRPOTrainer:
         args = GRPOConfig(

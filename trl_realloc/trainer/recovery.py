@@ -32,15 +32,18 @@ class RecoveryMixin:
     _place: Callable[[], None]
     _make_calls: Callable[[], None]
     _resume_hint: Callable[[], str]
+    _unfinished: Any  # the checkpoint that is being written; `None` if there is none
 
     _is_between_plans = False  # of `PlanChangeMixin`
 
     def _follow_callbacks(self) -> None:
         """From now on the message of a failure in a callback names its event, and that of one in the training loop does
-        not name the last call of the plan."""
+        not name the last call of the plan. `on_save` waits until the checkpoint is complete (`async_save`)."""
         call_event = self.callback_handler.call_event
 
         def followed(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            if event == "on_save" and self._unfinished is not None:
+                return control  # `_finish_save` will call it
             after = f"after update {state.global_step}"
             self.alarm.at(f"{event} of a callback, {after}")
             control = call_event(event, args, state, control, **kwargs)

@@ -70,7 +70,8 @@ class CheckpointMixin:
 
     The subclass calls `_find_checkpoint` and `_load_checkpoint` where it begins to train, `_finish_save` where it ends
     or changes its plan, and `_load_best_model` at last. Trainer's loop calls `_save_checkpoint` and, after it, the
-    callbacks' `on_save`; a trainer with a loop of its own sets `_calls_on_save`.
+    callbacks' `on_save`; a trainer with a loop of its own sets `_calls_on_save`. With `async_save` the callbacks are
+    called when the checkpoint is complete, in both loops.
     """
 
     args: Any
@@ -178,7 +179,7 @@ class CheckpointMixin:
         try:
             if args.push_to_hub:
                 self._push_from_checkpoint(str(unfinished.final))
-            if self._calls_on_save:
+            if self._calls_on_save or args.async_save:
                 self.control = self.callback_handler.on_save(args, self.state, self.control)
         finally:
             self.state = state
