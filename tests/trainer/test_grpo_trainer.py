@@ -12,7 +12,7 @@ import tiny
 import torch
 import trl
 from datasets import Dataset, concatenate_datasets
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, ProcessorMixin, TrainerCallback
 from trl import TrlParser
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -87,6 +87,27 @@ def test_training_changes_the_policy_that_the_user_holds(tmp_path: Path) -> None
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     assert trainer.state.log_history[-1]["train_loss"] is not None
     assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+class Processor(ProcessorMixin):  # type: ignore[misc]
+    """A processor of text alone, such as a model of text and images has when it is given without images."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.chat_template = tokenizer, None
+
+    def __call__(self, text: Any = None, **settings: Any) -> Any:
+        return self.tokenizer(text, **settings)
+
+
+def test_a_processor_serves_as_its_tokenizer_does(tmp_path: Path) -> None:
+    logs = []
+    for processing_class in (tiny.tokenizer(), Processor(tiny.tokenizer())):
+        trainer = GRPOTrainer(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=processing_class)
+        trainer.train()
+        trainer.close()
+        logs.append(trainer.state.log_history[0])
+    for name in ("reward", "grad_norm", "completions/mean_length"):
+        assert logs[0][name] == logs[1][name]
 
 
 def test_rloo_trains(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from .model_checks import check_adapter_kind
 from .plan_settings import vllm_settings
 from .planned_generation import PlannedGeneration, Policy
 from .policy_lengths import ASSUMED, Lengths, context_length, lengths_of
-from .trl_sampling import read_sampling, uncorrected_loss
+from .trl_sampling import read_sampling, tokenizer_of, uncorrected_loss
 
 
 logger = logging.get_logger(__name__)
@@ -122,7 +122,7 @@ def plug(trainer: Any, plan: Any = None, *, heartbeat_timeout: float | None = No
         policy,
         sampling,
         seed=int(args.seed),
-        tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
+        tokenizer=tokenizer_of(trainer.processing_class),
         takes_turns=takes_turns(trainer),
         timeout_s=float(args.ddp_timeout),
     )

@@ -24,6 +24,7 @@ from .completions import show_completions
 from .config_checks import ConfigError
 from .evaluation import NEAR_GREEDY
 from .policy_setup import PolicySetup
+from .trl_sampling import tokenizer_of
 
 
 class PolicyCompletionsMixin:
@@ -105,7 +106,7 @@ class PolicyCompletionsMixin:
         with self._drawing_by(near_greedy):
             made = self.calls.generate(self._tokenize_prompts(prompts)[0], [pickle.dumps(of) for of in prompts])
         ids = [row.tolist() for row in made.ragged("responses").rows()]
-        tokenizer: PreTrainedTokenizerBase = getattr(self.processing_class, "tokenizer", self.processing_class)
+        tokenizer: PreTrainedTokenizerBase = tokenizer_of(self.processing_class)
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         queries, completions = prompts, texts
         if not isinstance(prompts[0], str):  # conversations

@@ -15,6 +15,7 @@ from .grpo_config import PolicyConfig
 from .job_builder import engine_options, make_job, recomputes
 from .plan_request import PlanRequest
 from .policy_lengths import check_lengths, context_length, lengths_of
+from .trl_sampling import tokenizer_of
 
 
 def make_policy_job(
@@ -56,7 +57,7 @@ def make_policy_job(
         generation_batch=share,
         train_tokens=args.per_device_train_batch_size * usual,
     )
-    tokenizer = models.processing_class
+    tokenizer = tokenizer_of(models.processing_class)
     options = engine_options(
         args,
         plugin,

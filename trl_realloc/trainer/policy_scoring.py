@@ -30,6 +30,7 @@ from .plug import takes_turns
 from .policy_groups import Batch, GroupScores, groupable, groups_of
 from .policy_rewards import PlannedRewardModel, followed
 from .trl_policy_trainers import TRLGRPOTrainer, parse_response
+from .trl_sampling import tokenizer_of
 
 
 logger = logging.get_logger(__name__)
@@ -202,7 +203,7 @@ class PolicyScoringMixin:
         ]
 
     def _message(self, text: str, ids: list[int], prompt_ids: list[int]) -> Any:
-        tokenizer: PreTrainedTokenizerBase = getattr(self.processing_class, "tokenizer", self.processing_class)
+        tokenizer: PreTrainedTokenizerBase = tokenizer_of(self.processing_class)
         schemas = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
         if isinstance(self, TRLGRPOTrainer) and any(schema is not None for schema in schemas):
             with contextlib.suppress(Exception):  # TRL will make the same text, and report it

@@ -50,7 +50,7 @@ from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
 from .setup import check_plan_of_run, frozen_in_part, optimizer_maker, plan_of_job
-from .trl_sampling import generation_config, sampling_of, stop_token_ids, uncorrected_loss
+from .trl_sampling import generation_config, sampling_of, stop_token_ids, tokenizer_of, uncorrected_loss
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PolicySetup:
         job_plan: the plan with its estimate.
         job: what the planner used.
         train_dataset: as the user gave it.
-        processing_class: the policy's tokenizer.
+        processing_class: the policy's tokenizer, or a processor that has it.
         reward_models: those among the reward functions.
         is_frozen_in_part: the user has given a policy of which some parameters are not trained.
     """
@@ -142,7 +142,7 @@ def prepare_policy(
         check(request.plan)
     by_vllm = (request.plan["actor.generate"].engine if request.plan is not None else request.engine) == "vllm"
     vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
-    sampling = sampling_of(args, stop_token_ids(processing_class, model), vocabulary, by_vllm=by_vllm)
+    sampling = sampling_of(args, stop_token_ids(tokenizer_of(processing_class), model), vocabulary, by_vllm=by_vllm)
     job = _describe_job(args, plugin, request, rank, inputs, configs, graph, processing_class, sampling)
     job = replace(job, check=check, splits=sharding.splits_with(adapters))
     job_plan = plan_of_job(job, request, plugin)
@@ -358,7 +358,7 @@ def _call_settings(
     return CallSettings(
         sampling=sampling,
         seed=args.seed,
-        eos_token_id=processing_class.eos_token_id,
+        eos_token_id=tokenizer_of(processing_class).eos_token_id,
         processing_class=processing_class,
         functions=(),
         reward_weights=rewards.weights,

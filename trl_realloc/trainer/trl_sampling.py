@@ -46,7 +46,7 @@ def read_sampling(trainer: Any) -> Sampling:
         ConfigError: the engines cannot draw so.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    tokenizer = tokenizer_of(trainer.processing_class)
     known = getattr(trainer, "eos_token_ids", None)  # of newer releases of TRL
     stops = stop_token_ids(tokenizer, model) if known is None else tuple(dict.fromkeys(map(int, known)))
     return sampling_of(trainer.args, stops, model.config.get_text_config().vocab_size)
@@ -125,6 +125,11 @@ def generation_config(model: Any) -> Any:
         with contextlib.suppress(OSError):
             return GenerationConfig.from_pretrained(model, **file)
     return None
+
+
+def tokenizer_of(processing_class: Any) -> Any:
+    """A processor's tokenizer, or the tokenizer itself."""
+    return getattr(processing_class, "tokenizer", processing_class)
 
 
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
