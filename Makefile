@@ -108,8 +108,9 @@ test-processes-2: setup
 test-fast: setup
 	$(PYTEST) -m "not multiprocess and not vllm and not deepspeed and not slow"
 
+# With a cache of its own, because two releases of vLLM would each write what the other has noted of a model anew.
 test-next: setup-next
-	PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m newest
+	VLLM_CACHE_ROOT=$(abspath $(NEXT))/vllm-cache PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m newest
 
 # Not built from `setup`, whose packages are for the CPU: PYTHON is the interpreter of an environment with CUDA.
 check-gpu:
