@@ -210,6 +210,25 @@ def test_evaluation_reports_the_objectives_and_repeats_itself(run) -> None:
     assert {"eval_a_objective/scores", "eval_b_objective/scores"} <= set(parts)
 
 
+def test_the_completions_of_an_evaluation_are_the_same_in_batches_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[int, list[list[int]]] = {1: [], 2: [], 5: []}
+    for size, responses in drawn.items():
+        given = {"eval_dataset": tiny.prompts(5)}
+        made = tiny.trainer(tmp_path / str(size), given=given, per_device_eval_batch_size=size)
+        run_batch = made.executor.run
+
+        def recorded(*args: Any, run_batch: Any = run_batch, responses: Any = responses, **kwargs: Any) -> Any:
+            iteration = run_batch(*args, **kwargs)
+            responses += [row.tolist() for row in iteration.samples.ragged("responses").rows()]
+            return iteration
+
+        monkeypatch.setattr(made.executor, "run", recorded)
+        made.evaluate()
+    assert drawn[1] == drawn[2] == drawn[5] and len({tuple(row) for row in drawn[5]}) == 5
+
+
 def test_an_evaluation_in_several_batches_counts_the_eos_tokens_of_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

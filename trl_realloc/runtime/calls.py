@@ -79,6 +79,7 @@ class Step:
         sampling: replaces the run's sampling in this iteration.
         draw: which of the iteration's generations by the same call this is, where there are several.
         model: the reward model that is run; empty for all.
+        first: the place of the batch's first sample in the data set of an evaluation, which seeds its draws.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Step:
     sampling: Sampling | None = None
     draw: int = 0
     model: str = ""
+    first: int = 0
 
     @property
     def name(self) -> str:
@@ -96,7 +98,7 @@ class Step:
 
 def sample_seed(seed: int, step: int, index: int, label: str = "", draw: int = 0) -> int:
     """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
-    in the batch, the call's label, and the number of the generation in the step."""
+    in the batch (of an evaluation, in the data set), the call's label, and the number of the generation in the step."""
     further = (draw,) if draw else ()
     # numpy takes a large number for two, of which the second would stand where an update has its samples' index
     apart = (1,) if step >= EVALUATION_STEP else ()
@@ -126,7 +128,7 @@ def requests_of(
         GenerationRequest(
             index,
             tuple(row.tolist()),
-            sample_seed(settings.seed, step.number, index, call.label, step.draw),
+            sample_seed(settings.seed, step.number, step.first + index, call.label, step.draw),
             begun.get(index),
             None if settings.context is None else settings.context.response(len(row), most),
         )

@@ -104,6 +104,7 @@ class Executor:
         known: Mapping[str, Rollouts] | None = None,
         only: Collection[str] | None = None,
         sampling: Sampling | None = None,
+        first: int = 0,
         following: Sequence[PromptBatch] = (),
     ) -> Iteration:
         """Run one iteration.
@@ -115,6 +116,7 @@ class Executor:
             known: by call name, outputs of calls that are not run (replayed rollouts).
             only: the calls to run; by default all. An evaluation leaves out the training.
             sampling: replaces the run's sampling. Such an iteration is synchronous.
+            first: the place of the batch's first prompt in the data set of an evaluation.
             following: the next iterations' batches, whose generation may begin before this iteration has ended: one, or
                 with a staleness one more than that. If another iteration is run next, what has been generated is
                 dropped.
@@ -127,7 +129,7 @@ class Executor:
         names = [n for n in self.plan.order if n not in known and (only is None or n in only)]
         streamed = self.plan.streamed if set(self.plan.streamed) <= set(names) else ()
         whole = [name for name in names if name not in streamed]
-        this_step = Step(step, batch.rows, learning_rates, sampling)
+        this_step = Step(step, batch.rows, learning_rates, sampling, first=first)
         if self.ahead is not None and sampling is None and len(names) == len(self.plan.order):
             return self._run_ahead(this_step, batch, following)
         if self.ahead is not None:

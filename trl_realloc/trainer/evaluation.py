@@ -114,8 +114,8 @@ class EvaluationMixin:
             self._start()
             graph = self.plan.graph
             scoring = [call for call in graph.order if not graph.call(call).trains]
-            for at, batch in enumerate(self.get_eval_dataloader(rows)):
-                iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=scoring)
+            for batch in self.get_eval_dataloader(rows):
+                iteration = self.executor.run(batch, EVALUATION_STEP, {}, only=scoring, first=count)
                 for name, value in iteration.metrics.items():
                     sums[name] += value if name in COUNTS else value * len(batch)
                     counts[name] += len(batch)
@@ -145,13 +145,15 @@ class EvaluationMixin:
             return []
         rows = next(iter(self.eval_dataset.values())) if isinstance(self.eval_dataset, dict) else self.eval_dataset
         table: list[dict[str, Any]] = []
+        count = 0
         near_greedy = replace(self.setup.call_settings.sampling, temperature=NEAR_GREEDY)
         with self._failing_together():
             self._start()
             graph = self.plan.graph
             only = (*graph.calls_of(CallKind.GENERATE), *graph.calls_of(CallKind.FORWARD, Role.REWARD))
-            for at, batch in enumerate(self.get_eval_dataloader(rows)):
-                iteration = self.executor.run(batch, EVALUATION_STEP + at, {}, only=only, sampling=near_greedy)
+            for batch in self.get_eval_dataloader(rows):
+                iteration = self.executor.run(batch, EVALUATION_STEP, {}, only=only, sampling=near_greedy, first=count)
+                count += len(batch)
                 if "responses" in iteration.samples:  # on rank 0
                     table += completion_rows(iteration.samples, self.processing_class)
                 if sampling:
