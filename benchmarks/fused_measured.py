@@ -120,8 +120,8 @@ def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
     import torch.distributed as dist
     from split import deal, groups
 
+    from trl_realloc.algorithms.base import TokenLoss
     from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
-    from trl_realloc.engines.base import TokenLoss
     from trl_realloc.engines.mesh_group import FusedGroups
     from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining
     from trl_realloc.engines.training.megatron import MegatronEngine

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,19 @@ def test_every_name_of_the_package_has_a_home() -> None:
         assert name in defined | imported
     with pytest.raises(AttributeError, match="no attribute 'PPOTrianer'"):
         _ = trl_realloc.PPOTrianer
+
+
+def test_benchmarks_and_examples_import_what_the_package_has() -> None:
+    """Also inside their functions, which no other test runs."""
+    missing = []
+    paths = (path for folder in ("benchmarks", "examples", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    for path in sorted(paths):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("trl_realloc"):
+                continue
+            module = importlib.import_module(str(node.module))
+            for name in (alias.name for alias in node.names):
+                is_module = hasattr(module, "__path__") and find_spec(f"{node.module}.{name}") is not None
+                if not is_module and not hasattr(module, name):
+                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {name}")
+    assert not missing
