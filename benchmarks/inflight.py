@@ -6,8 +6,9 @@ Llamas with random weights in float32, in four to six buckets. The engine has on
 round loads the same buckets three times: with no generation (`copy_ms`, the seconds of `load`), during a generation
 that keeps its keys and values, and during one that computes them again. `stop_ms` is the time from the end of the last
 decode step before the update to the moment at which the next may begin, by the engine's clock. `next_ms` is the time
-from the end of `load` until every sample has one more token, with the prefill of `recompute`. `step_ms` is the mean of
-32 decode steps before the update. `within` counts the rounds in which the stop was at most one step and 1.25 copies.
+from the end of `load` until every sample has a token of the new parameters, with the prefill of `recompute`. `step_ms`
+is the mean of 32 decode steps before the update. `within` counts the rounds in which the stop was at most one step and
+1.25 copies.
 """
 
 from __future__ import annotations
@@ -72,6 +73,14 @@ def seconds_until(generation: Generation, tokens: int) -> float:
     return time.perf_counter() - start
 
 
+def seconds_until_drawn(generation: Generation, version: int) -> float:
+    """Until every sample has a token of these parameters."""
+    start = time.perf_counter()
+    while any(unfinished.versions[-1] != version for unfinished in generation.peek()):
+        pass
+    return time.perf_counter() - start
+
+
 class Rounds:
     """Rounds of loads with one model.
 
@@ -103,8 +112,7 @@ class Rounds:
             self.note("step", seconds / (tokens_of(generation.peek()) - before))
             self.load()
             self.note(f"stop {updates}", self.engine.stopped_s)
-            drawn = tokens_of(generation.peek())
-            self.note(f"next {updates}", seconds_until(generation, drawn + 1))
+            self.note(f"next {updates}", seconds_until_drawn(generation, self.version))
             generation.close()
 
 
