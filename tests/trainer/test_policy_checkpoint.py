@@ -282,6 +282,20 @@ def test_other_prompts_are_refused_and_unknown_ones_are_not(tmp_path: Path) -> N
     assert other._find_checkpoint(True) is not None
 
 
+def each_step(folder: Path, **changes: Any) -> GRPOConfig:
+    """The settings of a small run that saves a checkpoint after each optimizer step."""
+    return GRPOConfig(
+        str(folder),
+        **{**tiny.BARE, "save_strategy": "steps"},
+        save_steps=1,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=4,
+        use_vllm=False,
+        **changes,
+    )
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_callbacks_are_told_of_a_checkpoint_when_it_is_complete(tmp_path: Path, in_background: bool) -> None:
     told: list[tuple[int, bool]] = []
@@ -290,17 +304,7 @@ def test_callbacks_are_told_of_a_checkpoint_when_it_is_complete(tmp_path: Path, 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             told.append((state.global_step, (tmp_path / f"checkpoint-{state.global_step}").is_dir()))
 
-    args = GRPOConfig(
-        str(tmp_path),
-        **{**tiny.BARE, "save_strategy": "steps"},
-        save_steps=1,
-        max_steps=2,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        max_completion_length=4,
-        use_vllm=False,
-        async_save=in_background,
-    )
+    args = each_step(tmp_path, max_steps=2, async_save=in_background)
     given = {"processing_class": tiny.tokenizer(), "callbacks": [Looks()]}
     GRPOTrainer(tiny.policy(), lengths, args, ROWS, **given).train()
     assert told == [(1, True), (2, True)]
@@ -308,20 +312,14 @@ def test_callbacks_are_told_of_a_checkpoint_when_it_is_complete(tmp_path: Path, 
 
 def test_where_accelerate_trains_the_best_model_is_that_of_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
     def made(**changes: Any) -> GRPOTrainer:
-        args = GRPOConfig(
-            str(tmp_path),
-            **{**tiny.BARE, "save_strategy": "steps"},
-            save_steps=1,
+        args = each_step(
+            tmp_path,
             save_only_model=True,
             load_best_model_at_end=True,
             metric_for_best_model="reward",
             eval_strategy="steps",
             eval_steps=1,
             max_steps=1,
-            per_device_train_batch_size=2,
-            num_generations=2,
-            max_completion_length=4,
-            use_vllm=False,
         )
         given = {"eval_dataset": tiny.prompts(2), "processing_class": tiny.tokenizer()}
         return GRPOTrainer(tiny.policy(**changes), lengths, args, ROWS, **given)

@@ -165,10 +165,7 @@ def plan(
             raise PlanError(f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
         if is_plan(Path(what)):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
-        _refuse_given(
-            OF_PRESETS,
-            f"a preset, and {what} is a recipe: the planner chooses the layouts",
-        )
+        _refuse_given(OF_PRESETS, f"a preset, and {what} is a recipe: the planner chooses the layouts")
         output = output or _free_name()
         _check_output(output, "the plan")
         named = [call for call in calls if call != OVERLAPS]

@@ -27,7 +27,7 @@ SPLITS = 3  # divisions of the devices that are searched, of those that are trie
 FOUND = 4  # states of a search that are kept
 SIMULATED = 4  # states that are simulated, of those that have been kept
 EVERY = 8  # up to here each staleness is simulated, above only its doubles and the bound
-NOTHING = "saves nothing"  # of a difference below half a percent
+SAME = 0.005  # difference of two plans, as a share of the seconds, below which one is as fast as the other
 
 Found = tuple[AheadProblem, State]
 
@@ -73,8 +73,8 @@ class StalenessChoice:
 def saving(plan: PricedPlan, whole: PricedPlan) -> str:
     """What a plan saves of the seconds of another, in words."""
     share = 1 - plan.seconds / whole.seconds
-    if abs(share) < 0.005:
-        return NOTHING
+    if abs(share) < SAME:
+        return "saves nothing"
     return f"saves {share:.0%} of an iteration" if share > 0 else f"costs {-share:.0%} of an iteration"
 
 

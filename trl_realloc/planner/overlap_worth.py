@@ -14,7 +14,7 @@ from ..plan.algorithm_graphs import has_host_loop
 from ..plan.dataflow import DataflowGraph
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
-from .ahead_choice import NOTHING, StalenessChoice, ages, choose_staleness, saving
+from .ahead_choice import SAME, StalenessChoice, ages, choose_staleness, saving
 from .choose import MANY, choose
 from .decision import Decision
 from .fused_choice import NOT_ALLOWED
@@ -188,7 +188,7 @@ class OverlapWorth:
             return f"{_would(plan, best)}; you allow {self.allowed} (max_staleness)"
         slower = plan.seconds / best.seconds - 1
         if slower >= 0:
-            return "as fast as the chosen plan" if slower < 0.005 else f"{slower:.0%} slower than the chosen plan"
+            return "as fast as the chosen plan" if slower < SAME else f"{slower:.0%} slower than the chosen plan"
         gain = 1 - plan.seconds / best.seconds
         return f"{gain:.1%} faster than the chosen plan; differences below {error:.0%} do not count"
 
@@ -213,8 +213,8 @@ class OverlapWorth:
         lines.append(f"Staleness: {self._staleness_sentence}.")
         if self.decision.stream_ahead is not None:
             lines.append(f"Streams beside this staleness: {self.decision.stream_ahead.sentence}.")
-        what = saving(best, self.apart)
-        saved = "" if best == self.apart or what == NOTHING else f", which {what}"
+        differs = abs(1 - best.seconds / self.apart.seconds) >= SAME
+        saved = f", which {saving(best, self.apart)}" if differs else ""
         lines.append(f"Chosen: the plan {best.name!r}, {best.seconds:.3g} s{saved}.")
         return tuple(lines)
 
@@ -234,4 +234,4 @@ class OverlapWorth:
 
 def _would(plan: PricedPlan, best: PricedPlan) -> str:
     share = 1 - plan.seconds / best.seconds
-    return f"would save {share:.0%}" if share >= 0.005 else "would save nothing"
+    return f"would save {share:.0%}" if share >= SAME else "would save nothing"

@@ -131,7 +131,7 @@ def prepare_policy(
     request = of_host_loop(read_plan_request(args, plugin, world, model, graph), inputs)
     configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
     check_optimizer(args, optimizer, scheduler, {"model": model})
-    processing_class = inputs.get("processing_class") or _tokenizer_of(args, model)
+    processing_class = inputs.get("processing_class") or _load_tokenizer(args, model)
     adapters = adapter_configs(model, peft_config)
     settings = None if optimizer is None else without_parameters(optimizer)  # kept for the whole run
     sharding = OptimizerSharding(args, settings)
@@ -176,7 +176,7 @@ def prepare_policy(
     )
 
 
-def _tokenizer_of(args: PolicyConfig, model: Any) -> Any:
+def _load_tokenizer(args: PolicyConfig, model: Any) -> Any:
     """The tokenizer of a policy for which the user gave none, as TRL loads it."""
     name = model if isinstance(model, str) else model.config._name_or_path
     return AutoTokenizer.from_pretrained(
