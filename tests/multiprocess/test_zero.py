@@ -143,6 +143,6 @@ def test_gradients_that_are_added_by_and_by_are_those_of_the_whole_mini_batch(ru
         assert found.keys() == ADDED.keys()
         for name, case in found.items():
             assert case["norms"] < (1e-2 if "bfloat16" in name else 1e-6), name
-            if "bfloat16" not in name:  # Adam makes steps of the rounding in small gradients
-                assert case["apart"] < 1e-3 * case["moved"], name
+            if "bfloat16" not in name:  # there Adam makes steps of the rounding in small gradients
+                assert case["apart"] < 1e-4 * case["moved"], name
             assert case["version"] == 3

@@ -12,9 +12,8 @@ from typing import Any
 import tiny
 import torch
 import torch.distributed as dist
-from parts import adamw
 from replay import rollouts
-from torch import Tensor
+from torch import Tensor, nn
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.mesh_group import MeshGroup
@@ -34,6 +33,11 @@ def loss(scale: float) -> Any:
         return -scale * column.values.sum() / 10, {"tokens": column.lengths.float()}
 
     return of_tokens
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """With an eps above the rounding of gradients, which Adam would make steps of."""
+    return torch.optim.AdamW(module.parameters(), lr=0.0, eps=1e-4)
 
 
 def weights(engine: ZeroEngine) -> dict[str, Tensor]:
