@@ -2,7 +2,8 @@
 drawn and logged.
 
 Options: `config` of the trainer, `plan`, and `runs`. A run has a name and may have `resume` (a checkpoint's folder in
-this job's), and numbers of updates after which a callback acts: `saves`, `evaluates`, `stops`.
+this job's), numbers of updates after which a callback acts: `saves`, `evaluates`, `stops`, and `sets`: settings that it
+changes at the beginning, on the first process alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ class Acts(TrainerCallback):
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for name, value in self.options.get("sets", {}).items() if state.is_world_process_zero else ():
+            setattr(args, name, value)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for action, what in (("saves", "save"), ("evaluates", "evaluate"), ("stops", "training_stop")):

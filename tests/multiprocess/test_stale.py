@@ -29,6 +29,7 @@ CONFIG: dict[str, Any] = {
 RUNS: list[dict[str, Any]] = [
     {"name": "whole", "evaluates": [2], "saves": [SAVED]},
     {"name": "resumed", "resume": f"run/checkpoint-{SAVED}"},
+    {"name": "changed", "resume": f"run/checkpoint-{SAVED}", "sets": {"kl_coef": 0.0, "cliprange": 0.0}},
 ]
 
 
@@ -109,3 +110,12 @@ def test_a_resumed_run_goes_on_with_the_samples_that_were_under_way(folder: Path
 def test_an_evaluation_between_two_updates_is_of_the_trained_policy(folder: Path) -> None:
     lines = [line for line in notes(folder, "whole")["log"] if "eval_objective/kl" in line]
     assert [line["step"] for line in lines] == [2]
+
+
+def test_settings_that_a_callback_changes_on_one_process_hold_on_all(folder: Path) -> None:
+    def logged(run: str, name: str) -> list[float]:
+        return [line[name] for line in notes(folder, run)["log"] if name in line and line["step"] > SAVED]
+
+    assert logged("changed", "objective/non_score_reward") == [0.0] * (UPDATES - SAVED)
+    assert all(logged("resumed", "objective/non_score_reward"))
+    assert min(logged("changed", "policy/clipfrac_avg")) > 2 * max(logged("resumed", "policy/clipfrac_avg"))

@@ -46,6 +46,7 @@ class EvaluationMixin:
     log: Callable[[dict[str, float]], None]
     _start: Callable[[], None]
     _end_together: Callable[[], None]
+    _follow_settings: Callable[[], None]
     _failing_together: Callable[[], contextlib.AbstractContextManager[None]]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
@@ -112,6 +113,7 @@ class EvaluationMixin:
         sums, counts = defaultdict[str, float](float), Counter[str]()  # a batch has no metric that is not finite
         with self._failing_together():
             self._start()
+            self._follow_settings()
             graph = self.plan.graph
             scoring = [call for call in graph.order if not graph.call(call).trains]
             for batch in self.get_eval_dataloader(rows):

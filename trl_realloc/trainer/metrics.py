@@ -33,31 +33,35 @@ class RunMetrics:
         self.stages: tuple[StageSpan, ...] = ()
         self.lengths: deque[int] = deque(maxlen=LENGTHS)
         self._window: dict[str, tuple[float, int]] = {}  # of each metric the sum and the number of updates
-        self._losses = (0.0, 0.0, 0)  # of this training: sums of policy and value losses, number of updates
+        self._losses = (0.0, 0)  # of this training: the sum of the losses, and the number of updates
         self.begin(0)
 
     def begin(self, episode: int) -> None:
         """Start a training at this episode. Drops metrics of an earlier training that failed."""
         self._window.clear()
-        self._losses = (0.0, 0.0, 0)
+        self._losses = (0.0, 0)
         self._start_time, self._first_episode = time.time(), episode
 
     def episodes_per_second(self, episode: int) -> float:
         """The speed of this training up to this episode."""
         return (episode - self._first_episode) / max(time.time() - self._start_time, 1e-9)
 
-    def mean_loss(self, vf_coef: float) -> float:
+    def mean_loss(self) -> float:
         """The policy loss plus the weighted value loss, mean over the updates of this training; 0.0 without updates."""
-        policy, value, updates = self._losses
-        return (policy + vf_coef * value) / max(updates, 1)
+        total, updates = self._losses
+        return total / max(updates, 1)
 
     @property
     def timeline(self) -> Timeline:
         """The spans of the latest updates."""
         return Timeline(tuple(span for spans in self._spans for span in spans))
 
-    def add(self, iteration: Iteration, seconds: float) -> None:
-        """Add the metrics of an update that took `seconds`."""
+    def add(self, iteration: Iteration, seconds: float, vf_coef: float) -> None:
+        """Add the metrics of an update that took `seconds`.
+
+        Args:
+            vf_coef: the weight of the update's value loss.
+        """
         if iteration.spans:  # ranks other than the first get none
             self._spans.append(iteration.spans)
         self._kept_spans += len(iteration.spans)
@@ -73,8 +77,8 @@ class RunMetrics:
             "tokens/s": iteration.tokens / seconds,
         }
         if "loss/policy_avg" in metrics and "loss/value_avg" in metrics:
-            policy, value, updates = self._losses
-            self._losses = (policy + metrics["loss/policy_avg"], value + metrics["loss/value_avg"], updates + 1)
+            total, updates = self._losses
+            self._losses = (total + metrics["loss/policy_avg"] + vf_coef * metrics["loss/value_avg"], updates + 1)
         for name, value in metrics.items():
             total, updates = self._window.get(name, (0.0, 0))
             self._window[name] = (total + value, updates + 1)

@@ -24,6 +24,7 @@ from ..engines.base import GROUP, Rate
 from ..engines.training.group_settings import RATE, copied, is_same
 from ..plan.dataflow import Role
 from .config_checks import ConfigError
+from .fixed_settings import refuse_changed
 
 
 if TYPE_CHECKING:
@@ -235,9 +236,16 @@ class LearningRates:
 
     def role(self, role: Role) -> Rate:
         """The learning rate of a role. With the user's optimizer it is the settings of all its groups, because a
-        scheduler or a callback may change others too. An engine takes over those that have changed."""
+        scheduler or a callback may change others too. An engine takes over those that have changed.
+
+        Raises:
+            ConfigError: another setting has changed, and the roles' optimizers are made from `args`.
+        """
         groups = self.scheduled.param_groups
         if not self.by_group:
+            for first, group in zip(self.first_settings, groups, strict=True):
+                others = [name for name in first if name != RATE]
+                refuse_changed(*({f"the optimizer's {name}": of[name] for name in others} for of in (first, group)))
             return float(groups[self.roles.index(role)][RATE])
         return tuple({k: v for k, v in group.items() if k not in _NOT_SENT} for group in groups)
 

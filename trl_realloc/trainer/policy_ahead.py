@@ -75,6 +75,7 @@ class PolicyAheadMixin:
     """Announces prompts. The attributes are those of the trainer that the class is mixed into."""
 
     args: Any
+    num_iterations: int  # TRL's
     state: Any
     model: Any
     callback_handler: Any
@@ -173,7 +174,7 @@ class PolicyAheadMixin:
     def _next_prompts(self) -> Iterator[list[list[int]]]:
         """The token ids of this rank's prompts in each of the next generations, as far as the run has them. TRL's loop
         gives a generation's batch once for each micro-batch that is trained on it."""
-        ahead, every = self.calls.ahead, self.args.steps_per_generation * self.args.num_iterations
+        ahead, every = self.calls.ahead, self.args.steps_per_generation * self.num_iterations
         assert ahead is not None, "the plan has a staleness"
         accumulated, left = self.args.gradient_accumulation_steps, self.state.max_steps - self.state.global_step
         for number in range(1, ahead.versions + 1):

@@ -18,13 +18,10 @@ from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
 from ..runtime.training_calls import GRAD_NORM
 from .config_checks import ConfigError
+from .fixed_settings import fixed_attributes, refuse_changed
 from .policy_modules import ReferenceInEngine
 from .policy_setup import PolicySetup
 from .policy_window import Leaves, Rows, Window
-
-
-# attributes of TRL's trainers, which read them whenever they generate or compute a loss
-DRAWN_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
 
 
 class PolicyLossMixin:
@@ -45,7 +42,7 @@ class PolicyLossMixin:
     _start: Callable[[], None]
     _saving_good_state: Callable[[], Any]
 
-    _drawn_by: dict[str, Any]  # the trainer's attributes that say how tokens are drawn, as they were given
+    _fixed: dict[str, Any]  # the settings that may not change, as they were when the trainer was made
     _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
     _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
     _grad_norm: torch.Tensor  # of the latest step
@@ -53,12 +50,7 @@ class PolicyLossMixin:
     _buffered_inputs: Any = None  # TRL's
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if changed := [name for name, value in self._drawn_by.items() if getattr(self, name, None) != value]:
-            raise ConfigError(
-                f"the trainer's {changed[0]} was {self._drawn_by[changed[0]]!r} when it was made and is now "
-                f"{getattr(self, changed[0])!r}, which the plan's engines would not follow; make a new trainer that "
-                f"resumes from a checkpoint."
-            )
+        refuse_changed(self._fixed, fixed_attributes(self))
         self.calls.at(self.state.global_step, evaluates=not self.model.training)
         return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 

@@ -40,6 +40,7 @@ class PolicyPlanChangeMixin(PlanChangeMixin):
     """Changes the plan between two generations. To be mixed in before `PolicyRecordMixin`, which has the times."""
 
     args: Any
+    num_iterations: int  # TRL's
     control: Any
     model: Any
     calls: HostCalls
@@ -90,7 +91,7 @@ class PolicyPlanChangeMixin(PlanChangeMixin):
         if self.control.should_training_stop:
             return
         lengths = [n for of_rank in from_every_rank(period.lengths, self.placement.control) for n in of_rank]
-        steps, every = self.args.gradient_accumulation_steps, self.args.steps_per_generation * self.args.num_iterations
+        steps, every = self.args.gradient_accumulation_steps, self.args.steps_per_generation * self.num_iterations
         left = (self.state.max_steps - self.state.global_step) * steps // every
         is_first = self.placement.rank == 0
         self._replan(period.spans, lengths if is_first else [], period.seconds, left, period.generations)

@@ -44,13 +44,14 @@ from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.policy_mixin import PolicyCheckpointMixin
 from .checkpoint.saving import make_output_dir
 from .config_checks import ConfigError
+from .fixed_settings import fixed_attributes
 from .host_generation import HostGeneration
 from .optimizers import check_own_optimizer
 from .plan_settings import use_one_device
 from .planned_generation import PlannedGeneration
 from .plug import finish_turns, takes_turns
 from .policy_data import check_columns, check_rows, check_types
-from .policy_loss import DRAWN_BY, PolicyLossMixin
+from .policy_loss import PolicyLossMixin
 from .policy_modules import ModelInEngine, ReferenceInEngine
 from .policy_plan_change import PolicyPlanChangeMixin
 from .policy_rewards import REWARD, planned_rewards
@@ -154,10 +155,10 @@ class PlannedPolicyTrainer(
         self._place()
         self._observe_run(self.plugin)
         self.beta = args.beta
-        self._drawn_by = {name: getattr(self, name, None) for name in DRAWN_BY}
         self.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
         self.vllm_importance_sampling_correction = self.setup.corrects
         self.ref_model = ReferenceInEngine() if "reference.forward" in self.plan.graph.order else None
+        self._fixed = fixed_attributes(self)
         self._last_loaded_step = -1
         self.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         if takes_turns(self):

@@ -40,6 +40,7 @@ from .checkpoint.resuming import Checkpoint
 from .checkpoint.saving import make_output_dir
 from .config_checks import ConfigError
 from .evaluation import EvaluationMixin
+from .fixed_settings import OF_PPO, fixed_settings
 from .input_checks import check_config
 from .metrics import SPANS, RunMetrics
 from .optimizers import check_own_optimizer, follows_metrics, without_whole
@@ -167,7 +168,6 @@ class PPOTrainer(
         self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with self.alarm.covers():
             self.setup: Setup = prepare(args, self.plugin, request, world.process_index, inputs)
-        self.stop_token_id = self.setup.stop_token_id
         self._ref_model, self.reward_model = ref_model, reward_model
         super().__init__(
             model=PolicyAndValueWrapper(*self.setup.models_before_start),
@@ -180,6 +180,7 @@ class PPOTrainer(
             optimizers=(self.setup.rates.scheduled, optimizers[1]),
         )
         self._follow_callbacks()
+        self._fixed = fixed_settings(args, OF_PPO)
         self.state = self._new_state()
         self._make_scheduler()
         self.metrics = RunMetrics(SPANS if self.is_world_process_zero() else 0)  # rank 0 writes the timeline
@@ -313,6 +314,7 @@ class PPOTrainer(
             if is_first:
                 self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
+            self._follow_settings()
             update_start = time.time()
             rates = {role: self.setup.rates.role(role) for role in self.plan.graph.trained_roles}
             self._rate = self.setup.rates.first
@@ -326,7 +328,7 @@ class PPOTrainer(
             self.state.global_step += 1
             self.state.epoch = self.state.episode / len(self.train_dataset)
             update_seconds = time.time() - update_start
-            self.metrics.add(iteration, update_seconds)
+            self.metrics.add(iteration, update_seconds, self.setup.algorithm.settings.vf_coef)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
             self._show_completions()
@@ -350,7 +352,7 @@ class PPOTrainer(
             expected, chosen = self.observer.end(lengths), self.observer.when_chosen(lengths)
             stages = self.metrics.stages
             save_record(self.plan, self.timeline, expected, folder, when_chosen=chosen, stages=stages)
-        loss = self.metrics.mean_loss(args.vf_coef)
+        loss = self.metrics.mean_loss()
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 
     def _may_begin_early(self, is_last: bool) -> bool:

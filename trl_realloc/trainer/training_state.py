@@ -1,20 +1,25 @@
-"""`TrainingStateMixin`: the state, the learning rates and the logs of a training, as Transformers' Trainer has them."""
+"""`TrainingStateMixin`: the state, the learning rates, the settings and the logs of a training, as Transformers'
+Trainer and TRL's PPO have them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from ..runtime.executor import Executor
 from .checkpoint.resuming import STATE, Checkpoint
+from .config_checks import check_settings
+from .fixed_settings import fixed_settings, refuse_changed
 from .metrics import RunMetrics
 from .setup import Setup
 from .trl_attributes import OnlineTrainerState
 
 
 class TrainingStateMixin:
-    """The state, the learning rate schedule and the logs of PPO's training loop. To be mixed into a trainer that has
-    Trainer's attributes, and those of `PPOCheckpointMixin` and `EvaluationMixin`."""
+    """The state, the learning rate schedule, the settings and the logs of PPO's training loop. To be mixed into a
+    trainer that has Trainer's attributes, and those of `PPOCheckpointMixin` and `EvaluationMixin`."""
 
     args: Any
     state: OnlineTrainerState
@@ -25,6 +30,9 @@ class TrainingStateMixin:
     callback_handler: Any
     train_dataset: Any
     setup: Setup
+    executor: Executor
+    replanner: Any
+    measuring: Any
     metrics: RunMetrics
     log: Callable[[dict[str, float]], None]
     create_scheduler: Callable[..., Any]
@@ -32,6 +40,7 @@ class TrainingStateMixin:
     is_world_process_zero: Callable[[], bool]
     _created_lr_scheduler: bool
     _data_begins: int
+    _fixed: Mapping[str, Any]  # the settings that may not change, as they were when the trainer was made
     _rate: float
     _determine_best_metric: Callable[..., bool]
     _evaluate: Callable[..., dict[str, float]]
@@ -77,6 +86,28 @@ class TrainingStateMixin:
             is_world_process_zero=self.is_world_process_zero(),
             stateful_callbacks=self._exportable(),
         )
+
+    def _follow_settings(self) -> None:
+        """Use the settings of PPO's arithmetic that `args` has now, as TRL does: a callback may have changed them.
+        Those of the first process hold on all processes. All ranks together.
+
+        Raises:
+            ConfigError: a setting is not allowed, or the plan, the engines or the data were made from it.
+        """
+        # samples are trained on as they arrive only without whitened rewards
+        fixed = {**self._fixed, "whiten_rewards": False} if self.setup.plan.on_arrival else self._fixed
+        refuse_changed(fixed, fixed_settings(self.args, fixed))
+        settings = self.executor.exchange.spread(self.args.ppo_settings())
+        if settings == self.setup.algorithm.settings:
+            return
+        for name, value in vars(settings).items():
+            setattr(self.args, name, value)
+        check_settings(self.args)
+        algorithm = replace(self.setup.algorithm, settings=settings)
+        self.setup = replace(self.setup, algorithm=algorithm)
+        self.executor.algorithm = algorithm
+        if not set(self.setup.job.workload.first_epoch) <= set(settings.first_epoch):
+            self.replanner = self.measuring = None  # another plan might train on samples as they arrive
 
     def _log_metrics(self) -> None:
         if metrics := self.metrics.take():

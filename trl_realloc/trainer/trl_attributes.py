@@ -79,6 +79,16 @@ class TrlAttributes:
         return name
 
     @property
+    def stop_token_id(self) -> int | None:
+        """The token that ends a response; `None` where every response has `response_length` tokens."""
+        token: int | None = self.setup.stop_token_id
+        return token
+
+    @stop_token_id.setter
+    def stop_token_id(self, token: Any) -> NoReturn:
+        raise AttributeError("stop_token_id cannot be changed, the engines end responses by it; give it to the config.")
+
+    @property
     def ref_adapter_name(self) -> str | None:
         name: str | None = self.args.ref_adapter_name
         return name

@@ -27,6 +27,7 @@ class PolicyCheckpointMixin(CheckpointMixin):
 
     calls: HostCalls
     entropy_coef: float
+    num_iterations: int  # TRL's
     _step: int  # TRL's: micro-batches that were trained on
     forget_step: Callable[[], None]
     _last_world_entropy: float
@@ -61,7 +62,7 @@ class PolicyCheckpointMixin(CheckpointMixin):
     @property
     def _micro_batches(self) -> int:
         """Number of micro-batches that are trained on one generation."""
-        count: int = self.args.steps_per_generation * self.args.num_iterations
+        count: int = self.args.steps_per_generation * self.num_iterations
         return count
 
     @property
