@@ -86,6 +86,12 @@ FOUR: dict[str, dict[str, Any]] = {
         for split, degrees in {"dp2 tp2": {"tp": 2, **BOTH}, "dp2 pp2": {"pp": 2}}.items()
     },
 }
+# the heads of SmolLM2-135M; three does not divide 131 tokens and 52 channels
+NINE = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
+THREE: dict[str, dict[str, Any]] = {
+    "tp3 of 9 heads": {"tp": 3, "config": NINE, **BOTH},
+    "tp3 of 9 heads, tied embeddings": {"tp": 3, "shard": True, "config": {**NINE, "tie_word_embeddings": True}},
+}
 EIGHT: dict[str, dict[str, Any]] = {
     "dp8": {"shard": True},
     "dp4 tp2": {"tp": 2, "shard": True},
@@ -100,7 +106,7 @@ EIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("processes", "cases"), [(4, shallow(FOUR)), (8, shallow(EIGHT))])
+@pytest.mark.parametrize(("processes", "cases"), [(3, shallow(THREE)), (4, shallow(FOUR)), (8, shallow(EIGHT))])
 def test_every_split_trains_scores_and_resumes_as_the_whole_model_does(
     processes: int, cases: dict[str, Any], run: Callable[..., Path]
 ) -> None:

@@ -160,6 +160,25 @@ def test_one_vllm_engine_over_two_devices_generates_for_training_on_both(run: Ca
 
 
 @pytest.mark.vllm
+def test_nine_heads_are_trained_and_generate_over_three_devices(run: Callable[..., Path], tmp_path: Path) -> None:
+    """The heads of SmolLM2-135M, and a vocabulary that three does not divide."""
+    sizes = {"hidden_size": 36, "intermediate_size": 48, "vocab_size": 190}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3}
+    tiny.policy(**sizes).save_pretrained(tmp_path / "policy")
+    for name, seed in (("critic", 1), ("reward", 3)):
+        tiny.classifier(seed, **sizes).save_pretrained(tmp_path / name)
+    thirds = {name: split("0-2", tp=3) for name in ("reference.forward", "reward.forward", "actor.train")}
+    thirds |= {name: split("0-2", tp=3) for name in ("critic.forward", "critic.train")}
+    generate = {"mesh": "0-2", "engine": "vllm", "dp": 1, "tp": 3}
+    options = options_for_vllm(by_path=True)
+    changed = {**thirds, "actor.generate": generate}
+    three = run("train.py", 3, {**options, "plan": plan(3, changed=changed), "per_device_train_batch_size": 4}, "three")
+    alone = run("train.py", 1, {**options, "per_device_train_batch_size": 12}, "alone")
+    close(log(alone), [{k: v for k, v in row.items() if not k.startswith("realloc/")} for row in log(three)])
+    check_saved(three)
+
+
+@pytest.mark.vllm
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", ["tensor-pipeline-4", "apart-4"])
 def test_engines_on_some_devices_get_the_weights_that_other_groups_train(run: Callable[..., Path], name: str) -> None:

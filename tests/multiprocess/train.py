@@ -20,6 +20,8 @@ def main() -> None:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     if options.pop("by_path", False):
         given |= {"model": str(folder.parent / "policy"), "reward_model": str(folder.parent / "reward")}
+        if (folder.parent / "critic").exists():
+            given["value_model"] = str(folder.parent / "critic")
     resume = options.pop("resume", None)
     fails = options.pop("fails_on_rank", None)
     if fails is not None:

@@ -94,6 +94,44 @@ def test_a_split_that_cannot_be_is_refused_with_what_can(tp: int, pp: int, told:
     spec.check_strategy(2, 3)
 
 
+NINE = {
+    "hidden_size": 36,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 48,
+    "vocab_size": 190,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "told"),
+    [
+        ({}, 2, "share the 9 heads, 3 key/value heads of a llama model evenly, as vLLM does; use tp 1 or 3"),
+        ({}, 6, "share the 9 heads of"),
+        ({"num_key_value_heads": 9}, 2, "share the 9 heads, 9 key/value heads"),
+        ({"intermediate_size": 52}, 3, r"share the 52 channels of the MLPs of .* use tp 1\."),
+        (
+            {"vocab_size": 131},
+            9,
+            r"share the 48 channels of the MLPs, 131 tokens \(padded to 192\) of .* use tp 1 or 3",
+        ),
+    ],
+)
+def test_a_split_that_vllm_cannot_make_is_refused_with_those_that_it_can(
+    changes: dict[str, Any], tp: int, told: str
+) -> None:
+    spec = ModelSpec.from_config(config_of("llama", **{**NINE, **changes}), bytes_per_element=4)
+    with pytest.raises(PlanError, match=told):
+        spec.check_generation(tp)
+    assert not spec.generates_under(tp)
+
+
+def test_vllm_repeats_key_value_heads_for_more_devices_and_pads_the_vocabulary() -> None:
+    for tp, vocabulary in ((1, 131), (3, 131), (9, 9 * 64 - 1)):
+        config = config_of("llama", **{**NINE, "intermediate_size": 36, "vocab_size": vocabulary})
+        ModelSpec.from_config(config, bytes_per_element=4).check_generation(tp)
+
+
 def test_a_family_that_no_table_describes_is_refused_with_those_that_are() -> None:
     with pytest.raises(PlanError, match=r"'opt' cannot be split .* gemma, gpt_neox, llama"):
         ModelSpec.from_config({"model_type": "opt"}, bytes_per_element=4)

@@ -156,6 +156,15 @@ def test_no_tensor_group_crosses_nodes_whatever_their_size(per_node: int) -> Non
     assert seen == {tp for tp in range(1, per_node + 1) if per_node % tp == 0 or tp & (tp - 1) == 0}
 
 
+@pytest.mark.parametrize(("devices", "degrees"), [(2, {1}), (3, {1, 3}), (6, {1, 3})])
+def test_no_tensor_group_divides_heads_unevenly(devices: int, degrees: set[int]) -> None:
+    """SmolLM2-135M has 9 heads and 3 key/value heads."""
+    prices = pricing(1, devices)
+    models = {name: (replace(spec, heads=9, kv_heads=3),) for name, (spec,) in specs(1, 1).items()}
+    chosen = Space(prices.cluster, ppo_graph(), models, prices).candidates()
+    assert {c.assignment.strategy.tp for own in chosen.values() for c in own} == degrees
+
+
 def test_of_a_large_cluster_only_some_meshes_are_looked_at() -> None:
     cluster = Cluster(512, 8)
     meshes = meshes_of(cluster)

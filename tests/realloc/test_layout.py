@@ -135,7 +135,7 @@ def test_tensor_and_pipeline_groups_hold_all_of_the_model(tp: int, pp: int, tied
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_vllm_repeats_the_keys_where_there_are_more_devices_than_heads_of_them(tp: int) -> None:
-    layout = vllm_layout(llama(), DeviceMesh(0, 2 * tp), tp)
+    layout = vllm_layout(llama(intermediate_size=48), DeviceMesh(0, 2 * tp), tp)
     check_covers(layout)
     keys = layout.parameters["model.layers.0.self_attn.k_proj.weight"]
     assert len(keys) == min(tp, 4) and all(len(placed.devices) == 2 * max(1, tp // 4) for placed in keys)

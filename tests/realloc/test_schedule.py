@@ -82,7 +82,7 @@ def layouts(draw: st.DrawFn, spec: ModelSpec, cluster: Cluster) -> Layout:
         case "owners":
             return owners_layout(spec, mesh, tp)
         case "vllm":
-            return vllm_layout(spec, mesh, tp)
+            return vllm_layout(spec, mesh, tp if spec.generates_under(tp) else 1)
         case _:
             return megatron_layout(spec, mesh, tp, pp)
 

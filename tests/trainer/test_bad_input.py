@@ -166,6 +166,22 @@ def _on_four(memory_gb: float | None = None, **changes: dict[str, Any]) -> Execu
             "llama",
             "actor.train: tp 4 cannot share the 2 key/value heads of a llama model evenly; use tp 1 or 2",
         ),
+        (
+            _on_four(actor__train={"tp": 2, "dp": 2}),
+            "nine",
+            "actor.train: tp 2 cannot share the 3 key/value heads of a llama model evenly; use tp 1 or 3",
+        ),
+        (
+            _on_four(actor__generate={"tp": 2, "dp": 2, "engine": "vllm"}),
+            "nine",
+            "actor.generate: tp 2 cannot share the 9 heads, 3 key/value heads of a llama model evenly, as vLLM does; "
+            r"use tp 1 or 3\.",
+        ),
+        (
+            _on_four(actor__generate={"tp": 4, "engine": "vllm"}),
+            "seven",
+            "actor.generate: .* the 7 heads of a opt model",
+        ),
         (_on_four(critic__forward={"pp": 4}), "llama", "critic.forward: pp 4 is more than the model's 2 layers"),
         (_on_four(reference__forward={"tp": 2, "dp": 2}), "opt", "the family 'opt' cannot be split"),
         (_on_four(0.0001), "llama", "device 0 would hold .* but cluster.memory_gb is 0.0001; split"),
@@ -174,7 +190,10 @@ def _on_four(memory_gb: float | None = None, **changes: dict[str, Any]) -> Execu
 def test_a_plan_that_the_models_cannot_follow_is_refused_from_their_configs_alone(
     plan: ExecutionPlan, model_type: str, sentence: str
 ) -> None:
-    config = tiny.config() if model_type == "llama" else OPTConfig()
+    sizes = {"hidden_size": 36, "intermediate_size": 48, "vocab_size": 190}
+    nine = tiny.config(num_attention_heads=9, num_key_value_heads=3, **sizes)
+    seven = OPTConfig(hidden_size=56, num_attention_heads=7)
+    config = {"llama": tiny.config(), "nine": nine, "seven": seven, "opt": OPTConfig()}[model_type]
     configs = {role: [config] for role in Role}
     with pytest.raises(PlanError, match=sentence):
         check_layouts(plan, configs, [])

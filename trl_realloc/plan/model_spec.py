@@ -17,6 +17,7 @@ from ..common.errors import PlanError, Problems, shown
 
 
 Head = Literal["lm", "score"]
+VOCABULARY_PADDING = 64  # vLLM rounds a vocabulary up to a multiple of this before it cuts it
 FIRST = -1  # the layer number of parameters before the first layer
 
 
@@ -57,7 +58,7 @@ class ModelSpec:
         family: the config's `model_type`; empty for a model that is described by its shapes.
         parameters: in the order of `named_parameters`; a tied parameter once.
         bytes_per_element: of every parameter.
-        layers, heads, kv_heads, head_dim, hidden, vocabulary: 0 if unknown.
+        layers, heads, kv_heads, head_dim, hidden, inner, vocabulary: 0 if unknown. `inner` is the channels of an MLP.
         tied: the embedding is also the language model head.
         activation_bytes: per element of activations, keys and values, whose dtype is the one that is computed in; 0 for
             `bytes_per_element`.
@@ -76,6 +77,7 @@ class ModelSpec:
     kv_heads: int = 0
     head_dim: int = 0
     hidden: int = 0
+    inner: int = 0
     vocabulary: int = 0
     tied: bool = False
     activation_bytes: int = 0
@@ -116,6 +118,7 @@ class ModelSpec:
             kv_heads=int(values.get("num_key_value_heads") or heads),
             head_dim=int(values.get("head_dim") or hidden // heads),
             hidden=hidden,
+            inner=int(values["intermediate_size"]),
             vocabulary=int(values["vocab_size"]),
             tied=head == "lm" and bool(values.get("tie_word_embeddings", family in TIED)),
         )
@@ -216,10 +219,30 @@ class ModelSpec:
             problems.append(f"pp {pp} is more than the model's {self.layers} layers; use pp {self.layers} or less.")
         problems.refuse()
 
+    def check_generation(self, tp: int) -> None:
+        """Raise `PlanError` if vLLM cannot split the model over tp devices."""
+        if uneven := self._uneven_in_vllm(tp):
+            fits = [n for n in range(1, self.heads + 1) if self.generates_under(n)]
+            raise PlanError(
+                f"tp {tp} cannot share the {uneven} of a {self.family} model evenly, as vLLM does; "
+                f"use tp {' or '.join(map(str, fits))}."
+            )
+
     def generates_under(self, tp: int) -> bool:
-        """Whether vLLM can split the attention over tp devices. It repeats key/value heads if there are fewer than
-        tp."""
-        return self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+        """Whether vLLM can split the model over tp devices."""
+        return not self._uneven_in_vllm(tp)
+
+    def _uneven_in_vllm(self, tp: int) -> str:
+        """What vLLM cannot share evenly among tp devices; empty if there is nothing. It repeats key/value heads if
+        there are fewer than tp, and pads the vocabulary."""
+        padded = -(-self.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
+        rests = {
+            f"{self.heads} heads": self.heads % tp,
+            f"{self.kv_heads} key/value heads": min(self.kv_heads % tp, tp % (self.kv_heads or 1)),
+            f"{self.inner} channels of the MLPs": self.inner % tp,
+            f"{self.vocabulary} tokens (padded to {padded})": padded % tp,
+        }
+        return ", ".join(what for what, rest in rests.items() if rest)
 
     def forward_flops(self, tokens: int, squared_lengths: int = 0) -> int:
         """FLOPs of one forward: 2 per matrix element and token (the embedding is a lookup), and for attention 4 per

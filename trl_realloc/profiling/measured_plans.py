@@ -63,7 +63,7 @@ def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
     graph = job.measured_graph
     yield flatten(cluster, generation_engine=job.engine, graph=graph)
     per_node = cluster.devices_per_node
-    tensor = [1 << at for at in range(1, per_node.bit_length()) if per_node % (1 << at) == 0]
+    tensor = [tp for tp in range(2, per_node + 1) if per_node % tp == 0]
     for tp, pp in [*((tp, 1) for tp in tensor), (1, 2)]:
         if per_node % (tp * pp) == 0 and "megatron" in job.engines and _can_split(job, tp, pp):
             yield _split(job, tp, pp)

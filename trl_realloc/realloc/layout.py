@@ -15,13 +15,11 @@ from functools import cached_property, lru_cache
 from ..common.errors import PlanError
 from ..plan.assignment import Assignment
 from ..plan.cluster import DeviceMesh
-from ..plan.model_spec import Cut, ModelSpec, ParameterSpec
+from ..plan.model_spec import VOCABULARY_PADDING, Cut, ModelSpec, ParameterSpec
 
 
 # One half-open interval of indices for each dimension of the parameter; empty for a scalar.
 Box = tuple[tuple[int, int], ...]
-
-VOCABULARY_PADDING = 64  # vLLM rounds a vocabulary up to a multiple of this before it cuts it
 
 
 @dataclass(frozen=True)
@@ -250,10 +248,11 @@ def vllm_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
     fewer than tp, and the vocabulary is padded before it is cut.
 
     Raises:
-        PlanError: vLLM cannot divide the attention heads or the key/value heads by tp.
+        PlanError: vLLM cannot divide the model by tp.
     """
-    if tp > 1 and not (spec.heads and spec.generates_under(tp)):
-        raise PlanError(f"vLLM cannot share {spec.heads} heads and {spec.kv_heads} key/value heads over tp {tp}.")
+    if tp > 1 and not spec.heads:
+        raise PlanError(f"how vLLM shares a model over tp {tp} that is known by its shapes alone is not known.")
+    spec.check_generation(tp)
 
     def holders(_: tuple[int, ...], tensor: int) -> list[int]:
         return list(mesh.devices)[tensor::tp]

@@ -21,7 +21,7 @@ from ..engines.transformers_compat import attention_name
 from ..plan.assignment import Assignment
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.model_spec import ModelSpec
+from ..plan.model_spec import FAMILIES, ModelSpec
 from ..profiling.job_models import element_bytes, spec_of
 from ..realloc.memory import check_memory
 from .config_checks import ConfigError, by_transformers
@@ -133,6 +133,7 @@ def check_layouts(
     Raises:
         PlanError: a model that cannot be split as the plan says, or parameters that do not fit.
     """
+    check_generation(plan, configs[Role.ACTOR][0])
     specs: dict[str, list[ModelSpec]] = {}
     problems = Problems()
     for name, assignment in plan.assignments.items():
@@ -149,6 +150,27 @@ def check_layouts(
                     specs.setdefault(name, []).append(spec)
     problems.refuse()
     check_memory(plan, specs, adapted)
+
+
+def check_generation(plan: ExecutionPlan, config: Any) -> None:
+    """Refuse a plan whose vLLM engines cannot split the policy. Of a family without a table only the heads are known.
+
+    Args:
+        config: the policy's Transformers config.
+
+    Raises:
+        PlanError: names the call, what cannot be shared evenly, and the degrees that can.
+    """
+    problems = Problems()
+    for name, assignment in plan.assignments.items():
+        if assignment.engine == "vllm" and assignment.strategy.tp > 1:
+            with problems.of(name):
+                if config.model_type in FAMILIES:
+                    spec_of(config, is_policy=True).check_generation(assignment.strategy.tp)
+                elif isinstance(heads := getattr(config.get_text_config(), "num_attention_heads", None), int):
+                    spec = ModelSpec(config.model_type, (), bytes_per_element=1, heads=heads)
+                    spec.check_generation(assignment.strategy.tp)
+    problems.refuse()
 
 
 def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:

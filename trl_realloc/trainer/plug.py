@@ -33,6 +33,7 @@ from .config_checks import ConfigError
 from .generation_plan import generation_plan
 from .job_builder import compute_dtype
 from .model_checks import check_adapter_kind
+from .plan_checks import check_generation
 from .plan_settings import vllm_settings
 from .planned_generation import PlannedGeneration, Policy
 from .policy_lengths import ASSUMED, Lengths, context_length, lengths_of
@@ -94,6 +95,7 @@ def plug(trainer: Any, plan: Any = None, *, heartbeat_timeout: float | None = No
     resolved = generation_plan(plan, cluster, tp=tp, sleeps=sleeps)
     check_gpus(processes, resolved)
     config = read_config(trainer.accelerator.unwrap_model(model), "model")
+    check_generation(resolved, config)
     options = VLLMOptions(
         device,
         context_length=_context_length(trainer, vllm.get("max_model_len"), sampling.max_tokens, config),
