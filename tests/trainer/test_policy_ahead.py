@@ -91,11 +91,9 @@ class Trainer(PolicyAheadMixin, Loop):
         self, generations: int, steps: int, iterations: int, accumulated: int, versions: int, last: int
     ) -> None:
         super().__init__(Loader(generations, steps * iterations))
+        self.num_iterations = iterations
         self.args = SimpleNamespace(
-            steps_per_generation=steps,
-            num_iterations=iterations,
-            gradient_accumulation_steps=accumulated,
-            ignore_data_skip=False,
+            steps_per_generation=steps, gradient_accumulation_steps=accumulated, ignore_data_skip=False
         )
         self.state = SimpleNamespace(max_steps=last, global_step=0, epoch=0.0)
         self.model = SimpleNamespace(training=True)
