@@ -220,6 +220,46 @@ def test_a_step_in_16_bits_keeps_no_weight_that_it_has_cast(samples: Rollouts) -
         assert torch.is_autocast_cache_enabled(), "a generation uses each weight for every token"
 
 
+@pytest.mark.parametrize(
+    "kept", [range(8), range(2, 8), [0, 1, 1, 2, 3, 4, 5, 6, 7], []], ids=["all", "some", "one twice", "none"]
+)
+@pytest.mark.parametrize("trained", [range(8), [6, 3, 1], [2, 2, 5]], ids=["all", "few, in another order", "twice"])
+@pytest.mark.parametrize("budget", [1_000, 25], ids=["one micro-batch", "several"])
+def test_a_training_from_a_kept_forward_is_the_training_alone(
+    kept: Sequence[int], trained: Sequence[int], budget: int, samples: Rollouts
+) -> None:
+    alone, after = engine(value_head()), engine(value_head())
+    expected = alone.train(samples.select(trained), VALUE_LOSS, budget, 0.1)
+    scored = after.forward_to_train(samples.select(kept), budget)
+    statistics = after.train(samples.select(trained), VALUE_LOSS, budget, 0.1)
+    if kept:
+        plain = engine(value_head()).forward(samples.select(kept), budget)
+        torch.testing.assert_close(scored["values"].values, plain["values"].values)
+        assert not scored["values"].values.requires_grad
+    torch.testing.assert_close(statistics, expected)
+    torch.testing.assert_close(state(after), state(alone))
+
+
+def test_the_kept_forward_of_other_parameters_is_not_trained_on(samples: Rollouts) -> None:
+    alone, after = engine(policy_head()), engine(policy_head())
+    for each in (alone, after):
+        each.forward_to_train(samples, 1_000) if each is after else None
+        each.train(samples.select([0, 1]), POLICY_LOSS, 1_000, 0.1)
+        each.train(samples, POLICY_LOSS, 1_000, 0.1)
+    torch.testing.assert_close(state(after), state(alone))
+
+
+@pytest.mark.parametrize("optimizer_calls", [0, 1])
+def test_a_kept_forward_is_not_computed_again(samples: Rollouts, optimizer_calls: int) -> None:
+    trained = engine(policy_head())
+    forwards = list[int]()
+    trained.head.register_forward_pre_hook(lambda module, arguments: forwards.append(len(arguments[0])))
+    trained.forward_to_train(samples, 1_000)
+    for _ in range(1 + optimizer_calls):
+        trained.train(samples, POLICY_LOSS, 1_000, 0.0)
+    assert forwards == [len(samples)] * (1 + optimizer_calls)
+
+
 def test_adapters_learn_and_their_base_does_not(samples: Rollouts) -> None:
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -146,6 +146,18 @@ def places(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
 
 
+def token_keys(samples: Rollouts) -> list[tuple[bytes, bytes]]:
+    """Of each sample its token ids, prompt and response, by which equal samples are found.
+
+    Args:
+        samples: in host memory, with `prompts` and `responses`.
+    """
+    if not len(samples):
+        return []
+    columns = (samples.ragged(name).rows() for name in ("prompts", "responses"))
+    return [(prompt.numpy().tobytes(), response.numpy().tobytes()) for prompt, response in zip(*columns, strict=True)]
+
+
 def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on a device, as `Ragged.to` says."""
     return tensor.to(device, non_blocking=torch.device(device).type != "cpu")

@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 from ..algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ..algorithms.rollout import Ragged, Rollouts
-from ..engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, Unfinished
+from ..engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, ScoringEngine, Unfinished
+from ..engines.training.replicated import ReplicatedEngine
 from ..plan.dataflow import Call, Role
 from .context_limit import ContextLimit
 from .placement import Placement
@@ -227,12 +228,24 @@ def forward(placement: Placement, settings: CallSettings, call: Call, samples: R
     if placement.roles[call.role].kind == "score":
         return score(placement, settings, call, samples, step)
     with placement.scoring(call.name) as (engine,):
-        out = engine.forward(samples, placement.budget(call.name))
+        out = _outputs(placement, engine, call, samples, step)
     if not out:
         return Rollouts()
     columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)
     made = {name: out[column] for name, column in zip(call.outputs, columns, strict=False)}
     return Rollouts(index=samples.tensor("index"), **made)
+
+
+def _outputs(
+    placement: Placement, engine: ScoringEngine, call: Call, samples: Rollouts, step: Step
+) -> Mapping[str, Ragged]:
+    """The engine's outputs. Those of a model that will be trained on the samples, as it is, keep their graphs for it."""
+    home = placement.plan.graph.train_call(call.role)
+    if home is None or engine is not placement.trained(call.role) or step.number >= EVALUATION_STEP:
+        return engine.forward(samples, placement.budget(call.name))
+    if isinstance(engine, ReplicatedEngine) and samples.tokens <= placement.most_kept(home):
+        return engine.forward_to_train(samples, placement.budget(home))
+    return engine.forward(samples, placement.budget(call.name))
 
 
 def score(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:

@@ -80,6 +80,10 @@ class EngineOptions:
     def budget(self, *, trains: bool) -> int:
         """Most tokens of one forward where the plan gives no number: the batch size times the longest sample's tokens.
         On the CPU at most `CACHED_TOKENS`."""
-        size = self.train_batch_size if trains else self.forward_batch_size
-        tokens = size * (self.usual_length or self.context_length)
+        tokens = self.batch_tokens(trains=trains)
         return min(tokens, CACHED_TOKENS) if self.device.type == "cpu" else tokens
+
+    def batch_tokens(self, *, trains: bool) -> int:
+        """Most tokens that the user lets one forward hold: the batch size times the longest sample's tokens."""
+        size = self.train_batch_size if trains else self.forward_batch_size
+        return size * (self.usual_length or self.context_length)

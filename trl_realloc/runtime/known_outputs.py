@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..algorithms.rollout import Rollouts
-
-
-Key = tuple[bytes, bytes]
+from ..algorithms.rollout import Rollouts, token_keys
 
 
 class KnownOutputs:
@@ -15,7 +12,7 @@ class KnownOutputs:
 
     def __init__(self) -> None:
         self._outputs = Rollouts()
-        self._at: dict[Key, int] = {}
+        self._at: dict[tuple[bytes, bytes], int] = {}
 
     def add(self, samples: Rollouts, outputs: Rollouts) -> None:
         """Keep the outputs for these samples.
@@ -24,9 +21,9 @@ class KnownOutputs:
             samples: with `prompts` and `responses`.
             outputs: of the same samples in the same order.
         """
-        self._keep(_keys(samples), outputs)
+        self._keep(token_keys(samples), outputs)
 
-    def _keep(self, keys: Sequence[Key], outputs: Rollouts) -> None:
+    def _keep(self, keys: Sequence[tuple[bytes, bytes]], outputs: Rollouts) -> None:
         if keys:
             first = len(self._outputs)
             self._outputs = Rollouts.cat([self._outputs, outputs])
@@ -39,7 +36,7 @@ class KnownOutputs:
             compute: makes the outputs of those that are not known, of equal ones once. It is also called without any,
                 because all ranks run a call together.
         """
-        keys = _keys(samples)
+        keys = token_keys(samples)
         missing = list({key: at for at, key in enumerate(keys) if key not in self._at}.values())
         self._keep([keys[at] for at in missing], compute(samples.select(missing)))
         return self._outputs.select([self._at[key] for key in keys]) if keys else Rollouts()
@@ -48,9 +45,3 @@ class KnownOutputs:
         """Forget all of them: the parameters that computed them have changed, or nobody will ask for them again."""
         self._outputs, self._at = Rollouts(), {}
 
-
-def _keys(samples: Rollouts) -> Sequence[Key]:
-    if not len(samples):
-        return []
-    columns = (samples.ragged(name).rows() for name in ("prompts", "responses"))
-    return [(prompt.numpy().tobytes(), response.numpy().tobytes()) for prompt, response in zip(*columns, strict=True)]

@@ -193,6 +193,11 @@ class Placement:
         tokens = self.plan[call].strategy.micro_batch_tokens
         return tokens or self.options.budget(trains=self.plan.graph.call(call).trains)
 
+    def most_kept(self, call: str) -> int:
+        """Most tokens whose activations may be kept from a forward to a call that trains: those of one of its
+        micro-batches, or of the batch that the user lets one forward hold (`EngineOptions.batch_tokens`)."""
+        return self.plan[call].strategy.micro_batch_tokens or self.options.batch_tokens(trains=True)
+
     @contextlib.contextmanager
     def resident(self, call: str) -> Iterator[None]:
         """A context for a call whose parameters are on the device. After it they stay there, are moved to host memory

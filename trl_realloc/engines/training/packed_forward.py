@@ -22,6 +22,7 @@ from ...algorithms.base import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, places
 from ...plan.batching import micro_batches
 from ..mesh_group import MeshGroup
+from .kept_forward import KeptForward
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs
 from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced, works_in_slices
@@ -223,17 +224,22 @@ def run_forward(
     device: torch.device,
     *,
     in_step: bool = False,
+    kept: KeptForward | None = None,
 ) -> dict[str, Ragged]:
     """Run this rank's samples through a head without gradients. The outputs are on the CPU, in the samples' order. They
     are copied there after the last micro-batch, so that the host prepares a micro-batch while the device computes the
-    one before."""
+    one before.
+
+    Args:
+        kept: keeps the graphs for `run_training`.
+    """
     inputs = samples.only(("index", "prompts", "responses"))
     batches = cut(inputs, budget, group, in_step)
     parts: list[Mapping[str, Ragged]] = []
     with torch.no_grad():
         for batch in batches:
             micro = inputs.select(batch) if batch else _placeholder()
-            out = head(micro.to(device))
+            out = head(micro.to(device)) if kept is None else kept.run(head, micro, device)
             if batch:
                 parts.append(out)
     return in_order(parts, batches)
@@ -272,23 +278,29 @@ def run_training(
     backward: Callable[[Tensor, bool], None],
     *,
     in_step: bool = False,
+    kept: KeptForward | None = None,
 ) -> dict[str, Tensor]:
     """Run the forward and backward of this rank's share of one mini-batch, micro-batch by micro-batch.
 
     Args:
+        kept: the forwards that a scoring call has computed of some of the samples.
         backward: adds the gradients of a loss, a 0-dimensional tensor, to the accumulated ones; is told whether it is
             that of the last micro-batch.
 
     Returns:
         Each statistic (n,) float32 on the CPU, in the samples' order.
     """
-    batches = cut(samples, budget, group, in_step)
+    begun = [] if kept is None else kept.take(samples)
+    done = {position for positions, _ in begun for position in positions}
+    rest = [position for position in range(len(samples)) if position not in done]
+    cuts = cut(samples.select(rest) if begun else samples, budget, group, in_step)
+    batches = [positions for positions, _ in begun] + [[rest[at] for at in batch] for batch in cuts]
     parts: list[dict[str, Tensor]] = []
     for at, batch in enumerate(batches):
         is_last = at == len(batches) - 1
         if batch:
             micro = samples.select(batch).to(device)
-            value, statistics = loss(head(micro), micro)
+            value, statistics = loss(begun.pop(0)[1] if begun else head(micro), micro)
             parts.append({name: sums.detach() for name, sums in statistics.items()})
         else:  # the mesh's collectives need this rank's backward; its gradients are zero
             out = head(_placeholder().to(device))

@@ -34,6 +34,7 @@ from ..training_state import (
     scalars_of,
 )
 from .group_settings import GroupSettings
+from .kept_forward import KeptForward
 from .master_weights import MasterWeights
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
@@ -80,6 +81,7 @@ class ReplicatedEngine:
         self._left_out = [] if self.optimizer is None else self._not_of(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype is torch.float16)
         self.version, self.grad_norm = 0, math.nan
+        self._kept = KeptForward()
         if self.optimizer is None:
             head.requires_grad_(False).eval()
 
@@ -95,6 +97,16 @@ class ReplicatedEngine:
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         with self._evaluating():
             return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device)
+
+    def forward_to_train(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
+        """`forward` of samples that the role will be trained on. Keeps its graphs for this training.
+
+        Args:
+            micro_batch_tokens: of the training.
+        """
+        self._kept.forget()
+        self.head.train()
+        return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, kept=self._kept)
 
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
@@ -115,6 +127,7 @@ class ReplicatedEngine:
             self.group,
             self.device,
             lambda value, is_last: self.scaler.scale(value).backward(),
+            kept=self._kept,
         )
 
     def step(
@@ -159,6 +172,7 @@ class ReplicatedEngine:
         assert self.optimizer is not None, "a frozen role has no gradients"
         self.optimizer.zero_grad(set_to_none=True)
         self._clear_others()
+        self._kept.forget()
 
     def _clear_others(self) -> None:
         """Forget the gradients of trainable parameters that a user's optimizer leaves out. They count in the norm only,
@@ -240,6 +254,7 @@ class ReplicatedEngine:
             values[name] = {key: room_for(spec, current.get(key), master, shape) for key, spec in others}
             state.tensors[name] = {k: StateTensor.of(t) for k, t in {MASTER: master, **values[name]}.items()}
         yield state
+        self._kept.forget()
         for name, master in masters:
             self.optimizer.state.pop(master, None)
             if loaded := {**values[name], **loaded_scalars(self.optimizer, master, state.scalars[name])}:

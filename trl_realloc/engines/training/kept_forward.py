@@ -1,0 +1,77 @@
+"""`KeptForward`: the autograd graph of a scoring forward, with which the training on the same samples under the same
+parameters begins with its backward.
+
+GRPO's old log-probabilities and PPO's values are outputs of the forward that the first optimizer step would compute
+again. Which calls keep theirs is decided in `runtime/calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...algorithms.rollout import Ragged, Rollouts, token_keys
+from ..device import has_room, is_accelerator
+
+
+# A backward takes twice as long as a forward, so a new forward and backward of the samples that are trained on cost
+# less than the kept graph's backward where they have a smaller share of its tokens.
+LEAST_USED = 2 / 3
+
+
+class KeptForward:
+    """The outputs of micro-batches with their graphs; none at first."""
+
+    def __init__(self) -> None:
+        self._micro_batches: list[tuple[Rollouts, Mapping[str, Ragged]]] = []
+
+    def run(
+        self, head: Callable[[Rollouts], Mapping[str, Ragged]], samples: Rollouts, device: torch.device
+    ) -> Mapping[str, Ragged]:
+        """The head's outputs for one micro-batch, without gradients, on the device. They are kept with their graph,
+        unless the device lacks the memory.
+
+        Args:
+            samples: on the CPU, with `index`, `prompts` and `responses`.
+        """
+        before = _allocated(device)
+        with torch.enable_grad():
+            outputs = head(samples.to(device))
+        if not is_accelerator(device) or has_room(device, _allocated(device) - before):
+            self._micro_batches.append((samples, outputs))
+        return {name: column.like(column.values.detach()) for name, column in outputs.items()}
+
+    def take(self, samples: Rollouts) -> list[tuple[list[int], Mapping[str, Ragged]]]:
+        """The kept outputs that are worth a backward for these samples. Nothing is kept afterwards.
+
+        Args:
+            samples: on the CPU, with `prompts` and `responses`.
+
+        Returns:
+            For each such micro-batch the positions of its samples, and their outputs with the graph. No position is in
+            two of them.
+        """
+        kept, self._micro_batches = self._micro_batches, []
+        keys, taken = token_keys(samples), list[tuple[list[int], Mapping[str, Ragged]]]()
+        left = dict.fromkeys(range(len(keys))) if kept else {}
+        for of_batch, outputs in kept:
+            row_of = {key: row for row, key in enumerate(token_keys(of_batch))}
+            positions = [position for position in left if keys[position] in row_of]
+            if not positions or samples.select(positions).tokens < LEAST_USED * of_batch.tokens:
+                continue
+            rows = [row_of[keys[position]] for position in positions]
+            taken.append((positions, {name: column.select(rows) for name, column in outputs.items()}))
+            for position in positions:
+                del left[position]
+        return taken
+
+    def forget(self) -> None:
+        """Free the graphs: the parameters change, or nobody will train on them."""
+        self._micro_batches = []
+
+
+def _allocated(device: torch.device) -> int:
+    memory: Any = torch.get_device_module(device) if is_accelerator(device) else None
+    return 0 if memory is None else int(memory.memory_allocated(device))
