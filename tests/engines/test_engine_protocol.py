@@ -21,6 +21,7 @@ from group_optimizers import Counting
 from peft import LoraConfig, get_peft_model
 from replay import rollouts
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.nonfinite import NonFiniteError
@@ -37,6 +38,7 @@ from trl_realloc.engines.base import (
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
+from trl_realloc.engines.models import generated_config
 from trl_realloc.engines.training import packed_forward, sliced_head
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
@@ -234,6 +236,41 @@ def test_an_adapter_in_float32_trains_beside_a_whole_layer_in_16_bits(kind: str)
     for engine in (made, alone):
         engine.train(rollouts(4), mean_logprob, 1000, 0.1)
     assert made.grad_norm == pytest.approx(alone.grad_norm, rel=0.02) and made.grad_norm > 0
+
+
+ON_TIED_ENDS = {
+    "the head": {"modules_to_save": ["lm_head"]},
+    "both": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "both as one": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "the embedding by lora": {"target_modules": ["q_proj", "embed_tokens"]},
+    "tokens": {"trainable_token_indices": [2, 3, 5]},
+}
+
+
+@pytest.mark.parametrize("adapters", ON_TIED_ENDS)
+@pytest.mark.parametrize("kind", [kind for kind in ENGINES if kind != "megatron"])  # it does not merge its parts
+def test_a_model_of_what_it_exports_scores_as_it_does_where_adapters_change_tied_ends(kind: str, adapters: str) -> None:
+    def head() -> PolicyHead:
+        lora = LoraConfig(**{"target_modules": ["q_proj"], "init_lora_weights": False, **ON_TIED_ENDS[adapters]})
+        torch.manual_seed(0)
+        return PolicyHead(get_peft_model(tiny.policy(tie_word_embeddings=True), lora), TEMPERATURE)
+
+    def adam(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in module.parameters() if p.requires_grad], eps=1e-4)
+
+    samples, given = rollouts(4), head()
+    config = generated_config(given.model.config, given.model)
+    made, alone = build(kind, given, adam), build("replicated", head(), adam)
+    for engine in (made, alone):
+        engine.train(samples, mean_logprob, 1000, 0.05)
+    plain = AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(exported(made), strict=config.tie_word_embeddings is False)
+    scores = [
+        engine.forward(samples, 1000)["logprobs"].values
+        for engine in (made, alone, build("replicated", PolicyHead(plain, TEMPERATURE), None))
+    ]
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores[2], scores[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

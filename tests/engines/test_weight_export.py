@@ -12,7 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
+from peft import (
+    BOFTConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    TinyLoraConfig,
+    TrainableTokensConfig,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -29,7 +41,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from trl_realloc.engines.training.weight_export import buckets
+from trl_realloc.engines.models import adapted_policy, frozen_copy, generated_config
+from trl_realloc.engines.training.weight_export import buckets, why_not_merged
 
 
 SMALL: dict[str, Any] = {
@@ -67,12 +80,46 @@ ADAPTERS: dict[str, tuple[str, PeftConfig]] = {
     "lora on a parameter of experts": ("qwen3 moe", LoraConfig(target_modules=[], target_parameters=EXPERTS[:1])),
     "lora on two parameters of experts": ("qwen3 moe", LoraConfig(target_modules=[], target_parameters=EXPERTS)),
     "lora beside whole modules": ("llama", LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    "lora in whole modules": ("llama", LoraConfig(target_modules=["q_proj", "down_proj"], modules_to_save=["mlp"])),
+    "lora with trained biases": ("qwen2", LoraConfig(target_modules=["q_proj"], bias="all")),
+    "lora of several ranks": ("llama", LoraConfig(target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2})),
+    "lora and tokens": ("llama", LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 5])),
+    "tokens": ("tied llama", TrainableTokensConfig(token_indices=[3, 5], target_modules=["embed_tokens"])),
+    "vera": ("llama", VeraConfig(r=4, target_modules=["q_proj", "v_proj"])),
+    "vb-lora": ("llama", VBLoRAConfig(vector_length=8, num_vectors=9, target_modules=["q_proj", "v_proj"])),
+    "tinylora": ("llama", TinyLoraConfig(r=2, target_modules=["q_proj", "v_proj"])),
+    "loha": ("llama", LoHaConfig(target_modules=["q_proj"])),
+    "oft": ("llama", OFTConfig(oft_block_size=4, target_modules=["q_proj"])),
+}
+GENERATED: dict[str, tuple[str, PeftConfig]] = {
+    **{name: (base, config) for name, (base, config) in ADAPTERS.items() if base not in WITH_EXPERTS},
+    "layers that share weights": ("llama", LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)])),
+    "a whole layer with a buffer": (
+        "gemma4, whose layers have scales",
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["layers.0"]),
+    ),
+}
+# on a policy whose head and embedding are tied: the adapters, and whether the two differ with them
+ON_TIED_ENDS: dict[str, tuple[dict[str, Any], bool]] = {
+    "neither": ({}, False),
+    "whole head": ({"modules_to_save": ["lm_head"]}, True),
+    "whole embedding": ({"modules_to_save": ["embed_tokens"]}, True),
+    "whole head and embedding": ({"modules_to_save": ["lm_head", "embed_tokens"]}, True),
+    "one for both": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, False),
+    "lora on the head": ({"target_modules": ["q_proj", "lm_head"]}, True),
+    "lora on the embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, True),
+    "lora on both": ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, True),
+    "dora on the head": ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, True),
+    "tokens": ({"trainable_token_indices": [3, 5]}, False),
+    "tokens of the head": ({"trainable_token_indices": {"lm_head": [3, 5]}}, True),
+    "other tokens of each": ({"trainable_token_indices": {"lm_head": [3], "embed_tokens": [5]}}, True),
 }
 
 
 def causal(name: str) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config({**CONFIGS, **WITH_EXPERTS}[name])
+    config = copy.deepcopy({**CONFIGS, **WITH_EXPERTS}[name])  # PEFT may change it
+    return AutoModelForCausalLM.from_config(config)
 
 
 def shaken(model: Any) -> Any:
@@ -146,6 +193,81 @@ def test_only_the_active_adapter_is_merged() -> None:
         merged = copy.deepcopy(model)
         merged.delete_adapter("other" if adapter == "default" else "default")
         assert_same(exported(model), own_tensors(merged.merge_and_unload()), rtol=1e-6, atol=1e-6)
+
+
+def test_a_module_that_the_active_adapter_does_not_train_comes_as_it_was() -> None:
+    model = get_peft_model(causal("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
+    shaken(model).set_adapter("other")
+    assert_generates_as(model, exported(model), model.config)
+
+
+def assert_generates_as(policy: Any, tensors: dict[str, Tensor], config: Any) -> None:
+    """A plain model of the config, with these parameters, has the policy's logits."""
+    plain = AutoModelForCausalLM.from_config(config)
+    missing, unexpected = plain.load_state_dict(tensors, strict=False)
+    assert not unexpected and not {name for name, _ in plain.named_parameters()} & {*missing}
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(plain.eval()(tokens).logits, policy.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_an_engine_generates_as_the_policy_with_its_adapters(name: str) -> None:
+    base, config = GENERATED[name]
+    policy = shaken(get_peft_model(causal(base), copy.deepcopy(config)))
+    assert_generates_as(policy, exported(policy), policy.get_base_model().config)
+
+
+@pytest.mark.parametrize("base", ["tied llama", "tied gemma3", "gpt2"])
+@pytest.mark.parametrize("kind", ON_TIED_ENDS)
+def test_an_engine_generates_as_the_policy_whichever_of_its_tied_ends_an_adapter_changes(base: str, kind: str) -> None:
+    if (base, kind) == ("gpt2", "one for both"):
+        pytest.skip("PEFT ties modules of other names alone")
+    settings, differ = ON_TIED_ENDS[kind]
+    config, lora = causal(base).config, LoraConfig(**{"target_modules": ["q_proj"], **settings})
+    if base == "gpt2":
+        rename = {"q_proj": "c_attn", "embed_tokens": "wte"}
+        lora = LoraConfig(**renamed({"target_modules": ["q_proj"], **settings}, rename), fan_in_fan_out=True)
+    for policy in (shaken(get_peft_model(shaken(causal(base)), copy.deepcopy(lora))), "by its name"):
+        generated = generated_config(config, adapted_policy(policy, config, lora))
+        assert generated.tie_word_embeddings is not differ
+        if not isinstance(policy, str):
+            assert_generates_as(policy, exported(policy), generated)
+            assert "lm_head.weight" not in exported(frozen_copy(policy)), "the reference has no adapters"
+    assert config.tie_word_embeddings
+
+
+def renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {names.get(key, key): renamed(each, names) for key, each in value.items()}
+    if isinstance(value, list):
+        return [renamed(each, names) for each in value]
+    return names.get(value, value)
+
+
+@pytest.mark.parametrize("ends", [["lm_head"], []])
+def test_adapters_that_are_made_from_the_weights_are_known_before_these_are_read(ends: list[str]) -> None:
+    config = causal("tied llama").config
+    boft = BOFTConfig(boft_block_size=4, target_modules=["q_proj", *ends])
+    generated = generated_config(config, adapted_policy("a name", config, boft))
+    assert generated.tie_word_embeddings is not bool(ends)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lora_bias": True}, "q_proj has no bias"),
+        ({"trainable_token_indices": [3], "target_modules": ["lm_head"]}, "lm_head has two adapters"),
+        ({"trainable_token_indices": [3], "modules_to_save": ["lm_head"]}, "lm_head.token_adapter has two adapters"),
+    ],
+)
+def test_adapters_that_peft_cannot_merge_are_known_before_weights_are_read(settings: Any, told: str) -> None:
+    lora = LoraConfig(**{"target_modules": ["q_proj"], **settings})
+    assert told in str(why_not_merged(adapted_policy("a name", causal("tied llama").config, lora)))
+    assert (
+        why_not_merged(get_peft_model(causal("qwen2"), LoraConfig(target_modules=["q_proj"], lora_bias=True))) is None
+    )
 
 
 def test_a_classifier_with_adapters_brings_its_trained_head() -> None:

@@ -55,6 +55,12 @@ FOUR: dict[str, dict[str, Any]] = {
         "lora": {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
         "config": {"tie_word_embeddings": True},
     },
+    "a trained embedding beside a tied head": {
+        "tp": 2,
+        "pp": 2,
+        "lora": {"modules_to_save": ["embed_tokens"]},
+        "config": {"tie_word_embeddings": True},
+    },
     "adapters in the first stage alone": {"tp": 2, "pp": 2, "lora": {"layers_to_transform": [0]}},
     "adapters in the last stage alone": {"pp": 2, "shard": True, "lora": {"layers_to_transform": [1]}},
     "a first stage that is frozen": {

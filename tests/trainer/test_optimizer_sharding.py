@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from group_optimizers import Adapting, Counting
-from peft import IA3Config, LoraConfig
+from peft import IA3Config, LoraConfig, VBLoRAConfig
 from torch import nn
 
 from trl_realloc.engines.models import adapter_configs
@@ -161,27 +161,31 @@ def test_adagrad_is_refused_under_deepspeed_which_makes_it_anew_without_its_grou
 
 
 @pytest.mark.parametrize(
-    ("config", "is_split"),
+    ("config", "by_tp", "by_pp"),
     [
-        (LoraConfig(), True),
-        (LoraConfig(use_dora=True), False),
-        (LoraConfig(trainable_token_indices=[1]), False),
-        (IA3Config(), False),
-        (None, True),
+        (LoraConfig(), True, True),
+        (LoraConfig(use_dora=True), False, True),
+        (LoraConfig(trainable_token_indices=[1]), False, False),
+        (IA3Config(), False, True),
+        (VBLoRAConfig(), False, False),
+        (None, True, True),
     ],
 )
-def test_an_adapter_that_tp_cannot_split_is_refused_before_a_model_is_loaded(
-    tmp_path: Path, config: Any, is_split: bool
+def test_an_adapter_that_tp_or_pp_cannot_split_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, config: Any, by_tp: bool, by_pp: bool
 ) -> None:
     adapters = adapter_configs("a name", config)
-    check_adapters_split(adapters, _plan(engine="megatron", dp=2, tp=2))  # the critic has none
-    made = flatten(Cluster(1, 4), generation_engine="transformers").to_dict()
-    made["calls"]["actor.train"] = {"mesh": "0-3", "engine": "megatron", "dp": 2, "tp": 2}
-    plan = ExecutionPlan.from_dict(made)
-    with nullcontext() if is_split else pytest.raises(ConfigError, match="actor.train has tp 2.*'default' cannot be"):
-        check_adapters_split(adapters, plan)
+    told = {"tp": "actor.train has tp 2.*'default' cannot be", "pp": "actor.train has pp 2.*'default' has parameters"}
+    for split, allowed in (("tp", by_tp), ("pp", by_pp)):
+        check_adapters_split(adapters, _plan(engine="megatron", dp=2, **{split: 2}))  # the critic has none
+        made = flatten(Cluster(1, 4), generation_engine="transformers").to_dict()
+        made["calls"]["actor.train"] = {"mesh": "0-3", "engine": "megatron", "dp": 2, split: 2}
+        plan = ExecutionPlan.from_dict(made)
+        with nullcontext() if allowed else pytest.raises(ConfigError, match=told[split]):
+            check_adapters_split(adapters, plan)
     splits = OptimizerSharding(tiny.arguments(tmp_path), None).splits_with(adapters)
-    assert splits == TrainingSplits(tensor=is_split)
+    assert splits == TrainingSplits(tensor=by_tp, stages=by_pp)
+    assert splits.allow("megatron", pp=2) is by_pp
 
 
 def test_an_optimizer_that_counts_in_its_groups_is_not_stepped_range_by_range(tmp_path: Path) -> None:

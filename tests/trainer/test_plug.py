@@ -46,7 +46,7 @@ def arguments(kind: Any, folder: Path, **changes: Any) -> Any:
 def trainer(folder: Path, kind: Any = GRPOTrainer, peft_config: Any = None, **changes: Any) -> Any:
     config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[kind]
     return kind(
-        model=tiny.policy(),
+        model=tiny.policy(tie_word_embeddings=True),
         peft_config=peft_config,
         reward_funcs=tiny.short,
         args=arguments(config, folder, **changes),
@@ -82,8 +82,9 @@ def test_grpo_trains_on_samples_of_the_policy_before_and_after_an_update(tmp_pat
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_rloo_with_adapters_and_an_engine_that_sleeps_samples_from_the_merged_policy(tmp_path: Path) -> None:
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    made = trainer(tmp_path, RLOOTrainer, peft_config=lora, vllm_enable_sleep_mode=True)
+    targets = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}  # the policy's head is tied
+    lora = LoraConfig(r=4, **targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    made = trainer(tmp_path, RLOOTrainer, peft_config=lora, vllm_enable_sleep_mode=True, learning_rate=1e-2)
     generation = plug(made)
     assert generation.plan[GENERATE].drop
     generate, differences = generation.generate, list[float]()

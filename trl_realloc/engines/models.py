@@ -22,8 +22,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from ..common.notices import notice
-from .model_configs import ModelError
+from .model_configs import ModelError, untied
 from .training.meta_model import CannotReadParts, open_model
+from .training.weight_export import adapters_untie
 from .training.weight_source import Uninitialized, forget_stand_ins, set_source, stand_in
 from .transformers_compat import created_whole
 
@@ -231,6 +232,51 @@ def adapts_unread(peft_config: Any) -> bool:
     return changed <= _WITHOUT_WEIGHTS and getattr(peft_config, "init_lora_weights", None) in (True, False, "gaussian")
 
 
+def adapted_shell(config: Any, peft_config: Any) -> Any:
+    """The policy with new adapters, without memory. Initial values that depend on the weights are left out.
+
+    Raises:
+        NotImplementedError, RuntimeError: adapters of this kind are created from the weights.
+    """
+    peft_config = copy.deepcopy(peft_config)  # PEFT writes into it, and into the model's config
+    if hasattr(peft_config, "init_lora_weights"):
+        peft_config.init_lora_weights = True
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return with_adapters(shell(copy.deepcopy(config)), peft_config, None)
+
+
+def adapted_policy(model: Any, config: Any, peft_config: Any) -> Any:
+    """The policy with its adapters, perhaps without memory; `None` if it has none.
+
+    Args:
+        model: the policy as the user gave it, with adapters or without, or its name.
+        config: its Transformers config.
+        peft_config: of the adapter that is added to it; `None` for none.
+    """
+    if has_adapters(model):
+        return model
+    if peft_config is None:
+        return None
+    try:
+        return adapted_shell(config, peft_config)
+    except (NotImplementedError, RuntimeError):
+        from peft import LoraConfig
+
+        settings = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
+        same_modules = LoraConfig(**{name: getattr(peft_config, name, None) for name in settings})
+        return adapted_shell(config, same_modules)
+
+
+def generated_config(config: Any, adapted: Any) -> Any:
+    """The Transformers config of the policy that an engine of its own generates with, its adapters merged. Where an
+    adapter changes the head or the embedding alone, the two are not tied there, against the policy's config.
+
+    Args:
+        adapted: of `adapted_policy`.
+    """
+    return untied(config) if adapted is not None and adapters_untie(adapted) else config
+
+
 def adapts_head(model: Any, config: Any, peft_config: Any) -> bool:
     """Whether an adapter changes the language head of a policy. The head is then no plain linear layer.
 
@@ -316,5 +362,11 @@ def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.M
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy of the model for the reference, without adapters."""
     copied: Any = copy.deepcopy(model)
+    if has_adapters(copied):
+        from peft.utils.other import ModulesToSaveWrapper
+
+        for module in copied.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                module.set_adapter([])  # otherwise `unload` leaves the module that is trained
     frozen: PreTrainedModel = (copied.unload() if has_adapters(copied) else copied).requires_grad_(False).eval()
     return frozen

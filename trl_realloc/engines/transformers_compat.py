@@ -128,7 +128,7 @@ def names_in_checkpoint(model: PreTrainedModel, stored: Iterable[str]) -> Tensor
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """The names of tied parameters, each with that of the parameter that it is tied to. Changes count."""
-    tied: dict[str, str] = model.all_tied_weights_keys
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})  # a user's own class has none
     return tied
 
 

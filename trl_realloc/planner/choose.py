@@ -191,7 +191,9 @@ def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, opt
 
 def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
     """What of a training call may not be split, in sentences; none if all of it may."""
-    adapter = () if splits.tensor else ("An adapter that is not plain LoRA is not split by tp.",)
+    unsplit = {"An adapter that is not plain LoRA is not split by tp.": splits.tensor}
+    unsplit["An adapter whose parameters several layers share is not split by pp."] = splits.stages
+    adapter = tuple(sentence for sentence, allowed in unsplit.items() if not allowed)
     if splits.elements:
         return adapter
     further = "" if splits.parameters else ", nor distributed over pipeline stages"

@@ -53,6 +53,7 @@ class TrainingSplits:
         by_ranges: the optimizer may be called several times in a step, on a range of its parameters each, as DeepSpeed
             does in ZeRO stage 3.
         tensor: the engine megatron can split by tp what the policy trains: whole models and plain LoRA.
+        stages: it can split it by pp: whole models, and adapters whose parameters belong to one layer each.
     """
 
     elements: bool = True
@@ -60,13 +61,14 @@ class TrainingSplits:
     by_deepspeed: bool = True
     by_ranges: bool = True
     tensor: bool = True
+    stages: bool = True
 
     def allow(self, engine: str, tp: int = 1, pp: int = 1, zero_stage: int = 0) -> bool:
         """Whether a call may train so."""
         flattens, distributes = zero_stage and engine == "zero", zero_stage and engine != "zero"
         if flattens and not (self.by_deepspeed and (self.by_ranges or zero_stage < 3)):
             return False
-        if tp > 1 and not self.tensor:
+        if (tp > 1 and not self.tensor) or (pp > 1 and not self.stages):
             return False
         return (self.elements or not (tp > 1 or flattens)) and (self.parameters or not (pp > 1 or distributes))
 

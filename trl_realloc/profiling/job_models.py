@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..engines.models import adapts_head, has_adapters, shell, with_adapters
+from ..engines.model_configs import untied
+from ..engines.models import adapted_policy, adapted_shell, adapts_head, generated_config, has_adapters, shell
 from ..engines.training.sliced_head import logits_are_of_head
 from ..engines.transformers_compat import attention_name
 from ..plan.algorithm_graphs import ppo_graph
@@ -34,6 +35,8 @@ class JobModels:
         trained_share: share of the actor's elements that it trains; below 1 with adapters.
         own_reference: the reference is a model of its own, also where the actor trains adapters.
         generation_engine: "vllm" or "transformers".
+        own_head: the actor has a head of its own in a generation engine (`engines.models.generated_config`), against
+            its config.
 
     Attributes:
         attentions: the attention implementations of the models, each once.
@@ -48,6 +51,7 @@ class JobModels:
     generation_engine: str = "vllm"
     trained_share: float = 1.0
     own_reference: bool = False
+    own_head: bool = False
     attentions: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +81,7 @@ class JobModels:
         config = configs[Role.ACTOR][0]
         in_head = adapts_head(policy, config, peft_config)
         share = trained_share(policy, config, peft_config)
+        own_head = generated_config(config, adapted_policy(policy, config, peft_config)) is not config
         specs = specs_of(
             configs,
             graph,
@@ -85,12 +90,13 @@ class JobModels:
             trained_share=share,
             own_reference=own_reference,
             generation_engine=generation_engine,
+            own_head=own_head,
         )
         if has_adapters(policy):
             peft_config = policy.peft_config[policy.active_adapters[0]]
         like = None if peft_config is None else _as_new(peft_config)
         return JobModels(
-            configs, specs, like, processing_class, mixed, in_head, generation_engine, share, own_reference
+            configs, specs, like, processing_class, mixed, in_head, generation_engine, share, own_reference, own_head
         )
 
     def attention_at(self, graph: DataflowGraph) -> dict[Role, float]:
@@ -115,6 +121,7 @@ class JobModels:
             trained_share=self.trained_share,
             own_reference=self.own_reference,
             generation_engine=self.generation_engine,
+            own_head=self.own_head,
         )
         return replace(self, configs=configs, specs=specs)
 
@@ -128,6 +135,7 @@ def specs_of(
     trained_share: float = 1.0,
     own_reference: bool = False,
     generation_engine: str = "vllm",
+    own_head: bool = False,
 ) -> dict[str, list[ModelSpec]]:
     """The parameter specs of the models that each call runs, by the call's name. A vLLM engine holds its weights in the
     dtype that it computes in, that of mixed precision.
@@ -139,6 +147,7 @@ def specs_of(
         trained_share: share of the actor's elements that it trains.
         own_reference: the reference is a model of its own, also where the actor trains adapters.
         generation_engine: "vllm" or "transformers".
+        own_head: the actor has a head of its own in a vLLM engine, against its config.
     """
     graph = graph or ppo_graph()
     of_role = {role: [spec_of(config, role in POLICIES) for config in configs.get(role, ())] for role in graph.roles}
@@ -155,8 +164,14 @@ def specs_of(
         for scoring in graph.calls:
             if scoring.role is Role.REFERENCE and not own_reference:
                 specs[scoring.name] = [replace(spec, is_base=True) for spec in specs[scoring.name]]
-    if mixed is not None and generation_engine == "vllm":
-        for call in graph.calls_of(CallKind.GENERATE):
+    for call in graph.calls_of(CallKind.GENERATE) if generation_engine == "vllm" else ():
+        if own_head:
+            with_head = [spec_of(untied(config), True) for config in configs[graph.call(call).role]]
+            specs[call] = [
+                replace(spec, tied=False, parameters=other.parameters)
+                for spec, other in zip(specs[call], with_head, strict=True)
+            ]
+        if mixed is not None:
             specs[call] = [replace(spec, bytes_per_element=mixed.itemsize) for spec in specs[call]]
     return specs
 
@@ -173,18 +188,11 @@ def trained_share(model: Any, config: Any, peft_config: Any) -> float:
         if peft_config is None:
             return 1.0
         try:
-            model = _adapted_shell(config, peft_config)
+            model = adapted_shell(config, peft_config)
         except (NotImplementedError, RuntimeError):  # adapters that read the weights: priced as if all were trained
             return 1.0
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
-
-
-def _adapted_shell(config: Any, peft_config: Any) -> Any:
-    """The policy with new adapters, without memory. Initial values that depend on the weights are left out."""
-    peft_config = _changed(peft_config, init_lora_weights=True)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return with_adapters(shell(config), peft_config, None)
 
 
 def _as_new(peft_config: Any) -> Any:

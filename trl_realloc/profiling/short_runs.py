@@ -26,6 +26,7 @@ from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Sampling
+from ..engines.model_configs import untied
 from ..engines.models import frozen_copy, shell, with_adapters, without_dropout
 from ..engines.training.mixed_precision import autocast
 from ..plan.dataflow import CallKind, Role
@@ -216,7 +217,7 @@ class Runs:
             Role.ACTOR: RoleModels(
                 "policy",
                 [lambda: with_adapters(self._model(actor, is_policy=True), peft, None)],
-                config=actor,
+                config=untied(actor) if self.models.own_head else actor,
                 shell=partial(shell, actor),
                 adapted=peft is not None,
             )

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,9 +22,13 @@ from transformers.utils import logging
 
 from ..algorithms.rewards import Rewards
 from ..common.errors import shown
+from ..engines.device import is_accelerator
+from ..engines.generation.vllm_support import why_not_served
 from ..engines.model_configs import ModelError
+from ..engines.models import adapted_policy, generated_config
+from ..engines.training.weight_export import why_not_merged
 from ..plan.dataflow import Role
-from .config_checks import ConfigError
+from .config_checks import ConfigError, by_transformers
 from .input_checks import check_stop_token
 from .ppo_config import PPOConfig
 
@@ -31,7 +38,7 @@ logger = logging.get_logger(__name__)
 CLASSIFIER = "ForSequenceClassification"
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # PEFT's kinds of adapters that cannot be merged into the weights, beside those that add tokens to the prompt
-UNMERGED = ("ADAPTION_PROMPT", "CARTRIDGE", "POLY", "XLORA")
+UNMERGED = ("ADAPTION_PROMPT", "CARTRIDGE", "HIRA", "LILY", "LN_TUNING", "POLY", "SHADOW", "XLORA")
 
 
 def check_models(model: Any, ref_model: Any, value_model: Any, reward_models: Sequence[Any]) -> None:
@@ -141,6 +148,65 @@ def check_adapter_kind(peft_config: Any, argument: str) -> None:
     else:
         return
     raise ModelError(f"{argument} has an adapter of the kind {kind}, which {why}; use LoRA.")
+
+
+def check_trained_adapter(peft_config: Any, argument: str) -> None:
+    """Check that a PEFT config is of adapters that the training engines can train.
+
+    Raises:
+        ModelError: see `check_adapter_kind`; or its parameters are not in memory of their own.
+    """
+    check_adapter_kind(peft_config, argument)
+    if getattr(peft_config, "layer_replication", None):
+        what = "layer_replication adds layers that share the weights of others"
+    elif _ties_matrices(peft_config):
+        what = "with ensure_weight_tying the matrices of LoRA on the embedding and on the head share their memory"
+    else:
+        return
+    raise ModelError(f"{argument}: {what}, and the engines move and train each parameter by itself; leave it out.")
+
+
+def _ties_matrices(peft_config: Any) -> bool:
+    """Whether PEFT makes the matrices of LoRA on the head of those on the embedding. Modules to save are tied as whole
+    parameters, which come once."""
+    if not getattr(peft_config, "ensure_weight_tying", False):
+        return False
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    targets = getattr(peft_config, "target_modules", None) or ()
+    if isinstance(targets, str):
+        targets = [name for name in EMBEDDING_LAYER_NAMES if re.fullmatch(targets, name)]
+    saved, adapted = (
+        any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in names)
+        for names in (getattr(peft_config, "modules_to_save", None) or (), targets)
+    )
+    return adapted and not saved
+
+
+def check_generated(args: Any, model: Any, config: Any, peft_config: Any) -> None:
+    """Check that vLLM engines can generate with the policy whose adapters are merged.
+
+    Args:
+        args: training arguments of any trainer.
+        model, config, peft_config: as of `adapted_policy`.
+
+    Raises:
+        ConfigError: says why not.
+    """
+    adapted = adapted_policy(model, config, peft_config)
+    if adapted is not None and (problem := why_adapted_not_generated(adapted, config, args.device)) is not None:
+        raise ConfigError(f"vLLM cannot generate with these adapters: {problem}; {by_transformers(args)}.")
+
+
+def why_adapted_not_generated(adapted: Any, config: Any, device: torch.device) -> str | None:
+    """Why vLLM engines on such devices cannot generate with a policy with adapters; `None` if they can.
+
+    Args:
+        adapted: the policy; may be on the meta device.
+        config: its Transformers config.
+    """
+    served = partial(why_not_served, on_cpu=not is_accelerator(device))
+    return why_not_merged(adapted) or served(generated_config(config, adapted))
 
 
 def _base(model: Any) -> Any:
@@ -288,13 +354,13 @@ def check_adapter_kinds(model: Any, peft_config: Any) -> None:
     """Check the kinds of the policy's adapters, and of those that are added to it.
 
     Raises:
-        ModelError: see `check_adapter_kind`.
+        ModelError: see `check_trained_adapter`.
     """
     if peft_config is not None:
-        check_adapter_kind(peft_config, "peft_config")
+        check_trained_adapter(peft_config, "peft_config")
     if not isinstance(model, str):
         for config in dict(getattr(model, "peft_config", None) or {}).values():
-            check_adapter_kind(config, "model")
+            check_trained_adapter(config, "model")
 
 
 def check_adapters(args: PPOConfig, model: Any, peft_config: Any) -> None:

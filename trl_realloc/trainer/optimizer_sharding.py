@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engines.training.group_settings import RATE, GroupSettings, Numbers, copied
-from ..engines.training.tensor_parallel import splits_adapter
+from ..engines.training.tensor_parallel import splits_adapter, stages_adapter
 from ..plan.assignment import Assignment
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.space import TrainingSplits
@@ -70,7 +70,8 @@ class OptimizerSharding:
 
     def splits_with(self, adapters: Mapping[str, Any]) -> TrainingSplits:
         """How training calls may be split with these adapters of the policy, PEFT configs by their names."""
-        return replace(self.splits, tensor=all(splits_adapter(config) for config in adapters.values()))
+        configs = adapters.values()
+        return replace(self.splits, tensor=all(map(splits_adapter, configs)), stages=all(map(stages_adapter, configs)))
 
 
 def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:

@@ -15,7 +15,7 @@ from ..common.errors import PlanError, Problems
 from ..common.settings import MIN_TEMPERATURE
 from ..engines.training import deepspeed_compat
 from ..engines.training.packed_attention import may_pack
-from ..engines.training.tensor_parallel import splits_adapter
+from ..engines.training.tensor_parallel import splits_adapter, stages_adapter
 from ..engines.training.zero_setup import scales_losses
 from ..engines.transformers_compat import attention_name
 from ..plan.assignment import Assignment
@@ -99,7 +99,7 @@ def check_plan(
 
 
 def check_adapters_split(adapters: Mapping[str, Any], plan: ExecutionPlan) -> None:
-    """Refuse a plan that splits the policy's training by tp where an adapter cannot be.
+    """Refuse a plan that splits the policy's training by tp or pp where an adapter cannot be.
 
     Args:
         adapters: the PEFT configs of the policy's adapters, by their names.
@@ -112,6 +112,12 @@ def check_adapters_split(adapters: Mapping[str, Any], plan: ExecutionPlan) -> No
         raise ConfigError(
             f"actor.train has tp {tp}, and the adapter {whole[0]!r} cannot be split by tp, as plain LoRA can (without "
             f"use_dora, trainable_token_indices and target_parameters); use plain LoRA, or tp: 1."
+        )
+    shared = [name for name, config in adapters.items() if not stages_adapter(config)]
+    if shared and (pp := plan["actor.train"].strategy.pp) > 1:
+        raise ConfigError(
+            f"actor.train has pp {pp}, and the adapter {shared[0]!r} has parameters that several stages train, as "
+            f"those of trainable_token_indices; use plain LoRA, or pp: 1."
         )
 
 

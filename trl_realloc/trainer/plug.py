@@ -24,6 +24,7 @@ from ..engines.generation.vllm_support import (
     why_not_this_class,
 )
 from ..engines.model_configs import read_config
+from ..engines.models import adapted_policy, generated_config, has_adapters
 from ..engines.training.accelerate_export import export, is_collective, why_not_exported
 from ..runtime.launch.hosts import check_gpus, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
@@ -32,7 +33,7 @@ from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
 from .generation_plan import generation_plan
 from .job_builder import compute_dtype
-from .model_checks import check_adapter_kind
+from .model_checks import check_adapter_kind, why_adapted_not_generated
 from .plan_checks import check_generation
 from .plan_settings import vllm_settings
 from .planned_generation import PlannedGeneration, Policy
@@ -94,7 +95,8 @@ def plug(trainer: Any, plan: Any = None, *, heartbeat_timeout: float | None = No
         )
     resolved = generation_plan(plan, cluster, tp=tp, sleeps=sleeps)
     check_gpus(processes, resolved)
-    config = read_config(trainer.accelerator.unwrap_model(model), "model")
+    base = trainer.accelerator.unwrap_model(model)
+    config = generated_config(read_config(base, "model"), adapted_policy(base, None, None))
     check_generation(resolved, config)
     options = VLLMOptions(
         device,
@@ -180,6 +182,8 @@ def _check_model(trainer: Any, model: Any) -> None:
         or why_not_this_class(base)
         or why_not_served(read_config(base, "model"), on_cpu=on_cpu)
     )
+    if problem is None and has_adapters(base):
+        problem = why_adapted_not_generated(base, read_config(base, "model"), trainer.accelerator.device)
     if problem is not None:
         raise ConfigError(f"planned generation cannot serve this model: {problem}.")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..algorithms.rewards import Rewards
-from ..engines.models import adapters_off, has_adapters, shell
+from ..engines.models import adapted_policy, adapters_off, generated_config, has_adapters, shell
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.roles import RoleModels, Roles
@@ -58,8 +58,11 @@ def build_policy_roles(
         dtype=config.dtype or torch.float32,
         attention=given_attention(args),
     )
+    generated = generated_config(config, adapted_policy(policy, config, peft_config))
     models = {
-        Role.ACTOR: RoleModels("policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted)
+        Role.ACTOR: RoleModels(
+            "policy", [lambda: policy], config=generated, shell=partial(shell, config), adapted=adapted
+        )
     }
     if Role.REFERENCE in configs:
         models[Role.REFERENCE] = RoleModels(
@@ -83,6 +86,8 @@ def keep_adapter(model: Any) -> str:
     whose adapter has been trained before."""
     model.add_adapter(REF_ADAPTER, model.peft_config["default"])
     for name, parameter in model.named_parameters():
-        if ".default." in name:
-            model.get_parameter(name.replace(".default.", f".{REF_ADAPTER}.")).data.copy_(parameter.data)
+        parts = name.split(".")
+        if "default" in parts:  # the last part of `trainable_tokens_delta.default`
+            copied = ".".join(REF_ADAPTER if part == "default" else part for part in parts)
+            model.get_parameter(copied).data.copy_(parameter.data)
     return REF_ADAPTER

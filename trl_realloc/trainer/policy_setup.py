@@ -141,6 +141,8 @@ def prepare_policy(
     if request.plan is not None:
         check(request.plan)
     by_vllm = (request.plan["actor.generate"].engine if request.plan is not None else request.engine) == "vllm"
+    if by_vllm:
+        model_checks.check_generated(args, model, configs[Role.ACTOR][0], peft_config)
     vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
     sampling = sampling_of(args, stop_token_ids(tokenizer_of(processing_class), model), vocabulary, by_vllm=by_vllm)
     job = _describe_job(args, plugin, request, rank, inputs, configs, graph, processing_class, sampling)

@@ -14,10 +14,12 @@ import torch
 from ..algorithms.rewards import Rewards, read_rewards
 from ..engines.model_configs import read_config, trained_config
 from ..engines.models import (
+    adapted_policy,
     adapters_off,
     adapts_unread,
     check_trains,
     frozen_copy,
+    generated_config,
     has_adapters,
     load_classifier,
     load_policy,
@@ -83,9 +85,10 @@ def build_roles(
     policy, adapted, reference = policy_and_reference(plan, rank, inputs, config, seed=args.seed, adapters=names)
     shares_policy = reference is None
     value_model = partial(load_seeded, args.seed, load_classifier, inputs.value_model, trained=True)
+    generated = generated_config(config, adapted_policy(policy, config, inputs.peft_config))
     models = {
         Role.ACTOR: RoleModels(
-            "policy", [lambda: policy], config=config, shell=partial(shell, config), adapted=adapted
+            "policy", [lambda: policy], config=generated, shell=partial(shell, config), adapted=adapted
         ),
         Role.REFERENCE: RoleModels(
             "policy",

@@ -120,6 +120,8 @@ def prepare(
     )
     if request.plan is not None:
         check(request.plan)
+    if (request.plan["actor.generate"].engine if request.plan is not None else request.engine) == "vllm":
+        model_checks.check_generated(args, inputs.model, configs[Role.ACTOR][0], inputs.peft_config)
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
     args.set_batch_sizes(request.cluster.size, len(prompts.train))
     algorithm = PPO(args.ppo_settings(), args.seed, tokens.eos)

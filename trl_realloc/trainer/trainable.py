@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from ..engines.model_configs import ModelError
 from ..engines.models import dropout_rates
-from .model_checks import check_adapter_kind
+from .model_checks import check_trained_adapter
 
 
 _QUANTIZED = "the model is quantized, and the engines do not train packed weights, not even under an adapter"
@@ -80,7 +80,7 @@ def _reasons(args: Any, model: Any, peft_config: Any, environment: Mapping[str, 
     adapters = [*dict(getattr(model, "peft_config", None) or {}).values(), *([peft_config] if peft_config else [])]
     for adapter in adapters:
         try:
-            check_adapter_kind(adapter, "the model")
+            check_trained_adapter(adapter, "the model")
         except ModelError as error:
             yield str(error).partition("; ")[0]
     if not getattr(args, "disable_dropout", False):

@@ -20,6 +20,8 @@ from ...plan.assignment import MOST_SLOTS
 from ...plan.model_spec import FAMILIES, ModelSpec
 
 
+# families that vLLM 0.27 generates with the embedding as the head, whatever their config says
+_TIED = ("cohere", "cohere2", "cohere2_moe", "gemma", "gemma2", "gemma3n_text", "mpt")
 _CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.27 to 0.33
 MOST_CPU_CACHE = 2**30  # bytes
 
@@ -36,6 +38,8 @@ def why_not_served(config: Any, on_cpu: bool) -> str | None:
         return "on a CPU vLLM has experts with a gate alone, and nemotron_h's have none"
     if getattr(text, "model_type", None) == "gpt_oss":  # it writes into parameters (`vllm_compat.unloaded_parameters`)
         return "vLLM can load the experts of gpt_oss when it starts, but not the new weights of each update"
+    if getattr(text, "model_type", None) in _TIED and not getattr(text, "tie_word_embeddings", True):
+        return f"in vLLM the head of {text.model_type} is its embedding, and this policy's head is another one"
     heads = getattr(text, "num_attention_heads", None)
     if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
         return None

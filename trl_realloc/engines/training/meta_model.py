@@ -160,11 +160,19 @@ def untie(config: Any) -> None:
 
 
 def is_untied(model: Any) -> bool:
-    """Whether a model in memory has a head of its own, against its config."""
+    """Whether a model in memory has a head of its own, against its config. Its adapters do not count."""
     ties = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings()) if ties else ()
+    ends = map(_without_adapters, (model.get_input_embeddings(), model.get_output_embeddings()) if ties else ())
     weights = [end.weight for end in ends if isinstance(end, nn.Linear | nn.Embedding)]
     return len(weights) == 2 and weights[0] is not weights[1]
+
+
+def _without_adapters(module: Any) -> Any:
+    """The module inside of PEFT's layers and wrappers."""
+    for name in ("base_layer", "original_module"):
+        if (inner := getattr(module, name, None)) is not None:
+            return _without_adapters(inner)
+    return module
 
 
 def _untie_different(model: PreTrainedModel, source: CheckpointFiles) -> None:

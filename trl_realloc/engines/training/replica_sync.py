@@ -8,6 +8,7 @@ the ranks must have the same files. The check that replicas stay equal during tr
 from __future__ import annotations
 
 import functools
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -185,10 +186,8 @@ def copy_tensors(source: Any, target: Any, *, adapted: bool = False) -> None:
 
 def base_names(model: Any) -> dict[str, Tensor]:
     """The tensors of a model with adapters, under their names in the base model."""
-    return {
-        name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", ""): tensor
-        for name, tensor in model_tensors(model).items()
-    }
+    wrappers = re.compile(r"^base_model\.model\.|\.(base_layer|original_module|token_adapter)(?=\.)")
+    return {wrappers.sub("", name): tensor for name, tensor in model_tensors(model).items()}
 
 
 def _structure(named: Mapping[str, Tensor]) -> int:

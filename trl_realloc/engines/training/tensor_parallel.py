@@ -79,6 +79,20 @@ def splits_adapter(config: Any) -> bool:
     return is_lora and not any(getattr(config, key, None) for key in unsupported)
 
 
+# PEFT's kinds of adapters in which layers share trained parameters, or may share them with the language head
+_SHARING = ("FROD", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA")
+
+
+def stages_adapter(config: Any) -> bool:
+    """Whether each parameter that an adapter trains is in one pipeline stage alone.
+
+    Args:
+        config: PEFT config of the adapter.
+    """
+    kind = str(config.peft_type).rpartition(".")[2]
+    return kind not in _SHARING and not getattr(config, "trainable_token_indices", None)
+
+
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """For each parameter the modules that have it, with its name in each; in the order of `named_parameters`."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)

@@ -22,10 +22,11 @@ from ..base import BUCKET_BYTES, Bucket, EngineError
 from ..buckets import in_buckets
 from ..parameter_pieces import Piece
 from ..training_state import TensorSpec
-from ..transformers_compat import form_in_checkpoint
+from ..transformers_compat import form_in_checkpoint, tied_names
 from .deepspeed_compat import full_numel, full_shape
 
 
+_BASE = "base_model.model."  # of the names in a PEFT model that are the base model's
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 
 
@@ -72,11 +73,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint of the model has beside parameters, by its names in the base model without adapters: a scale of
     each layer, the bias of a router."""
     named: dict[str, Tensor] = {}
+    checkpoint_name = _Adapters(model).checkpoint_name if hasattr(model, "get_base_model") else str
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                whole = f"{prefix}.{name}" if prefix else name
-                named[_clean(re.sub(r"(\.base_layer)+\.", ".", whole))] = buffer.detach()
+            clean = checkpoint_name(f"{prefix}.{name}" if prefix else name)
+            if clean is not None and name not in module._non_persistent_buffers_set:
+                named[clean] = buffer.detach()
     return named
 
 
@@ -112,20 +114,99 @@ def _weights(model: Any) -> Iterator[_Weight]:
     if not hasattr(model, "get_base_model"):
         yield from _plain(model)
         return
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    adapters = _Adapters(model)
+    named = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (clean := adapters.checkpoint_name(name)) is not None:
+            named[clean] = adapters.weight(clean, name, parameter)
+    tied = tied_names(model.get_base_model())
+    for name, weight in named.items():
+        other = named.get(tied.get(name, ""))
+        # an adapter may change one of two tied parameters; both are then parameters of their own
+        if other is None or set(weight.sources) != set(other.sources):
+            yield weight
 
-    tuned = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    for name, parameter in model.named_parameters():
-        # the outermost first: PEFT wraps a module once for each of its parameters that has an adapter of its own
-        owners = [layer for layer in tuned if name.startswith(f"{layer}.")]
-        if not owners:
-            if (saved := _saved_name(name, model.active_adapters)) is not None:
-                yield _Weight(saved, (parameter,), parameter.detach)
-        elif name.startswith(f"{owners[-1]}.base_layer."):  # otherwise it is an adapter's
-            layers = [tuned[owner] for owner in owners]
-            clean = _clean(re.sub(r"(\.base_layer)+\.", ".", name))
-            others = tuple(p for p in layers[0].parameters() if p is not parameter)
-            yield _Weight(clean, (parameter, *others), partial(_merged, parameter, layers))
+
+def adapters_untie(model: Any) -> bool:
+    """Whether an adapter changes one of two parameters that the base model ties, the head or the embedding, so that
+    `buckets` gives both.
+
+    Args:
+        model: with adapters; may be on the meta device.
+    """
+    return not tied_names(model.get_base_model()).keys().isdisjoint(weight.name for weight in _weights(model))
+
+
+def why_not_merged(model: Any) -> str | None:
+    """Why PEFT cannot merge the adapters of a model, as a sentence without its end; `None` if it can.
+
+    Args:
+        model: with adapters; may be on the meta device.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base, name = layer.get_base_layer(), name.removeprefix(_BASE)
+        if isinstance(base, AuxiliaryTrainingWrapper):
+            return f"{name} has two adapters, of which one is in trainable_token_indices, and PEFT merges only one"
+        adapts_bias = any(getattr(layer, "lora_bias", {}).values()) or hasattr(layer, "beft_bias")
+        if adapts_bias and getattr(base, "bias", None) is None:
+            return f"{name} has no bias into which that of its adapter could be merged"
+    return None
+
+
+class _Adapters:
+    """The modules of PEFT in a model: which parameters they adapt, and which they replace."""
+
+    def __init__(self, model: Any) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import ModulesToSaveWrapper
+
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._tuned = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
+        # that all adapter layers share, as VB-LoRA's vectors
+        self._shared = [p for name, p in model.named_parameters() if not name.startswith(_BASE)]
+        # the prefix of the module that computes in the place of each wrapped one, by the prefix of the wrapper
+        self._used = {
+            f"{name}.": f"{name}.{_used_copy(module)}."
+            for name, module in modules.items()
+            if isinstance(module, ModulesToSaveWrapper)
+        }
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """The name in the checkpoint of a parameter or buffer. `None` for an adapter's own, and for the copies of a
+        module that do not compute (`modules_to_save`)."""
+        if not name.startswith(_BASE):
+            return None
+        if any(name.startswith(wrapper) and not name.startswith(used) for wrapper, used in self._used.items()):
+            return None
+        if (owners := self._owners(name)) and not name.startswith(f"{owners[-1]}.base_layer."):
+            return None
+        for wrapper, used in sorted(self._used.items(), reverse=True):
+            if name.startswith(used):
+                name = wrapper + name.removeprefix(used)
+        return re.sub(r"(\.(base_layer|token_adapter))+\.", ".", name).removeprefix(_BASE)
+
+    def weight(self, clean: str, name: str, parameter: nn.Parameter) -> _Weight:
+        layers = [self._tuned[owner] for owner in self._owners(name)]
+        if not layers:
+            return _Weight(clean, (parameter,), parameter.detach)
+        others = tuple(p for p in dict.fromkeys([*layers[0].parameters(), *self._shared]) if p is not parameter)
+        return _Weight(clean, (parameter, *others), partial(_merged, parameter, layers))
+
+    def _owners(self, name: str) -> list[str]:
+        """The adapter layers around a parameter, the outermost first: PEFT wraps a module once for each of its
+        parameters that has an adapter of its own."""
+        return [layer for layer in self._tuned if name.startswith(f"{layer}.")]
+
+
+def _used_copy(wrapper: Any) -> str:
+    """Which module of a `ModulesToSaveWrapper` computes, as a path in it."""
+    active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+    return f"modules_to_save.{active[0]}" if active else "original_module"
 
 
 def _merged(parameter: nn.Parameter, layers: Sequence[Any]) -> Tensor:
@@ -147,24 +228,6 @@ def _merged(parameter: nn.Parameter, layers: Sequence[Any]) -> Tensor:
             base.data = data
         for layer, merged in zip(layers, merged_before, strict=True):
             layer.merged_adapters[:] = merged
-
-
-def _saved_name(name: str, active_adapters: Sequence[str]) -> str | None:
-    """The checkpoint name of a parameter that no adapter layer has. `None` for a module that `modules_to_save` has
-    replaced, and for its copies in adapters that are not active."""
-    if ".original_module." in name:
-        return None
-    parts = name.split(".")
-    if "modules_to_save" in parts:
-        at = parts.index("modules_to_save")
-        if parts[at + 1] not in active_adapters:
-            return None
-        del parts[at : at + 2]  # with the adapter's name
-    return _clean(".".join(parts))
-
-
-def _clean(name: str) -> str:
-    return name.removeprefix("base_model.model.")
 
 
 def check_names(saved: Collection[str], names: Collection[str]) -> None:
