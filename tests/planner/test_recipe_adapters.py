@@ -15,6 +15,7 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.assignment import ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.planner import recipe_adapters
@@ -55,9 +56,9 @@ def test_without_use_peft_all_is_trained() -> None:
     assert recipe_adapters.trained_share(settings(use_peft=False), SPEC) == 1.0
 
 
-def recipe(folder: Path, lines: str) -> Path:
+def recipe(folder: Path, lines: str, **changes: Any) -> Path:
     (folder / "model").mkdir(parents=True)
-    config = {**tiny.config().to_dict(), "model_type": "llama"}
+    config = {**tiny.config(**changes).to_dict(), "model_type": "llama"}
     (folder / "model" / "config.json").write_text(json.dumps(config, default=str))
     path = folder / "grpo.yaml"
     path.write_text(f"algorithm: grpo\nmodel_name_or_path: model\n{lines}")
@@ -85,6 +86,29 @@ def test_settings_that_no_run_could_have_are_refused(tmp_path: Path, lines: str,
     path = recipe(tmp_path, lines)
     with pytest.raises(PlanError, match=f"grpo.yaml: .*{complaint}"):
         read_recipe(path)
+
+
+@pytest.mark.parametrize("ends", ["[lm_head]", "[norm]"])
+def test_an_engine_has_a_head_of_its_own_where_an_adapter_changes_one_of_two_tied_ends(
+    tmp_path: Path, ends: str
+) -> None:
+    path = recipe(tmp_path, f"use_peft: true\nlora_modules_to_save: {ends}\n", tie_word_embeddings=True)
+    specs = read_recipe(path).specs()
+    config = tiny.config(tie_word_embeddings=True)
+    lora = pytest.importorskip("peft").LoraConfig(modules_to_save=ends.strip("[]").split())
+    job = job_models.JobModels.of_run(
+        {Role.ACTOR: [config]},
+        grpo_graph(),
+        "a name",
+        peft_config=lora,
+        processing_class=None,
+        mixed=None,
+        generation_engine="vllm",
+    )
+    for found in (specs, job.specs, job.shallow(1).specs):
+        (generates,), (trains,) = found["actor.generate"], found["actor.train"]
+        head = generates.elements - trains.elements
+        assert trains.tied and head == (ends == "[lm_head]") * config.vocab_size * config.hidden_size
 
 
 @pytest.mark.parametrize("in_place", [True, False])

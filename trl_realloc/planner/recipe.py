@@ -18,7 +18,7 @@ from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, Head, ModelSpec
 from ..plan.staleness import uncorrected
 from .recipe_adapters import DEFAULTS as ADAPTERS
-from .recipe_adapters import check_adapters, trained_share
+from .recipe_adapters import check_adapters, trained_share, unties
 from .recipe_settings import (
     DEFAULTS_OF,
     LOADING,
@@ -146,6 +146,7 @@ class Recipe:
                 size = dtype_bytes(trained_dtype(self.settings), size)
             if call.kind is CallKind.GENERATE and self.engine == "vllm":
                 size = mixed or size
+                config = {**config, "tie_word_embeddings": False} if unties(self.settings) else config
             try:
                 spec = ModelSpec.from_config(config, head, bytes_per_element=size)
                 spec = replace(spec, activation_bytes=mixed or size)

@@ -20,6 +20,7 @@ ALL = "all-linear"
 # PEFT's targets where a run names none, by the family of the model
 _OF_FAMILY = {"gpt_neox": ("query_key_value",)}
 _USUAL = ("q_proj", "v_proj")
+_ENDS = ("lm_head", "embed_tokens", "embed_in", "embed_out")
 
 
 def check_adapters(settings: Mapping[str, Any]) -> None:
@@ -47,6 +48,14 @@ def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
     adapted = settings["lora_r"] * rows_and_columns
     kept = sum(parameter.elements for parameter in spec.parameters if _module(parameter) in saved)
     return (adapted + kept) / (spec.elements + adapted + kept)
+
+
+def unties(settings: Mapping[str, Any]) -> bool:
+    """Whether the adapters of a recipe change the head or the embedding, so that an engine of a policy that ties the
+    two has both."""
+    settings = {**DEFAULTS, **settings}
+    modules = {*_names(settings["lora_target_modules"]), *_names(settings["lora_modules_to_save"])}
+    return bool(settings["use_peft"]) and not modules.isdisjoint(_ENDS)
 
 
 def _names(value: str | Sequence[str] | None) -> Sequence[str]:
