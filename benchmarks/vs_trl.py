@@ -2,7 +2,7 @@
 
     python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json
 
-`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`). `--plan` replaces the preset `flatten`, whose calls are
+`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`), `--model smollm2` a pretrained model (`vs_trl_smollm2`). `--plan` replaces the preset `flatten`, whose calls are
 on all devices as TRL's are.
 
 Every run is a process (or two) of its own. The first update of each is warm-up and not counted. The policy ends a
@@ -205,12 +205,18 @@ def main() -> None:
     parser.add_argument("--plan", default="flatten", help="PPO: the plan of this project's side, a preset or a file")
     parser.add_argument("--small", action="store_true", help="GRPO: a quick check, limit 64, one repeat")
     parser.add_argument("--arms", nargs="+", default=["trl", "plug", "flatten", "auto"], help="GRPO: what is compared")
+    parser.add_argument("--model", choices=["toy", "smollm2"], default="toy", help="smollm2: `vs_trl_smollm2`")
+    parser.add_argument("--cases", nargs="+", help="smollm2: some of its cases, such as 'grpo, even'")
+    parser.add_argument("--updates", type=int, default=4, help="smollm2: updates that count")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--no-generation", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.model == "smollm2":
+        compare_smollm2(options)
+        return
     if options.algorithm == "grpo":
         compare_grpo(options)
         return
@@ -264,6 +270,16 @@ def compare_grpo(options: argparse.Namespace) -> None:
     limits = options.limits or ([64] if options.small else [512])
     repeats = 1 if options.small else options.repeats
     vs_trl_grpo.run(options.processes, limits, options.arms, repeats, options.json)
+
+
+def compare_smollm2(options: argparse.Namespace) -> None:
+    import vs_trl_smollm2
+
+    if options.worker:
+        (case,) = (case for case in vs_trl_smollm2.CASES if case.name == options.cases[0])
+        vs_trl_smollm2.worker(options.worker, case, options.updates, options.seed, options.out)
+        return
+    vs_trl_smollm2.run(options.cases, options.updates, options.repeats, options.json)
 
 
 def row_of(processes: int, limit: int, runs: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:
