@@ -55,7 +55,7 @@ def test_token_logprobs_work_in_slices() -> None:
     vocabulary = TokenLogprobs._SLICE // 3
     leaf = torch.randn(8, vocabulary, requires_grad=True)
     targets = torch.randint(vocabulary, (8,))
-    assert len(list(TokenLogprobs._slices(leaf))) == 3
+    assert len(list(TokenLogprobs._slices(leaf, torch.float32, 1))) == 3
     logprobs, entropy = TokenLogprobs.apply(leaf * 1, targets, 1.0)
     expected, expected_entropy = reference(leaf.detach(), targets, 1.0)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)

@@ -35,13 +35,15 @@ class TokenLogprobs(torch.autograd.Function):
         dtype = precise(logits.dtype)
         logprobs = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in TokenLogprobs._slices(logits):
-            x = logits[rows].to(dtype) / temperature
-            normalizer[rows] = torch.logsumexp(x, -1)
-            logprobs[rows] = x.gather(-1, targets[rows, None]).squeeze(-1) - normalizer[rows]
-            x -= normalizer[rows, None]
-            p = torch.exp(x)
-            entropy[rows] = -(p.mul_(x)).nan_to_num_(nan=0.0).sum(-1)  # for a logit of -inf, 0 * -inf counts as 0
+        for rows, (x, p) in TokenLogprobs._slices(logits, dtype, 2):
+            x.copy_(logits[rows]).div_(temperature)
+            highest = x.amax(-1, keepdim=True)
+            sums = torch.exp(x.sub_(highest), out=p).sum(-1, keepdim=True)
+            x -= torch.log(sums)
+            normalizer[rows] = (highest + torch.log(sums)).squeeze(-1)
+            logprobs[rows] = x.gather(-1, targets[rows, None]).squeeze(-1)
+            # for a logit of -inf, 0 * -inf counts as 0
+            entropy[rows] = -p.div_(sums).mul_(x).nan_to_num_(nan=0.0).sum(-1)
         ctx.save_for_backward(logits, targets, normalizer, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # the gradient of an output that the loss does not use is `None`
@@ -51,18 +53,22 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
         logits, targets, normalizer, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = scaled(gradients, normalizer, ctx.temperature)
-        for rows in TokenLogprobs._slices(logits):
-            log_p = logits[rows].to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]
+        for rows, (log_p,) in TokenLogprobs._slices(logits, normalizer.dtype, 1):
+            log_p.copy_(logits[rows]).div_(ctx.temperature).sub_(normalizer[rows, None])
             of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
             logits[rows] = logits_gradient(log_p, targets[rows], of_logprobs[rows], of_rows).to(logits.dtype)
         return logits, None, None
 
     @staticmethod
-    def _slices(logits: Tensor) -> Iterator[slice]:
+    def _slices(logits: Tensor, dtype: torch.dtype, copies: int) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Slices of the rows, each with working memory for copies of it. That is the same for all slices, because on a
+        CPU the first use of new memory takes longer than the arithmetic."""
         size = TokenLogprobs._SLICE_ON_ACCELERATOR if is_accelerator(logits.device) else TokenLogprobs._SLICE
-        step = max(1, size // max(logits.shape[1], 1))
-        for start in range(0, logits.shape[0], step):
-            yield slice(start, start + step)
+        step = min(max(1, size // max(logits.shape[1], 1)), logits.shape[0])
+        work = [logits.new_empty((step, logits.shape[1]), dtype=dtype) for _ in range(copies)]
+        for start in range(0, logits.shape[0], step or 1):
+            rows = min(step, logits.shape[0] - start)
+            yield slice(start, start + rows), [memory[:rows] for memory in work]
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
