@@ -2,8 +2,8 @@
 
     python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json
 
-`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`), `--model smollm2` a pretrained model (`vs_trl_smollm2`). `--plan` replaces the preset `flatten`, whose calls are
-on all devices as TRL's are.
+`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`), `--model smollm2` both on a pretrained model
+(`vs_trl_smollm2`). `--plan` replaces the preset `flatten`, whose calls are on all devices as TRL's are.
 
 Every run is a process (or two) of its own. The first update of each is warm-up and not counted. The policy ends a
 response at each token with the same probability, so lengths are skewed: a quarter of the limit in the mean, and an

@@ -230,7 +230,7 @@ def test_a_training_from_a_kept_forward_is_the_training_alone(
 ) -> None:
     alone, after = engine(value_head()), engine(value_head())
     expected = alone.train(samples.select(trained), VALUE_LOSS, budget, 0.1)
-    scored = after.forward_to_train(samples.select(kept), budget)
+    scored = after.forward_to_train(samples.select(kept), budget, 1_000)
     statistics = after.train(samples.select(trained), VALUE_LOSS, budget, 0.1)
     if kept:
         plain = engine(value_head()).forward(samples.select(kept), budget)
@@ -243,21 +243,22 @@ def test_a_training_from_a_kept_forward_is_the_training_alone(
 def test_the_kept_forward_of_other_parameters_is_not_trained_on(samples: Rollouts) -> None:
     alone, after = engine(policy_head()), engine(policy_head())
     for each in (alone, after):
-        each.forward_to_train(samples, 1_000) if each is after else None
+        each.forward_to_train(samples, 1_000, 1_000) if each is after else None
         each.train(samples.select([0, 1]), POLICY_LOSS, 1_000, 0.1)
         each.train(samples, POLICY_LOSS, 1_000, 0.1)
     torch.testing.assert_close(state(after), state(alone))
 
 
-@pytest.mark.parametrize("optimizer_calls", [0, 1])
-def test_a_kept_forward_is_not_computed_again(samples: Rollouts, optimizer_calls: int) -> None:
+@pytest.mark.parametrize("most, computed", [(1_000, [3, 5, 8]), (40, [3, 5, 5, 8]), (0, [3, 5, 8, 8])])
+def test_only_what_was_not_kept_is_computed_again(samples: Rollouts, most: int, computed: list[int]) -> None:
     trained = engine(policy_head())
     forwards = list[int]()
     trained.head.register_forward_pre_hook(lambda module, arguments: forwards.append(len(arguments[0])))
-    trained.forward_to_train(samples, 1_000)
-    for _ in range(1 + optimizer_calls):
+    for arrived in (range(3), range(3, 8)):
+        trained.forward_to_train(samples.select(arrived), 1_000, most)
+    for _ in range(2):
         trained.train(samples, POLICY_LOSS, 1_000, 0.0)
-    assert forwards == [len(samples)] * (1 + optimizer_calls)
+    assert forwards == computed
 
 
 def test_adapters_learn_and_their_base_does_not(samples: Rollouts) -> None:

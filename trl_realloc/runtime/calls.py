@@ -239,13 +239,13 @@ def forward(placement: Placement, settings: CallSettings, call: Call, samples: R
 def _outputs(
     placement: Placement, engine: ScoringEngine, call: Call, samples: Rollouts, step: Step
 ) -> Mapping[str, Ragged]:
-    """The engine's outputs. Those of a model that will be trained on the samples, as it is, keep their graphs for it."""
+    """The engine's outputs. A model that will be trained on the samples, as it is, keeps their graphs."""
     home = placement.plan.graph.train_call(call.role)
     if home is None or engine is not placement.trained(call.role) or step.number >= EVALUATION_STEP:
         return engine.forward(samples, placement.budget(call.name))
-    if isinstance(engine, ReplicatedEngine) and samples.tokens <= placement.most_kept(home):
-        return engine.forward_to_train(samples, placement.budget(home))
-    return engine.forward(samples, placement.budget(call.name))
+    if not isinstance(engine, ReplicatedEngine):
+        return engine.forward(samples, placement.budget(call.name))
+    return engine.forward_to_train(samples, placement.budget(home), placement.most_kept(home))
 
 
 def score(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:

@@ -44,4 +44,3 @@ class KnownOutputs:
     def forget(self) -> None:
         """Forget all of them: the parameters that computed them have changed, or nobody will ask for them again."""
         self._outputs, self._at = Rollouts(), {}
-

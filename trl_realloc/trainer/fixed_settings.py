@@ -52,8 +52,8 @@ def refuse_changed(first: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for name, value in first.items():
         if now.get(name) != value:
             raise ConfigError(
-                f"{name} was {value!r} when the trainer was made and is now {now.get(name)!r}, which the plan's engines "
-                f"would not follow; make a new trainer that resumes from a checkpoint."
+                f"{name} was {value!r} when the trainer was made and is now {now.get(name)!r}, which the plan's "
+                f"engines would not follow; make a new trainer that resumes from a checkpoint."
             )
 
 

@@ -27,6 +27,11 @@ class KeptForward:
     def __init__(self) -> None:
         self._micro_batches: list[tuple[Rollouts, Mapping[str, Ragged]]] = []
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the samples whose outputs are kept."""
+        return sum(samples.tokens for samples, _ in self._micro_batches)
+
     def run(
         self, head: Callable[[Rollouts], Mapping[str, Ragged]], samples: Rollouts, device: torch.device
     ) -> Mapping[str, Ragged]:

@@ -98,13 +98,16 @@ class ReplicatedEngine:
         with self._evaluating():
             return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device)
 
-    def forward_to_train(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
-        """`forward` of samples that the role will be trained on. Keeps its graphs for this training.
+    def forward_to_train(self, samples: Rollouts, micro_batch_tokens: int, most_tokens: int) -> dict[str, Ragged]:
+        """`forward` of samples that the role will be trained on. Keeps their graphs for this training, if these are not
+        too many.
 
         Args:
             micro_batch_tokens: of the training.
+            most_tokens: most tokens of all kept graphs.
         """
-        self._kept.forget()
+        if self._kept.tokens + samples.tokens > most_tokens:
+            return self.forward(samples, micro_batch_tokens)
         self.head.train()
         return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, kept=self._kept)
 
