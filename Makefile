@@ -15,11 +15,13 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-evidence setup-next lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
-	test-processes test-processes-1 test-processes-2 test-fast test-next check-gpu demo docs clean
+	test-processes test-processes-1 test-processes-2 test-fast test-next check-gpu demo evidence docs clean
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
 	@echo "                PLAN=... for another plan, STALENESS=2 to generate for later updates while one trains"
+	@echo "                MODEL=smollm2: a pretrained model learns sums by GRPO (15 minutes)"
+	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (an hour)"
 	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"
@@ -129,8 +131,14 @@ check-gpu:
 # One line with quotes, so that it can be copied into a shell as make prints it.
 DEMO_OPTIONS = $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(PLAN),--plan '$(PLAN)') \
 	$(if $(STALENESS),--staleness $(STALENESS))
-demo: $(RUN_STAMP)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo/run.py $(strip $(DEMO_OPTIONS))
+DEMO := $(if $(filter smollm2,$(MODEL)),examples/smollm2/demo.py,examples/demo/run.py)
+demo: $(if $(filter smollm2,$(MODEL)),$(EVIDENCE_STAMP),$(RUN_STAMP))
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python $(DEMO) $(strip $(DEMO_OPTIONS))
+
+# Rows that are in the results are kept, so that this goes on where it was interrupted.
+evidence: $(EVIDENCE_STAMP)
+	$(BIN)/python benchmarks/evidence.py
+	$(BIN)/python benchmarks/evidence.py --page
 
 docs: setup
 	$(BIN)/mkdocs build --strict

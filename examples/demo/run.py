@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -157,12 +157,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def run_to_the_end() -> int:
-    """The exit code of `main`; 130 after an interrupt."""
+def run_to_the_end(demo: Callable[[], int] | None = None) -> int:
+    """The exit code of a demo, by default of `main`; 130 after an interrupt."""
     for ending in (signal.SIGTERM, signal.SIGHUP):  # neither reaches the command's process group by itself
         signal.signal(ending, _interrupt)
     try:
-        return main()
+        return (demo or main)()
     except KeyboardInterrupt:
         print("\ndemo: interrupted", file=sys.stderr)
         return 130

@@ -1,0 +1,500 @@
+"""A pretrained model learns public tasks: TRL's trainers and this project's, on the same model, rows and settings.
+
+    python benchmarks/evidence.py                   # on two CPU cores: the rows of `make evidence`
+    python benchmarks/evidence.py --device cuda     # all algorithms, tasks and arms with three seeds; has never run
+    python benchmarks/evidence.py --page            # docs/results.md and docs/results.png from the results alone
+
+The model is SmolLM2-135M-Instruct, after the supervised steps of examples/smollm2/prepare.py. The tasks are in
+examples/smollm2/tasks.py. A row is one training in processes of its own; a row that is in the results is not made
+again. The arms differ in the trainer alone: TRL's generates by Transformers on a CPU, and by vLLM on a GPU, in its mode
+`colocate`; this project's runs under the plan `auto`.
+
+At fixed updates the policy is saved, and after the training one function counts for both arms how many held-out rows
+the saved policies answer rightly by greedy decoding. Neither saving nor counting is in the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import itertools
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import result_file
+from trl_runs import watched
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "smollm2")]
+RESULTS, PAGE, PICTURE = "benchmarks/results/evidence.json", "docs/results.md", "docs/results.png"
+WORK = ROOT / "runs" / "evidence"
+MODEL, START, CRITIC = (ROOT / "runs" / "smollm2" / name for name in ("model", "start", "critic"))
+
+GROUP, EPISODES, NEW_TOKENS = 8, 64, 8  # completions of a prompt, of an update; most tokens of one
+UPDATES = {"cpu": 60, "cuda": 200}
+POINTS = 6  # evaluations of a training, after that of the policy it starts from
+ALGORITHMS, LEARNING_RATE, VALUE_LEARNING_RATE = ("grpo", "rloo", "ppo"), 1e-5, 1e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training.
+
+    Args:
+        algorithm: grpo, rloo or ppo.
+        task: a key of `tasks.TASKS`.
+        arm: trl or ours.
+        device: cpu or cuda.
+        seed: of the trainer.
+    """
+
+    algorithm: str
+    task: str
+    arm: str
+    device: str = "cpu"
+    seed: int = 1
+
+    @property
+    def name(self) -> str:
+        return "-".join((self.algorithm, self.task, self.arm, self.device, str(self.seed)))
+
+
+def rows_of(device: str) -> list[Row]:
+    """What two cores make in an hour, or all rows."""
+    if device == "cpu":
+        return [
+            Row("grpo", "sums", "trl"),
+            Row("grpo", "sums", "ours"),
+            Row("ppo", "sums", "ours"),
+            Row("rloo", "sums", "ours"),
+            Row("grpo", "products", "ours"),
+        ]
+    kinds = itertools.product((1, 2, 3), ("sums", "products"), ALGORITHMS, ("trl", "ours"))
+    # TRL's PPO has no vLLM, and newer releases than 1.12 have no PPO
+    return [
+        Row(algorithm, task, arm, device, seed)
+        for seed, task, algorithm, arm in kinds
+        if (algorithm, arm) != ("ppo", "trl")
+    ]
+
+
+# --- one training, in a process of its own ---
+
+
+class Watch:
+    """Saves a trainer's policy at fixed updates, and counts the seconds of the training without those of saving."""
+
+    def __init__(self, trainer: Any, points: Iterable[int], folder: Path) -> None:
+        from transformers import TrainerCallback
+
+        self.points: list[tuple[int, float]] = []  # update, seconds
+        self.gpu_gb = 0.0
+        self._start = 0.0
+        watch, wanted = self, set(points)
+
+        class Callback(TrainerCallback):
+            def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+                watch._start = time.perf_counter()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step in wanted:
+                    now = time.perf_counter()
+                    watch.points.append((state.global_step, now - watch._start))
+                    watch.gpu_gb = max(watch.gpu_gb, used_gpu_gb())
+                    trainer.save_model(str(folder / str(state.global_step)))
+                    watch._start += time.perf_counter() - now
+
+        trainer.add_callback(Callback())
+
+
+def used_gpu_gb() -> float:
+    """Memory of the GPU that is in use, by whatever process; 0 without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
+
+
+def train(row: Row, updates: int, folder: Path) -> None:
+    """Train, save the policies, and write what was measured to `training.json`."""
+    trainer = ppo_trainer(row, updates, folder) if row.algorithm == "ppo" else policy_trainer(row, updates, folder)
+    watch = Watch(trainer, points_of(updates)[1:], folder)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log or "objective/scores" in log]
+    measured = {"points": watch.points, "tokens_per_s": tokens_per_s(logs), "mismatch": mismatch(logs)}
+    measured["gpu_gb"] = watch.gpu_gb
+    measured["rewards"] = [log.get("reward", log.get("objective/scores")) for log in logs]
+    if row.arm == "ours":
+        trainer.close()
+        measured |= planned(folder)
+    (folder / "training.json").write_text(json.dumps(measured))
+
+
+def settings(row: Row, updates: int, folder: Path) -> dict[str, Any]:
+    """The arguments that all trainers have."""
+    on_gpu = row.device == "cuda"
+    return {
+        "output_dir": str(folder),
+        "report_to": [],
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "disable_tqdm": True,
+        "max_steps": updates,
+        "per_device_train_batch_size": EPISODES,
+        "temperature": 1.0,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "seed": row.seed,
+    }
+
+
+def data(row: Row, updates: int) -> Any:
+    from datasets import Dataset
+    from tasks import training_rows
+
+    return Dataset.from_list(training_rows(row.task, min(1000, updates * EPISODES // GROUP)))
+
+
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(START, padding_side="left")
+
+
+def policy_trainer(row: Row, updates: int, folder: Path) -> Any:
+    """GRPO's or RLOO's, of either arm."""
+    import trl
+    from tasks import right_answer
+
+    import trl_realloc
+
+    name = row.algorithm.upper()
+    module = trl if row.arm == "trl" else trl_realloc
+    own: dict[str, Any] = {"plan": "auto"}
+    if row.arm == "trl":  # its vLLM does not run on a CPU
+        own = {"use_vllm": True, "vllm_mode": "colocate"} if row.device == "cuda" else {}
+    args = getattr(module, f"{name}Config")(
+        num_generations=GROUP,
+        max_completion_length=NEW_TOKENS,
+        beta=0.0,
+        model_init_kwargs={"dtype": "float32"},
+        **settings(row, updates, folder),
+        **own,
+    )
+    return getattr(module, f"{name}Trainer")(
+        model=str(START),
+        reward_funcs=right_answer,
+        args=args,
+        train_dataset=data(row, updates),
+        processing_class=tokenizer(),
+    )
+
+
+def ppo_trainer(row: Row, updates: int, folder: Path) -> Any:
+    """PPO's, with a critic of less than a quarter of the policy's parameters."""
+    from tasks import right_answer
+
+    from trl_realloc import PPOConfig, PPOTrainer
+
+    args = PPOConfig(
+        plan="auto",
+        response_length=NEW_TOKENS,
+        stop_token="eos",
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+        kl_coef=0.0,
+        value_learning_rate=VALUE_LEARNING_RATE,
+        num_sample_generations=0,
+        **settings(row, updates, folder),
+    )
+    return PPOTrainer(
+        args=args,
+        processing_class=tokenizer(),
+        model=str(START),
+        ref_model=None,
+        reward_model=right_answer,
+        value_model=str(CRITIC),
+        train_dataset=data(row, updates),
+    )
+
+
+def tokens_per_s(logs: Sequence[Mapping[str, float]]) -> float | None:
+    """Tokens of prompts and completions, without the first update; TRL logs its own count and the seconds of a step."""
+    later = logs[1:]
+    if later and "tokens/s" in later[0]:
+        seconds = [log["time/step"] for log in later]
+        return sum(log["tokens/s"] * s for log, s in zip(later, seconds, strict=True)) / sum(seconds)
+    if later and "step_time" in later[0]:
+        return (logs[-1]["num_tokens"] - logs[0]["num_tokens"]) / sum(log["step_time"] for log in later)
+    return None
+
+
+def mismatch(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the training of how the engine's log-probabilities and the trainer's differ."""
+    names = [name for name in logs[0] if name.startswith("sampling/") or name in ("val/ratio", "policy/approxkl_avg")]
+    return {name: statistics.fmean(log[name] for log in logs if name in log) for name in names}
+
+
+def planned(folder: Path) -> dict[str, Any]:
+    """The plan that ran, and the estimated and the measured seconds of its calls."""
+    from trl_realloc.plan.timeline import Timeline
+
+    plan, estimate, measured = (folder / name for name in ("plan.yaml", "estimate.json", "timeline.json"))
+    found: dict[str, Any] = {"plan": plan.read_text()}
+    if estimate.is_file():
+        table = Timeline.load(estimate).compare(Timeline.load(measured))
+        found["calls"] = [{"call": call, "estimated": before, "measured": after} for call, before, after, _ in table]
+    return found
+
+
+# --- counting right answers ---
+
+
+def points_of(updates: int) -> list[int]:
+    """The updates after which the policy is evaluated."""
+    count = min(POINTS, updates)
+    return [round(at * updates / count) for at in range(count + 1)]
+
+
+def share_right(folder: Path, task: str, device: str, batch: int = 50) -> float:
+    """The share of the held-out rows that a saved policy answers rightly by greedy decoding."""
+    import torch
+    from tasks import held_out_rows, right_answer
+    from transformers import AutoModelForCausalLM
+
+    words, rows = tokenizer(), held_out_rows(task)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    right = 0.0
+    for at in range(0, len(rows), batch):
+        part = rows[at : at + batch]
+        prompts = words([row["prompt"] for row in part], return_tensors="pt", padding=True).to(device)
+        with torch.no_grad():
+            ids = model.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False)
+        texts = words.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += sum(right_answer([], texts, [row["answer"] for row in part]))
+    return right / len(rows)
+
+
+def evaluate(row: Row, updates: int, folder: Path) -> None:
+    """Write the accuracies of the saved policies to `accuracies.json`."""
+    saved = [START, *(folder / str(update) for update in points_of(updates)[1:])]
+    (folder / "accuracies.json").write_text(json.dumps([share_right(each, row.task, row.device) for each in saved]))
+
+
+# --- the rows ---
+
+
+def make_row(row: Row, updates: int) -> dict[str, Any]:
+    """Train and evaluate, each in a process of its own, and return the row of the results."""
+    folder = WORK / row.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    mark = os.getpid() * 1000
+    peak_mb, _ = run_part("train", row, updates, folder, mark)
+    run_part("evaluate", row, updates, folder, mark + 1)
+    measured = json.loads((folder / "training.json").read_text())
+    accuracies = json.loads((folder / "accuracies.json").read_text())
+    for update, _ in measured["points"]:
+        shutil.rmtree(folder / str(update))  # half a gigabyte each
+    points = [(0, 0.0), *measured.pop("points")]
+    gpu_gb = measured.pop("gpu_gb")
+    return {
+        "name": row.name,
+        "algorithm": row.algorithm,
+        "task": row.task,
+        "arm": row.arm,
+        "device": row.device,
+        "seed": row.seed,
+        "updates": updates,
+        "before": accuracies[0],
+        "after": accuracies[-1],
+        "error": standard_error(accuracies[-1]),
+        "seconds": points[-1][1],
+        "memory_gb": gpu_gb if row.device == "cuda" else peak_mb * 2**20 / 1e9,
+        "curve": [(update, seconds, share) for (update, seconds), share in zip(points, accuracies, strict=True)],
+        **measured,
+        **result_file.about(),
+    }
+
+
+def standard_error(share: float) -> float:
+    """Of a share of the held-out rows."""
+    from tasks import HELD_OUT
+
+    return math.sqrt(share * (1 - share) / HELD_OUT)
+
+
+def run_part(part: str, row: Row, updates: int, folder: Path, mark: int) -> tuple[float, float]:
+    """Run `train` or `evaluate` in a process. Returns the most memory that it had (`trl_runs.watched`)."""
+    command = [sys.executable, str(Path(__file__)), "--part", part, "--rows", row.name, "--device", row.device]
+    command += ["--updates", str(updates)]
+    environment = {
+        **os.environ,
+        "VS_TRL": str(mark),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    if row.device == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
+    log_path = folder / f"{part}.log"
+    with log_path.open("w") as log:
+        code, peak = watched(subprocess.Popen(command, env=environment, stdout=log, stderr=log), mark)
+    if code:
+        sys.exit(f"{row.name} failed ({log_path}):\n{log_path.read_text()[-4000:]}")
+    return peak
+
+
+def with_seconds_to(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with `seconds_to`: the accuracy that all arms of a comparison have reached at a point of their curves,
+    and the seconds of the row's first point that has it. `None` where there is nothing to compare with."""
+    made = []
+    for row in rows:
+        pair = [
+            other for other in rows if all(other[key] == row[key] for key in ("algorithm", "task", "device", "seed"))
+        ]
+        target = min(max(share for _, _, share in other["curve"]) for other in pair)
+        seconds = next(seconds for _, seconds, share in row["curve"] if share >= target)
+        made.append({**row, "seconds_to": {"accuracy": target, "seconds": seconds} if len(pair) > 1 else None})
+    return made
+
+
+def make_missing(wanted: Sequence[Row], updates: int, path: Path) -> list[dict[str, Any]]:
+    """Make the rows that the results do not have, and write the results after each."""
+    rows = load_rows(path)
+    for row in wanted:
+        if any(known["name"] == row.name for known in rows):
+            print(f"{row.name}: is in {path}")
+            continue
+        start = time.monotonic()
+        made = make_row(row, updates)
+        rows = with_seconds_to([*rows, made])
+        result_file.write(path, {"rows": rows})
+        print(
+            f"{row.name}: {made['before']:.0%} -> {made['after']:.0%} in {made['seconds']:.0f} s of training, "
+            f"{time.monotonic() - start:.0f} s in all",
+            flush=True,
+        )
+    return rows
+
+
+def load_rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
+
+
+# --- the page ---
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Accuracies over the seconds of training, a panel for each task."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = Figure(figsize=(5 * len(tasks), 3.6), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        for row in (row for row in rows if row["task"] == task):
+            seconds, shares = [point[1] for point in row["curve"]], [point[2] for point in row["curve"]]
+            style = "--" if row["arm"] == "trl" else "-"
+            axes.plot(seconds, shares, style, marker="o", markersize=3, label=label(row))
+        axes.set(title=task, xlabel="seconds of training", ylabel="held-out rows answered rightly")
+        axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize="small")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def label(row: Mapping[str, Any]) -> str:
+    trainer = "TRL" if row["arm"] == "trl" else "trl_realloc"
+    return f"{row['algorithm'].upper()}, {trainer}, {row['device']}, seed {row['seed']}"
+
+
+def write_page(rows: Sequence[Mapping[str, Any]], page: Path) -> None:
+    """Fill the part of the page between its two marks."""
+    begin, end = "<!-- from benchmarks/results/evidence.json -->", "<!-- end -->"
+    head, rest = page.read_text().split(begin)
+    tail = rest.split(end)[1]
+    page.write_text("\n".join([head + begin, *tables(rows), end + tail]))
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The results, and what the planner expected, as Markdown."""
+    lines = [
+        "| algorithm | task | trainer | device | seed | updates | before | after "
+        "| to the common accuracy | training | tokens/s | memory |",
+        "|" + " --- |" * 12,
+    ]
+    for row in rows:
+        to = row["seconds_to"]
+        rate = row["tokens_per_s"]
+        cells = [
+            row["algorithm"].upper(),
+            row["task"],
+            "TRL" if row["arm"] == "trl" else "here",
+            row["device"],
+            row["seed"],
+            row["updates"],
+            f"{row['before']:.1%}",
+            f"{row['after']:.1%} ± {row['error']:.1%}",
+            f"{to['accuracy']:.1%} in {to['seconds']:,.0f} s" if to else "",
+            f"{row['seconds']:,.0f} s",
+            f"{rate:,.0f}" if rate else "",
+            f"{row['memory_gb']:.1f} GB",
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    if any(row.get("calls") for row in rows):
+        lines += ["", "| run | call | estimated | measured |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        for call in row.get("calls", ()):
+            estimated, measured = (f"{s:.2f} s" if s else "" for s in (call["estimated"], call["measured"]))
+            lines.append(f"| {label(row)} | {call['call']} | {estimated} | {measured} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=list(UPDATES), default="cpu")
+    parser.add_argument("--rows", nargs="+", default=["*"], help="names of rows; * stands for any part of a name")
+    parser.add_argument("--updates", type=int, help="60 on a CPU, 200 on a GPU")
+    parser.add_argument("--json", type=Path, default=ROOT / RESULTS)
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--page", action="store_true", help="write the page and the picture, and make no rows")
+    parser.add_argument("--part", choices=["train", "evaluate"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    updates = options.updates or UPDATES[options.device]
+    wanted = [row for row in rows_of(options.device) if any(fnmatch.fnmatch(row.name, name) for name in options.rows)]
+    if not wanted:
+        parser.error(f"no row is called {' or '.join(options.rows)}; --list prints them.")
+    if options.list:
+        print("\n".join(row.name for row in wanted))
+    elif options.part:
+        {"train": train, "evaluate": evaluate}[options.part](wanted[0], updates, WORK / wanted[0].name)
+    elif options.page:
+        rows = load_rows(options.json)
+        draw(rows, ROOT / PICTURE)
+        write_page(rows, ROOT / PAGE)
+    else:
+        from prepare import prepare_critic, prepare_start
+
+        prepare_critic(CRITIC, prepare_start(START, MODEL))
+        make_missing(wanted, updates, options.json)
+
+
+if __name__ == "__main__":
+    main()
