@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,11 +42,19 @@ def test_held_out_rows_are_not_trained_on(evidence: ModuleType) -> None:
             assert not held_out & {row["prompt"] for row in tasks.training_rows(name, 150, seed)}
 
 
+@dataclass
+class Script:
+    """What the scripts read of their recipes besides the trainer's configuration."""
+
+    task: str
+    model_name_or_path: str = ""
+    value_model_path: str = ""
+
+
 @pytest.mark.parametrize(("name", "config"), [("grpo", GRPOConfig), ("ppo", PPOConfig)])
 def test_the_recipes_are_read(name: str, config: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    script = make_dataclass("Script", ["task", ("model_name_or_path", str, ""), ("value_model_path", str, "")])
-    own, args = parse_recipe((script, config), ["--config", f"recipes/smollm2/{name}.yaml"])
+    own, args = parse_recipe((Script, config), ["--config", f"recipes/smollm2/{name}.yaml"])
     assert (own.task, args.plan, args.per_device_train_batch_size) == ("sums", "auto", 64)
 
 
