@@ -10,7 +10,8 @@ again. The arms differ in the trainer alone: TRL's generates by Transformers on 
 `colocate`; this project's runs under the plan `auto`.
 
 At fixed updates the policy is saved, and after the training one function counts for both arms how many held-out rows
-the saved policies answer rightly by greedy decoding. Neither saving nor counting is in the seconds.
+the saved policies answer rightly: at temperature 1, as they are trained, and the first and the last by greedy decoding
+too. Neither saving nor counting is in the seconds.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ WORK = ROOT / "runs" / "evidence"
 MODEL, START, CRITIC = (ROOT / "runs" / "smollm2" / name for name in ("model", "start", "critic"))
 
 GROUP, EPISODES, NEW_TOKENS = 8, 64, 8  # completions of a prompt, of an update; most tokens of one
-UPDATES = {"cpu": 60, "cuda": 200}
-POINTS = 6  # evaluations of a training, after that of the policy it starts from
+UPDATES = {"cpu": 40, "cuda": 200}
+ANSWERS = 2  # drawn of each held-out row
+POINTS = 4  # evaluations of a training, after that of the policy it starts from
 ALGORITHMS, LEARNING_RATE, VALUE_LEARNING_RATE = ("grpo", "rloo", "ppo"), 1e-5, 1e-4
 
 
@@ -272,29 +274,41 @@ def points_of(updates: int) -> list[int]:
     return [round(at * updates / count) for at in range(count + 1)]
 
 
-def share_right(folder: Path, task: str, device: str, batch: int = 50) -> float:
-    """The share of the held-out rows that a saved policy answers rightly by greedy decoding."""
+def share_right(folder: Path, task: str, device: str, answers: int, batch: int = 100) -> tuple[float, float]:
+    """The share of right answers of a saved policy to the held-out rows, and its standard error.
+
+    Args:
+        answers: drawn of each row at temperature 1; 0 for one by greedy decoding.
+    """
     import torch
     from tasks import held_out_rows, right_answer
     from transformers import AutoModelForCausalLM
 
     words, rows = tokenizer(), held_out_rows(task)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    right = 0.0
+    drawing = {"do_sample": True, "top_k": 0, "num_return_sequences": answers} if answers else {"do_sample": False}
+    torch.manual_seed(0)
+    of_rows: list[float] = []
     for at in range(0, len(rows), batch):
         part = rows[at : at + batch]
         prompts = words([row["prompt"] for row in part], return_tensors="pt", padding=True).to(device)
         with torch.no_grad():
-            ids = model.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False)
-        texts = words.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(right_answer([], texts, [row["answer"] for row in part]))
-    return right / len(rows)
+            ids = model.generate(**prompts, max_new_tokens=NEW_TOKENS, **drawing)
+        texts, each = (
+            words.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True),
+            answers or 1,
+        )
+        right = right_answer([], texts, [row["answer"] for row in part for _ in range(each)])
+        of_rows += [statistics.fmean(right[first : first + each]) for first in range(0, len(right), each)]
+    return statistics.fmean(of_rows), statistics.stdev(of_rows) / math.sqrt(len(of_rows))
 
 
 def evaluate(row: Row, updates: int, folder: Path) -> None:
-    """Write the accuracies of the saved policies to `accuracies.json`."""
+    """Write the accuracies of the saved policies, with their standard errors, to `accuracies.json`."""
     saved = [START, *(folder / str(update) for update in points_of(updates)[1:])]
-    (folder / "accuracies.json").write_text(json.dumps([share_right(each, row.task, row.device) for each in saved]))
+    drawn = [share_right(each, row.task, row.device, ANSWERS) for each in saved]
+    greedy = [share_right(each, row.task, row.device, 0) for each in (saved[0], saved[-1])]
+    (folder / "accuracies.json").write_text(json.dumps({"drawn": drawn, "greedy": greedy}))
 
 
 # --- the rows ---
@@ -310,6 +324,7 @@ def make_row(row: Row, updates: int) -> dict[str, Any]:
     run_part("evaluate", row, updates, folder, mark + 1)
     measured = json.loads((folder / "training.json").read_text())
     accuracies = json.loads((folder / "accuracies.json").read_text())
+    drawn = accuracies["drawn"]
     for update, _ in measured["points"]:
         shutil.rmtree(folder / str(update))  # half a gigabyte each
     points = [(0, 0.0), *measured.pop("points")]
@@ -322,22 +337,16 @@ def make_row(row: Row, updates: int) -> dict[str, Any]:
         "device": row.device,
         "seed": row.seed,
         "updates": updates,
-        "before": accuracies[0],
-        "after": accuracies[-1],
-        "error": standard_error(accuracies[-1]),
+        "before": drawn[0][0],
+        "after": drawn[-1][0],
+        "error": drawn[-1][1],
+        "greedy": [share for share, _ in accuracies["greedy"]],
         "seconds": points[-1][1],
         "memory_gb": gpu_gb if row.device == "cuda" else peak_mb * 2**20 / 1e9,
-        "curve": [(update, seconds, share) for (update, seconds), share in zip(points, accuracies, strict=True)],
+        "curve": [(update, seconds, share) for (update, seconds), (share, _) in zip(points, drawn, strict=True)],
         **measured,
         **result_file.about(),
     }
-
-
-def standard_error(share: float) -> float:
-    """Of a share of the held-out rows."""
-    from tasks import HELD_OUT
-
-    return math.sqrt(share * (1 - share) / HELD_OUT)
 
 
 def run_part(part: str, row: Row, updates: int, folder: Path, mark: int) -> tuple[float, float]:
@@ -430,7 +439,8 @@ def write_page(rows: Sequence[Mapping[str, Any]], page: Path) -> None:
     begin, end = "<!-- from benchmarks/results/evidence.json -->", "<!-- end -->"
     head, rest = page.read_text().split(begin)
     tail = rest.split(end)[1]
-    page.write_text("\n".join([head + begin, *tables(rows), end + tail]))
+    picture = "![held-out rows answered rightly over the seconds of training](results.png)"
+    page.write_text("\n".join([head + begin, *tables(rows), "", picture, end + tail]))
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -471,7 +481,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(UPDATES), default="cpu")
     parser.add_argument("--rows", nargs="+", default=["*"], help="names of rows; * stands for any part of a name")
-    parser.add_argument("--updates", type=int, help="60 on a CPU, 200 on a GPU")
+    parser.add_argument("--updates", type=int, help="40 on a CPU, 200 on a GPU")
     parser.add_argument("--json", type=Path, default=ROOT / RESULTS)
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--page", action="store_true", help="write the page and the picture, and make no rows")
