@@ -468,6 +468,13 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{row['memory_gb']:.1f} GB",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "| run | greedy, before and after | engine against trainer | plan | commit |", "|" + " --- |" * 5]
+    for row in rows:
+        greedy = " and ".join(f"{share:.1%}" for share in row["greedy"])
+        found = row["mismatch"].get("sampling/sampling_logp_difference/mean")
+        plan = str(row.get("plan") or "").partition("\n")[0].removeprefix("name: ")
+        difference = "" if found is None else f"{found:.1e} nats a token"
+        lines.append(f"| {label(row)} | {greedy} | {difference} | {plan} | {row['commit']} |")
     if any(row.get("calls") for row in rows):
         lines += ["", "| run | call | estimated | measured |", "| --- | --- | --- | --- |"]
     for row in rows:
