@@ -472,7 +472,8 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         greedy = " and ".join(f"{share:.1%}" for share in row["greedy"])
         found = row["mismatch"].get("sampling/sampling_logp_difference/mean")
-        plan = str(row.get("plan") or "").partition("\n")[0].removeprefix("name: ")
+        lines_of_plan = (row.get("plan") or "").splitlines()
+        plan = next((line.removeprefix("name: ") for line in lines_of_plan if line.startswith("name: ")), "")
         difference = "" if found is None else f"{found:.1e} nats a token"
         lines.append(f"| {label(row)} | {greedy} | {difference} | {plan} | {row['commit']} |")
     if any(row.get("calls") for row in rows):
