@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
 import torch
 
 from ...algorithms.rollout import Ragged, Rollouts, token_keys
@@ -19,6 +20,7 @@ from ..device import has_room, is_accelerator
 # A backward takes twice as long as a forward, so a new forward and backward of the samples that are trained on cost
 # less than the kept graph's backward where they have a smaller share of its tokens.
 LEAST_USED = 2 / 3
+LEAST_FREE = 1 / 4  # share of the host's memory that is free when a graph is kept there
 
 
 class KeptForward:
@@ -36,7 +38,7 @@ class KeptForward:
         self, head: Callable[[Rollouts], Mapping[str, Ragged]], samples: Rollouts, device: torch.device
     ) -> Mapping[str, Ragged]:
         """The head's outputs for one micro-batch, without gradients, on the device. They are kept with their graph,
-        unless the device lacks the memory.
+        unless there is too little memory left.
 
         Args:
             samples: on the CPU, with `index`, `prompts` and `responses`.
@@ -44,7 +46,7 @@ class KeptForward:
         before = _allocated(device)
         with torch.enable_grad():
             outputs = head(samples.to(device))
-        if not is_accelerator(device) or has_room(device, _allocated(device) - before):
+        if _has_room(device, before):
             self._micro_batches.append((samples, outputs))
         return {name: column.like(column.values.detach()) for name, column in outputs.items()}
 
@@ -75,6 +77,18 @@ class KeptForward:
     def forget(self) -> None:
         """Free the graphs: the parameters change, or nobody will train on them."""
         self._micro_batches = []
+
+
+def _has_room(device: torch.device, before: int) -> bool:
+    """Whether a graph may stay where it is while other calls run.
+
+    Args:
+        before: what was allocated on an accelerator without it.
+    """
+    if is_accelerator(device):
+        return has_room(device, _allocated(device) - before)
+    memory = psutil.virtual_memory()
+    return bool(memory.available >= LEAST_FREE * memory.total)
 
 
 def _allocated(device: torch.device) -> int:
