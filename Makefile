@@ -136,8 +136,9 @@ demo: $(if $(filter smollm2,$(MODEL)),$(EVIDENCE_STAMP),$(RUN_STAMP))
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python $(DEMO) $(strip $(DEMO_OPTIONS))
 
 # Rows that are in the results are kept, so that this goes on where it was interrupted.
-evidence: $(EVIDENCE_STAMP)
-	$(BIN)/python benchmarks/evidence.py
+# By the newest TRL, which has no PPO of its own.
+evidence: $(EVIDENCE_STAMP) $(NEXT_STAMP)
+	VLLM_CACHE_ROOT=$(abspath $(NEXT))/vllm-cache PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python benchmarks/evidence.py
 	$(BIN)/python benchmarks/evidence.py --page
 
 docs: setup
