@@ -139,7 +139,8 @@ def check_layouts(
     Raises:
         PlanError: a model that cannot be split as the plan says, or parameters that do not fit.
     """
-    check_generation(plan, configs[Role.ACTOR][0])
+    for policy in configs.get(Role.ACTOR, ()):
+        check_generation(plan, policy)
     specs: dict[str, list[ModelSpec]] = {}
     problems = Problems()
     for name, assignment in plan.assignments.items():
