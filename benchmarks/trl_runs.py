@@ -85,6 +85,23 @@ def memory_mb(session: int) -> tuple[float, float]:
     return total / 1024, engines / 1024
 
 
+def environment_of(mark: int, processes: int = 1) -> dict[str, str]:
+    """The environment of a run on a CPU.
+
+    Args:
+        mark: by which its processes are found (`memory_mb`).
+        processes: among which the cores are divided.
+    """
+    return {
+        **os.environ,
+        "VS_TRL": str(mark),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
 def watched(process: subprocess.Popen[Any], mark: int) -> tuple[int, tuple[float, float]]:
     """Wait for a run. Returns its exit code, and the most memory that it had (`memory_mb`).
 

@@ -28,7 +28,19 @@ import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
-from trl_runs import HIDDEN, INTERMEDIATE, LAYERS, PAD, PROMPT, VOCABULARY, gemm_flops, models, tokenizer, watched
+from trl_runs import (
+    HIDDEN,
+    INTERMEDIATE,
+    LAYERS,
+    PAD,
+    PROMPT,
+    VOCABULARY,
+    environment_of,
+    gemm_flops,
+    models,
+    tokenizer,
+    watched,
+)
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,17 +177,10 @@ def one_run(side: str, processes: int, limit: int, seed: int, mark: int, plan: s
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += [str(Path(__file__)), "--worker", side, "--processes", str(processes), "--limit", str(limit)]
         command += ["--seed", str(seed), "--plan", plan]
-        threads = str(max(1, (os.cpu_count() or 1) // processes))
-        environment = {
-            **os.environ,
-            "VS_TRL": str(mark),
-            "OMP_NUM_THREADS": threads,
-            "HF_HUB_OFFLINE": "1",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-            "DS_ACCELERATOR": "cpu",
-        }
         log = (Path(folder) / "log").open("w+")
-        process = subprocess.Popen([*command, "--out", str(out)], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*command, "--out", str(out)], env=environment_of(mark, processes), stdout=log, stderr=log
+        )
         code, peak = watched(process, mark)
         if code:
             sys.exit(f"{side} on {processes} processes, limit {limit}, failed:\n{Path(log.name).read_text()[-4000:]}")

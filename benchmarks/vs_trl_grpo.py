@@ -33,7 +33,7 @@ import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
-from trl_runs import EOS, PROMPT, VOCABULARY, gemm_flops, models, tokenizer, watched
+from trl_runs import EOS, PROMPT, VOCABULARY, environment_of, gemm_flops, models, tokenizer, watched
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,16 +195,8 @@ def one_run(arm: str, processes: int, limit: int, seed: int, mark: int, *, gener
         command += [str(ROOT / "benchmarks" / "vs_trl.py"), "--algorithm", "grpo", "--worker", arm]
         command += ["--processes", str(processes), "--limit", str(limit), "--seed", str(seed), "--out", str(out)]
         command += [] if generates else ["--no-generation"]
-        environment = {
-            **os.environ,
-            "VS_TRL": str(mark),
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
-            "HF_HUB_OFFLINE": "1",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-            "DS_ACCELERATOR": "cpu",
-        }
         with log_path.open("w") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(command, env=environment_of(mark, processes), stdout=log, stderr=log)
             code, peak = watched(process, mark)
         if code:
             sys.exit(f"{arm} on {processes} processes, limit {limit}, failed:\n{log_path.read_text()[-4000:]}")

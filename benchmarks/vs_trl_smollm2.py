@@ -30,7 +30,7 @@ import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
-from trl_runs import watched
+from trl_runs import environment_of, watched
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,16 +207,8 @@ def one_run(side: str, case: Case, updates: int, seed: int, mark: int) -> dict[s
         out, log_path = Path(folder) / "result.json", Path(folder) / "log"
         command = [sys.executable, str(ROOT / "benchmarks" / "vs_trl.py"), "--model", "smollm2", "--worker", side]
         command += ["--cases", case.name, "--updates", str(updates), "--seed", str(seed), "--out", str(out)]
-        environment = {
-            **os.environ,
-            "VS_TRL": str(mark),
-            "OMP_NUM_THREADS": str(os.cpu_count() or 1),
-            "HF_HUB_OFFLINE": "1",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-            "DS_ACCELERATOR": "cpu",
-        }
         with log_path.open("w") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(command, env=environment_of(mark), stdout=log, stderr=log)
             code, peak = watched(process, mark)
         if code:
             sys.exit(f"{side}, {case.name}, failed:\n{log_path.read_text()[-4000:]}")
