@@ -300,7 +300,14 @@ def test_every_recipe_can_be_loaded(path: Path, tmp_path: Path) -> None:
     else:
         config = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}[path.stem.partition("-")[0]]
         known = {key: value for key, value in content.items() if key in config.__dataclass_fields__}
-        of_script = {"dataset_path", "dataset_name", "tools", *ModelConfig.__dataclass_fields__}
+        of_script = {
+            "dataset_path",
+            "dataset_name",
+            "tools",
+            "task",
+            "value_model_path",
+            *ModelConfig.__dataclass_fields__,
+        }
         assert set(content) - set(known) <= of_script
         known["use_cpu"] = True  # recipes for GPUs too
         recipe = tmp_path / "recipe.yaml"
