@@ -221,14 +221,21 @@ def completed(
     return Rollouts(index=torch.tensor([c.index for c in completions], dtype=torch.long), **columns)
 
 
-def forward(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:
+def forward(
+    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step, *, keeps: bool = True
+) -> Rollouts:
     """Compute the call's outputs for this rank's samples: a number per token from a policy or a value model, a number
-    per sample from a role of the kind `score`. The second output of a policy is the entropy at each token."""
+    per sample from a role of the kind `score`. The second output of a policy is the entropy at each token.
+
+    Args:
+        keeps: a model that will be trained on the samples may keep their graphs. Where samples come as they are
+            generated, their order would decide in which order gradients are added, and the run would not be repeatable.
+    """
     samples = as_responses(call, samples)
     if placement.roles[call.role].kind == "score":
         return score(placement, settings, call, samples, step)
     with placement.scoring(call.name) as (engine,):
-        out = _outputs(placement, engine, call, samples, step)
+        out = _outputs(placement, engine, call, samples, keeps=keeps and step.number < EVALUATION_STEP)
     if not out:
         return Rollouts()
     columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)
@@ -237,11 +244,11 @@ def forward(placement: Placement, settings: CallSettings, call: Call, samples: R
 
 
 def _outputs(
-    placement: Placement, engine: ScoringEngine, call: Call, samples: Rollouts, step: Step
+    placement: Placement, engine: ScoringEngine, call: Call, samples: Rollouts, *, keeps: bool
 ) -> Mapping[str, Ragged]:
-    """The engine's outputs. A model that will be trained on the samples, as it is, keeps their graphs."""
+    """The engine's outputs. A model that will be trained on the samples, as it is, keeps their graphs if `keeps`."""
     home = placement.plan.graph.train_call(call.role)
-    if home is None or engine is not placement.trained(call.role) or step.number >= EVALUATION_STEP:
+    if not keeps or home is None or engine is not placement.trained(call.role):
         return engine.forward(samples, placement.budget(call.name))
     if not isinstance(engine, ReplicatedEngine):
         return engine.forward(samples, placement.budget(call.name))

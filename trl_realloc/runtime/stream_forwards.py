@@ -159,7 +159,7 @@ class ForwardRunner:
             self._call = name
         outputs = Rollouts()
         if not call.trains:
-            outputs = calls.forward(self.placement, settings, call, samples, step)
+            outputs = calls.forward(self.placement, settings, call, samples, step, keeps=False)
         else:
             assert self.arriving is not None, "only iterations that train have such forwards"
             self.arriving.add(call, samples)

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +204,10 @@ def why_adapted_not_generated(adapted: Any, config: Any, device: torch.device) -
         adapted: the policy; may be on the meta device.
         config: its Transformers config.
     """
-    served = partial(why_not_served, on_cpu=not is_accelerator(device))
-    return why_not_merged(adapted) or served(generated_config(config, adapted))
+    generated = generated_config(config, adapted)
+    if (problem := why_not_merged(adapted)) is not None or generated is config:  # without adapters it has been checked
+        return problem
+    return why_not_served(generated, on_cpu=not is_accelerator(device))
 
 
 def _base(model: Any) -> Any:
