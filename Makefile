@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
 	@echo "                PLAN=... for another plan, STALENESS=2 to generate for later updates while one trains"
-	@echo "                MODEL=smollm2: a pretrained model learns sums by GRPO (15 minutes)"
+	@echo "                MODEL=smollm2: a pretrained model learns sums by GRPO (5 minutes)"
 	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (an hour)"
 	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"

@@ -6,11 +6,12 @@ Exits with 1 if the policy does not answer clearly more held-out rows rightly th
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from rich.console import Console
 
@@ -25,7 +26,7 @@ from trl_realloc.trainer.report import print_summary, report_run  # noqa: E402
 
 
 RECIPE, FOLDER = "recipes/smollm2/grpo.yaml", Path("runs/smollm2/grpo")
-MORE_RIGHT = 0.1  # share of the held-out rows: less than this more is no clear success
+CLEAR = 2.0  # standard errors of the gain: less is no clear success
 
 
 def main() -> int:
@@ -37,12 +38,16 @@ def main() -> int:
     console.rule("what happened")
     print_summary(load_metrics(FOLDER / "metrics.jsonl"))
     completions = json.loads((FOLDER / "completions.json").read_text(encoding="utf-8"))
-    was, is_now = (fmean(row["score"] for row in completions[when]) for when in ("before", "after"))
-    count = len(completions["after"])
-    console.print(f"right answers to {count} held-out questions: {was:.0%} before GRPO, {is_now:.0%} after")
+    before, after = ([row["score"] for row in completions[when]] for when in ("before", "after"))
+    gains = [new - old for old, new in zip(before, after, strict=True)]
+    gain, error = fmean(gains), stdev(gains) / math.sqrt(len(gains))
+    console.print(
+        f"right answers to {len(after)} held-out questions: {fmean(before):.0%} before GRPO, {fmean(after):.0%} after "
+        f"({100 * gain:+.0f} ± {100 * error:.0f} points)"
+    )
     print(f"read {report_run(FOLDER)}; {time.monotonic() - start:.0f} s in all")
-    if is_now < was + MORE_RIGHT:
-        print(f"the policy answers too few more questions rightly: {was:.0%} -> {is_now:.0%}", file=sys.stderr)
+    if gain < CLEAR * error:
+        print(f"the policy does not clearly answer more questions rightly: {100 * gain:+.0f} points", file=sys.stderr)
         return 1
     return 0
 
