@@ -248,11 +248,10 @@ def _outputs(
 ) -> Mapping[str, Ragged]:
     """The engine's outputs. A model that will be trained on the samples, as it is, keeps their graphs if `keeps`."""
     home = placement.plan.graph.train_call(call.role)
-    if not keeps or home is None or engine is not placement.trained(call.role):
-        return engine.forward(samples, placement.budget(call.name))
-    if not isinstance(engine, ReplicatedEngine):
-        return engine.forward(samples, placement.budget(call.name))
-    return engine.forward_to_train(samples, placement.budget(home), placement.most_kept(home))
+    is_trained = engine is placement.trained(call.role)
+    if keeps and home is not None and is_trained and isinstance(engine, ReplicatedEngine):
+        return engine.forward_to_train(samples, placement.budget(home), placement.most_kept(home))
+    return engine.forward(samples, placement.budget(call.name))
 
 
 def score(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:
