@@ -248,8 +248,7 @@ def _outputs(
 ) -> Mapping[str, Ragged]:
     """The engine's outputs. A model that will be trained on the samples, as it is, keeps their graphs if `keeps`."""
     home = placement.plan.graph.train_call(call.role)
-    is_trained = engine is placement.trained(call.role)
-    if keeps and home is not None and is_trained and isinstance(engine, ReplicatedEngine):
+    if keeps and home is not None and isinstance(engine, ReplicatedEngine) and engine is placement.trained(call.role):
         return engine.forward_to_train(samples, placement.budget(home), placement.most_kept(home))
     return engine.forward(samples, placement.budget(call.name))
 
