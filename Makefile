@@ -139,7 +139,7 @@ demo: $(if $(filter smollm2,$(MODEL)),$(EVIDENCE_STAMP),$(RUN_STAMP))
 # By the newest TRL, which has no PPO of its own.
 evidence: $(EVIDENCE_STAMP) $(NEXT_STAMP)
 	VLLM_CACHE_ROOT=$(abspath $(NEXT))/vllm-cache PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python benchmarks/evidence.py
-	$(BIN)/python benchmarks/evidence.py --page
+	$(BIN)/python benchmarks/evidence_page.py
 
 docs: setup
 	$(BIN)/mkdocs build --strict

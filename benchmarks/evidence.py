@@ -2,7 +2,7 @@
 
     python benchmarks/evidence.py                   # on two CPU cores: the rows of `make evidence`
     python benchmarks/evidence.py --device cuda     # all algorithms, tasks and arms with three seeds; has never run
-    python benchmarks/evidence.py --page            # docs/results.md and docs/results.png from the results alone
+    python benchmarks/evidence_page.py              # docs/results.md and docs/results.png from the results
 
 The model is SmolLM2-135M-Instruct, after the supervised steps of examples/smollm2/prepare.py. The tasks are in
 examples/smollm2/tasks.py. A row is one training in processes of its own; a row that is in the results is not made
@@ -38,8 +38,7 @@ from trl_runs import watched
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "smollm2")]
-RESULTS, PAGE, PICTURE = "benchmarks/results/evidence.json", "docs/results.md", "docs/results.png"
-WORK = ROOT / "runs" / "evidence"
+RESULTS = ROOT / "benchmarks" / "results" / "evidence.json"
 MODEL, START, CRITIC = (ROOT / "runs" / "smollm2" / name for name in ("model", "start", "critic"))
 
 GROUP, EPISODES, NEW_TOKENS = 8, 64, 8  # completions of a prompt, of an update; most tokens of one
@@ -314,9 +313,12 @@ def evaluate(row: Row, updates: int, folder: Path) -> None:
 # --- the rows ---
 
 
-def make_row(row: Row, updates: int) -> dict[str, Any]:
-    """Train and evaluate, each in a process of its own, and return the row of the results."""
-    folder = WORK / row.name
+def make_row(row: Row, updates: int, folder: Path) -> dict[str, Any]:
+    """Train and evaluate, each in a process of its own, and return the row of the results.
+
+    Args:
+        folder: for logs, `train.log` and `evaluate.log`, and what was measured. What is in it is deleted.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     mark = os.getpid() * 1000
@@ -352,7 +354,7 @@ def make_row(row: Row, updates: int) -> dict[str, Any]:
 def run_part(part: str, row: Row, updates: int, folder: Path, mark: int) -> tuple[float, float]:
     """Run `train` or `evaluate` in a process. Returns the most memory that it had (`trl_runs.watched`)."""
     command = [sys.executable, str(Path(__file__)), "--part", part, "--rows", row.name, "--device", row.device]
-    command += ["--updates", str(updates)]
+    command += ["--updates", str(updates), "--folder", str(folder)]
     environment = {
         **os.environ,
         "VS_TRL": str(mark),
@@ -392,7 +394,7 @@ def make_missing(wanted: Sequence[Row], updates: int, path: Path) -> list[dict[s
             print(f"{row.name}: is in {path}")
             continue
         start = time.monotonic()
-        made = make_row(row, updates)
+        made = make_row(row, updates, ROOT / "runs" / path.stem / row.name)
         rows = with_seconds_to([*rows, made])
         result_file.write(path, {"rows": rows})
         print(
@@ -407,93 +409,17 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["rows"] if path.is_file() else []
 
 
-# --- the page ---
-
-
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracies over the seconds of training, a panel for each task."""
-    from matplotlib.figure import Figure
-
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure = Figure(figsize=(5 * len(tasks), 3.6), layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-        for row in (row for row in rows if row["task"] == task):
-            seconds, shares = [point[1] for point in row["curve"]], [point[2] for point in row["curve"]]
-            style = "--" if row["arm"] == "trl" else "-"
-            axes.plot(seconds, shares, style, marker="o", markersize=3, label=label(row))
-        axes.set(title=task, xlabel="seconds of training", ylabel="held-out rows answered rightly")
-        axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize="small")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-
-
-def label(row: Mapping[str, Any]) -> str:
-    trainer = "TRL" if row["arm"] == "trl" else "trl_realloc"
-    return f"{row['algorithm'].upper()}, {trainer}, {row['device']}, seed {row['seed']}"
-
-
-def write_page(rows: Sequence[Mapping[str, Any]], page: Path) -> None:
-    """Fill the part of the page between its two marks."""
-    begin, end = "<!-- from benchmarks/results/evidence.json -->", "<!-- end -->"
-    head, rest = page.read_text().split(begin)
-    tail = rest.split(end)[1]
-    picture = "![held-out rows answered rightly over the seconds of training](results.png)"
-    page.write_text("\n".join([head + begin, *tables(rows), "", picture, end + tail]))
-
-
-def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The results, and what the planner expected, as Markdown."""
-    lines = [
-        "| algorithm | task | trainer | device | seed | updates | before | after "
-        "| to the common accuracy | training | tokens/s | memory |",
-        "|" + " --- |" * 12,
-    ]
-    for row in rows:
-        to = row["seconds_to"]
-        rate = row["tokens_per_s"]
-        cells = [
-            row["algorithm"].upper(),
-            row["task"],
-            "TRL" if row["arm"] == "trl" else "here",
-            row["device"],
-            row["seed"],
-            row["updates"],
-            f"{row['before']:.1%}",
-            f"{row['after']:.1%} ± {row['error']:.1%}",
-            f"{to['accuracy']:.1%} in {to['seconds']:,.0f} s" if to else "",
-            f"{row['seconds']:,.0f} s",
-            f"{rate:,.0f}" if rate else "",
-            f"{row['memory_gb']:.1f} GB",
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "| run | greedy, before and after | engine against trainer | plan | commit |", "|" + " --- |" * 5]
-    for row in rows:
-        greedy = " and ".join(f"{share:.1%}" for share in row["greedy"])
-        found = row["mismatch"].get("sampling/sampling_logp_difference/mean")
-        lines_of_plan = (row.get("plan") or "").splitlines()
-        plan = next((line.removeprefix("name: ") for line in lines_of_plan if line.startswith("name: ")), "")
-        difference = "" if found is None else f"{found:.1e} nats a token"
-        lines.append(f"| {label(row)} | {greedy} | {difference} | {plan} | {row['commit']} |")
-    if any(row.get("calls") for row in rows):
-        lines += ["", "| run | call | estimated | measured |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        for call in row.get("calls", ()):
-            estimated, measured = (f"{s:.2f} s" if s else "" for s in (call["estimated"], call["measured"]))
-            lines.append(f"| {label(row)} | {call['call']} | {estimated} | {measured} |")
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(UPDATES), default="cpu")
     parser.add_argument("--rows", nargs="+", default=["*"], help="names of rows; * stands for any part of a name")
     parser.add_argument("--updates", type=int, help="40 on a CPU, 200 on a GPU")
-    parser.add_argument("--json", type=Path, default=ROOT / RESULTS)
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS, help="the results; logs are in runs/NAME/ROW, with its name"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--page", action="store_true", help="write the page and the picture, and make no rows")
     parser.add_argument("--part", choices=["train", "evaluate"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     updates = options.updates or UPDATES[options.device]
     wanted = [row for row in rows_of(options.device) if any(fnmatch.fnmatch(row.name, name) for name in options.rows)]
@@ -502,11 +428,7 @@ def main() -> None:
     if options.list:
         print("\n".join(row.name for row in wanted))
     elif options.part:
-        {"train": train, "evaluate": evaluate}[options.part](wanted[0], updates, WORK / wanted[0].name)
-    elif options.page:
-        rows = load_rows(options.json)
-        draw(rows, ROOT / PICTURE)
-        write_page(rows, ROOT / PAGE)
+        {"train": train, "evaluate": evaluate}[options.part](wanted[0], updates, options.folder)
     else:
         from prepare import prepare_critic, prepare_start
 

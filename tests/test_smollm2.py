@@ -63,7 +63,7 @@ def made(row: Any, curve: list[tuple[int, float, float]]) -> dict[str, Any]:
         **vars(row),
         **{"name": row.name, "updates": curve[-1][0], "before": curve[0][2], "after": curve[-1][2], "error": 0.03},
         **{"seconds": curve[-1][1], "memory_gb": 4.0, "tokens_per_s": 100.0, "curve": curve},
-        **{"greedy": [0.4, 0.6], "mismatch": {}, "commit": "0000000"},
+        **{"greedy": [0.4, 0.6], "mismatch": {}, "commit": "0000000", "hardware": "2 cores"},
     }
 
 
@@ -72,7 +72,7 @@ def test_rows_that_are_in_the_results_are_not_made_again(
 ) -> None:
     rows, asked = evidence.rows_of("cpu")[:3], list[str]()
 
-    def make(row: Any, updates: int) -> dict[str, Any]:
+    def make(row: Any, updates: int, folder: Path) -> dict[str, Any]:
         asked.append(row.name)
         if len(asked) == 2:
             raise KeyboardInterrupt
@@ -102,4 +102,4 @@ def test_arms_are_compared_at_an_accuracy_that_both_have_reached(evidence: Modul
         {"accuracy": 0.5, "seconds": 10.0},
         None,
     ]
-    assert any("50.0% in 10 s" in line for line in evidence.tables(rows))
+    assert any("50.0% in 10 s" in line for line in importlib.import_module("evidence_page").tables(rows))

@@ -1,0 +1,126 @@
+"""Writes docs/results.md and docs/results.png from the results of `evidence.py`.
+
+    python benchmarks/evidence_page.py [--json FILE]
+
+The tables stand between two marks of the page; its other text is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evidence import RESULTS, ROOT, load_rows
+
+
+PAGE, PICTURE = ROOT / "docs" / "results.md", ROOT / "docs" / "results.png"
+BEGIN, END = "<!-- from benchmarks/results/evidence.json -->", "<!-- end -->"
+MISMATCH = "sampling/sampling_logp_difference/mean"
+Row = Mapping[str, Any]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the accuracies: a line of panels for each task, over the updates and over the seconds of training."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = Figure(figsize=(10, 3.6 * len(tasks)), layout="constrained")
+    for panels, task in zip(figure.subplots(len(tasks), 2, squeeze=False, sharey="row"), tasks, strict=True):
+        for axes, (at, unit) in zip(panels, ((0, "updates"), (1, "seconds of training")), strict=True):
+            for row in (row for row in rows if row["task"] == task):
+                places, shares = [point[at] for point in row["curve"]], [point[2] for point in row["curve"]]
+                style = "--" if row["arm"] == "trl" else "-"
+                axes.plot(places, shares, style, marker="o", markersize=3, label=label(row))
+            axes.set(title=task, xlabel=unit, ylabel="held-out rows answered rightly")
+            axes.yaxis.set_major_formatter("{x:.0%}")
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0].legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=130)
+
+
+def label(row: Row) -> str:
+    trainer = "TRL" if row["arm"] == "trl" else "trl_realloc"
+    return f"{row['algorithm'].upper()}, {trainer}, {row['device']}, seed {row['seed']}"
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> list[str]:
+    """A table in Markdown."""
+    return ["", *("| " + " | ".join(map(str, line)) + " |" for line in (head, ["---"] * len(head), *lines))]
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """What was learned and how fast, the accuracies at equal updates, the plans, and the seconds of their calls."""
+    updates = sorted({point[0] for row in rows for point in row["curve"]})
+    return [
+        *table(
+            ["run", "before", "after", "to the common accuracy", "training", "tokens/s", "memory"], map(result, rows)
+        ),
+        *table(["right after updates", *updates], ([label(row), *at_updates(row, updates)] for row in rows)),
+        *table(
+            ["run", "greedy, before and after", "engine against trainer", "plan", "hardware", "commit", "`--rows`"],
+            map(run, rows),
+        ),
+        *table(
+            ["run", "call", "estimated", "measured"],
+            (
+                [label(row), call["call"], *(f"{s:.2f} s" if s else "" for s in (call["estimated"], call["measured"]))]
+                for row in rows
+                for call in row.get("calls", ())
+            ),
+        ),
+    ]
+
+
+def result(row: Row) -> list[str]:
+    to, rate = row["seconds_to"], row["tokens_per_s"]
+    return [
+        f"{row['task']}: {label(row)}",
+        f"{row['before']:.1%}",
+        f"{row['after']:.1%} ± {row['error']:.1%}",
+        f"{to['accuracy']:.1%} in {to['seconds']:,.0f} s" if to else "",
+        f"{row['updates']} updates in {row['seconds']:,.0f} s",
+        f"{rate:,.0f}" if rate else "",
+        f"{row['memory_gb']:.1f} GB",
+    ]
+
+
+def at_updates(row: Row, updates: Sequence[int]) -> list[str]:
+    shares = {update: share for update, _, share in row["curve"]}
+    return [f"{shares[update]:.1%}" if update in shares else "" for update in updates]
+
+
+def run(row: Row) -> list[str]:
+    difference = row["mismatch"].get(MISMATCH)
+    plan = [line for line in (row.get("plan") or "").splitlines() if line.startswith("name: ")]
+    return [
+        label(row),
+        " and ".join(f"{share:.1%}" for share in row["greedy"]),
+        "" if difference is None else f"{difference:.1e} nats a token",
+        plan[0].removeprefix("name: ") if plan else "",
+        row["hardware"],
+        row["commit"],
+        f"`{row['name']}`",
+    ]
+
+
+def write_page(rows: Sequence[Row], page: Path) -> None:
+    """Fill the part of the page between its two marks."""
+    head, rest = page.read_text().split(BEGIN)
+    tail = rest.split(END)[1]
+    picture = "![held-out rows answered rightly over updates and over seconds of training](results.png)"
+    page.write_text("\n".join([head + BEGIN, *tables(rows), "", picture, END + tail]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    rows = load_rows(parser.parse_args().json)
+    draw(rows, PICTURE)
+    write_page(rows, PAGE)
+
+
+if __name__ == "__main__":
+    main()
