@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,19 @@ def test_samples_come_as_they_finish(loaded: VLLMEngine) -> None:
         (GenerationRequest(45, (1,), 0), Sampling(0, 1.0), "max_tokens is 0"),
     ],
 )
+def test_the_times_of_decode_steps_are_known_by_their_number_of_samples(loaded: VLLMEngine) -> None:
+    start = time.perf_counter()
+    few, many = (replace(each, max_tokens=limit) for each, limit in zip(requests(2), (24, 12), strict=True))
+    samples(loaded, [few, many])
+    seconds = time.perf_counter() - start
+    one, two = loaded.decode_steps
+    # the first two steps may read prompts; a sample has 7 or 8 tokens of prompt and those drawn before
+    assert (one[0], two[0]) == (1, 2)
+    assert one[1] == pytest.approx(7 + (12 + 23) / 2, abs=1)
+    assert two[1] == pytest.approx(7.5 + (2 + 11) / 2, abs=1)
+    assert 0 < 12 * one[2] + 10 * two[2] < seconds
+
+
 def test_what_cannot_be_served_is_refused_before_anything_is_generated(
     loaded: VLLMEngine, request_: GenerationRequest, sampling: Sampling, complaint: str
 ) -> None:

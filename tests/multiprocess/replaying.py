@@ -102,7 +102,7 @@ class ReplayingEngine:
 
     def __init__(self, records: Records, seed: str, *, loses: bool) -> None:
         self.records, self.draw, self.loses = records, random.Random(seed), loses
-        self.version, self.stopped_s = -1, 0.0
+        self.version, self.stopped_s, self.decode_steps = -1, 0.0, ()
         self.generation: ReplayedGeneration | None = None
 
     def start(

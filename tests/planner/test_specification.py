@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llamas import specs, work
 from test_profile import _over, made_up
 
+from trl_realloc.plan.assignment import Assignment
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.dataflow import Call
+from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.plan.presets import flatten
 from trl_realloc.planner.analytic_rates import AnalyticRates
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.corrections import Corrections
@@ -16,8 +22,9 @@ from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import gpu_memory
 from trl_realloc.planner.hardware import DEVICES
 from trl_realloc.planner.measured_rates import ACCELERATOR_ERROR, CPU_ERROR, MeasuredRates
-from trl_realloc.planner.profile import Profile
-from trl_realloc.planner.specification import CPU, GPU, rates_of, specified_device
+from trl_realloc.planner.profile import DecodeHost, Profile
+from trl_realloc.planner.specification import CPU, GPU, decode_host, rates_of, specified_device
+from trl_realloc.planner.workload import Workload
 
 
 def unmeasured(hardware: str, **changes: object) -> Profile:
@@ -76,6 +83,52 @@ def test_corrections_turn_a_specification_into_the_machine_at_hand() -> None:
     slow = replace(pricing, corrections=Corrections(dict.fromkeys(specs(), 40.0), handover=0.0))
     one, other = (choose(specs(), each, time_limit_s=1.0).best for each in (pricing, slow))
     assert other.calls["actor.train"].cost.seconds > 20 * one.calls["actor.train"].cost.seconds
+
+
+def generation(profile: Profile, length: int = 512) -> tuple[Pricing, Call, ModelSpec, Assignment]:
+    """64 samples of 128 and `length` tokens by an engine that sleeps, with a policy of 1.2 billion parameters."""
+    policy = {"model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192}
+    policy |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256}
+    spec = ModelSpec.from_config({**policy, "tie_word_embeddings": True}, "lm", bytes_per_element=4)
+    plan = flatten(Cluster(1, 1), generation_engine="vllm")
+    pricing = Pricing(plan.cluster, Workload(64, 128, (length,), epochs=1), rates_of(profile))
+    call = plan.graph.call("actor.generate")
+    return pricing, call, replace(spec, activation_bytes=2), replace(plan[call.name], drop=True)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "step_s", "update_s"),
+    [("NVIDIA H200", 2.94e-3, 2.12), ("NVIDIA H100 80GB HBM3", 5.75e-3, 3.57)],  # docs/hardware.md
+)
+def test_generation_is_estimated_by_the_decode_steps_of_the_machine(
+    hardware: str, step_s: float, update_s: float
+) -> None:
+    profile = unmeasured(hardware, is_accelerator=True)
+    pricing, call, spec, assignment = generation(profile)
+    host = decode_host(pricing, spec, assignment, [(64, 128 + 256, step_s)])
+    pricing = replace(pricing, rates=rates_of(replace(profile, decode_host=host)))
+    assert sum(pricing.decode_step(spec, assignment, 64, 128 + 256).values()) == pytest.approx(step_s)
+    assert pricing.price(call, [spec], assignment).seconds == pytest.approx(update_s, rel=0.1)
+
+
+@given(step=st.floats(1e-4, 1e-2), sample=st.floats(0, 1e-4), few=st.integers(1, 8), times=st.integers(2, 64))
+def test_decode_steps_of_two_sizes_show_what_the_host_takes_for_each_sample(
+    step: float, sample: float, few: int, times: int
+) -> None:
+    profile = unmeasured("NVIDIA H100 80GB HBM3", is_accelerator=True)
+    pricing, _, spec, assignment = generation(profile)
+    true = replace(pricing, rates=rates_of(replace(profile, decode_host=DecodeHost(step, sample))))
+    sizes = [(float(n), 300.0) for n in (few, few * times)]
+    steps = [(n, cached, sum(true.decode_step(spec, assignment, n, cached).values())) for n, cached in sizes]
+    found = decode_host(pricing, spec, assignment, steps)
+    assert found is not None
+    assert found.step == pytest.approx(step, rel=1e-6)
+    assert found.sample == pytest.approx(sample, rel=1e-6, abs=1e-9)
+
+
+def test_without_decode_steps_nothing_is_known_of_the_host() -> None:
+    pricing, _, spec, assignment = generation(unmeasured("NVIDIA H100", is_accelerator=True))
+    assert decode_host(pricing, spec, assignment, []) is None
 
 
 def test_a_changed_device_keeps_the_error_of_its_estimates() -> None:

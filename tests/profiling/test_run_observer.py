@@ -105,6 +105,39 @@ def test_the_next_run_begins_with_what_the_last_one_has_learned(job: Job, capsys
         assert busy[name] == pytest.approx(3 * seconds, rel=0.1)
 
 
+def test_the_first_decode_steps_on_a_gpu_correct_the_estimate_of_generation(job: Job) -> None:
+    cache_path(job).unlink()
+    plan = flatten(CLUSTER, generation_engine="vllm")
+    device = Profile("NVIDIA H100", {}, 2, None, False, (), is_accelerator=True)
+    old = Corrections({"actor.generate": 3.0, "actor.train": 2.0})
+    made = JobPlan(plan, estimate_plan(plan, SPECS, job.pricing(device)), profile=replace(device, corrections=old))
+    observer = RunObserver(job, made)
+    before = observer.end(LENGTHS)
+    slow, fast = {"actor.generate": [(8.0, 20.0, 12e-3)]}, {"actor.generate": [(8.0, 20.0, 1e-3)]}
+    observer.note_decoding({})
+    assert observer.job_plan == made
+    observer.note_decoding(slow)
+    observer.note_decoding(fast)  # the first ones count
+    after, profile = observer.end(LENGTHS), observer.job_plan.profile
+    assert before is not None and after is not None and profile is not None and profile.decode_host is not None
+    assert profile.corrections.calls == {"actor.train": 2.0}, "the factor of the estimate without it"
+    assert Profile.load(cache_path(job)).decode_host == profile.decode_host
+    longest = max(LENGTHS)
+    generated = {name: each.calls["actor.generate"].cost.seconds for name, each in (("old", before), ("new", after))}
+    handover = job.pricing(device).rates.call
+    of_default = (generated["old"] - handover) / 3
+    step = profile.decode_host.step - job.pricing(device).rates.step
+    assert generated["new"] == pytest.approx(of_default + handover + longest * step, rel=1e-6)
+    assert observer.when_chosen(LENGTHS) == before
+
+
+def test_what_was_measured_keeps_its_own_decode_steps(job: Job) -> None:
+    made = known_estimate(job, flatten(CLUSTER, generation_engine="transformers"))
+    observer = RunObserver(job, made)
+    observer.note_decoding({"actor.generate": [(8.0, 20.0, 12e-3)]})
+    assert observer.job_plan == made
+
+
 def test_without_deepspeed_no_zero_stage_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make(tmp_path, Cluster(1, 2, memory_gb=8.0))
     allowed: list[object] = []

@@ -183,7 +183,7 @@ class FakeEngine:
         self.clock, self.delay_s = clock, delay_s
         self.version, self.moved = 0, dict[int, int]()
         self.started: list[float] = []
-        self.stopped_s, self.generation = 0.0, None
+        self.stopped_s, self.generation, self.decode_steps = 0.0, None, ()
 
     generation: FakeGeneration | None  # the latest
 

@@ -253,6 +253,10 @@ class Generation(Protocol):
         generate or sleep."""
 
 
+# mean number of samples in a decode step, mean number of cached tokens of a sample, mean seconds of a step
+DecodeStep = tuple[float, float, float]
+
+
 @runtime_checkable
 class BackgroundEngine(GenerationEngine, Protocol):
     """An engine that can generate in the background.
@@ -263,6 +267,11 @@ class BackgroundEngine(GenerationEngine, Protocol):
     """
 
     stopped_s: float
+
+    @property
+    def decode_steps(self) -> Sequence[DecodeStep]:
+        """How long the decode steps of the latest closed generation took, by the number of samples in them; empty
+        before the first."""
 
     def start(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, updates: Updates = Updates.END

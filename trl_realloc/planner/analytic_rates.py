@@ -62,6 +62,10 @@ class AnalyticRates:
         return self.device.step
 
     @property
+    def sample(self) -> float:
+        return self.device.sample
+
+    @property
     def call(self) -> float:
         return self.device.call
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Annotated
@@ -61,6 +61,12 @@ class Corrections:
         """The factors alone. The seconds depend on the batch and on the reward functions, and another run may have
         others."""
         return replace(self, functions={}, handover=None)
+
+    def without_calls(self, names: Collection[str]) -> Corrections:
+        """These corrections without the factors of some calls."""
+        calls = {name: factor for name, factor in self.calls.items() if name not in names}
+        layouts = {name: factors for name, factors in self.layouts.items() if name not in names}
+        return replace(self, calls=calls, layouts=layouts)
 
     def learned(
         self,

@@ -272,7 +272,7 @@ class Pricing:
         part = batch / pp  # pp micro-batches keep all stages busy
         busy, reading = rates.decode(spec, part, cached, tp)
         head = pp * rates.decode_head(spec, part, tp) / (1 if pp == 1 else pp)
-        parts = {"compute": head, "launch": rates.step}
+        parts = {"compute": head, "launch": rates.step + rates.sample * batch}
         _add(parts, {"memory" if reading > busy else "compute": pp * layers * max(reading, busy)})
         size = part * spec.hidden * spec.activation_bytes
         if not rates.decodes_whole:

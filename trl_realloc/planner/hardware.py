@@ -106,7 +106,10 @@ class Device:
         memory_efficiency: fraction of `memory_bandwidth` that reading weights and caches reaches.
         launch: least seconds of one layer's forward. The host launches the kernels of a layer one by one.
         decode_launch: least seconds of one layer in a decode step, where an engine replays a captured graph.
-        step: seconds of a decode step outside the layers, for scheduling and sampling.
+        step: seconds of a decode step outside the layers, for scheduling and sampling. The host's processors decide it,
+            which are no property of the device: 2.0 ms on one machine with an H200, 4.4 ms on one with an H100
+            (docs/hardware.md). The default is used until a run has shown it (`profile.DecodeHost`).
+        sample: seconds of a decode step for each of its samples, beside the device's arithmetic.
         call: seconds that a call takes to receive and send samples.
         overlap: fraction of ZeRO stage 3's communication that overlaps with arithmetic.
         single_flops: peak FLOP/s of float32 matrix products without tensor cores; 0 where they are those of bf16.
@@ -130,6 +133,7 @@ class Device:
     launch: float = 400e-6
     decode_launch: float = 15e-6
     step: float = 2e-3
+    sample: float = 0.0
     call: float = 20e-3
     overlap: float = 0.8
     single_flops: float = 0.0
@@ -196,7 +200,13 @@ class Rates(Protocol):
     @property
     def host_bandwidth(self) -> float: ...
     @property
-    def step(self) -> float: ...
+    def step(self) -> float:
+        """Seconds of a decode step beside its samples and layers."""
+
+    @property
+    def sample(self) -> float:
+        """Seconds of each sample of a decode step beside `decode` and `decode_head`."""
+
     @property
     def call(self) -> float: ...
     @property

@@ -55,6 +55,7 @@ class MeasuredRates:
     # Replicas reduce their gradients after the backward, and what overlaps under ZeRO is in the measured factors.
     overlap = 0.0
     decodes_whole = True
+    sample = 0.0  # what a sample takes is in `decode` and `decode_head`
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile

@@ -80,6 +80,21 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class DecodeHost:
+    """What the host takes in an engine's decode steps beside the device: scheduling, launching, sampling, and Python.
+
+    Args:
+        step: seconds of a step.
+        sample: seconds of each sample in a step.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: Annotated[float, Ge(0), Le(1e9)]
+    sample: Annotated[float, Ge(0), Le(1e9)]
+
+
+@dataclass(frozen=True)
 class Profile:
     """A table of observations of one machine. Without observations the machine is known by its specification alone.
 
@@ -97,6 +112,7 @@ class Profile:
         is_accelerator: the devices are GPUs or the like, not CPU ranks.
         memory: bytes of a device; `None` if it is not known.
         complete: every short run has been done. Measuring between two updates may end before.
+        decode_host: as a run has shown it; `None` where none has. Where there are observations, it is in those.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -114,6 +130,7 @@ class Profile:
     is_accelerator: bool = False
     memory: Annotated[float, Gt(0), Le(1e15)] | None = None
     complete: bool = True
+    decode_host: DecodeHost | None = None
 
     def save(self, path: str | Path) -> None:
         """As JSON, a line for each observation; the file is whole or is not there, for other jobs may read it."""
@@ -122,6 +139,7 @@ class Profile:
         head = {key: value for key, value in vars(self).items() if key not in ("observations", "links")}
         head["links"] = [asdict(row) for row in self.links]
         head["corrections"] = asdict(self.corrections)
+        head["decode_host"] = self.decode_host and asdict(self.decode_host)
         head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(row)) for row in self.observations)
         # containers on several hosts with one home may have the same process number

@@ -5,16 +5,19 @@ The arithmetic is in `planner.learning`, the file in `profile_cache`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..common.errors import PlanError
 from ..common.notices import notice
+from ..engines.base import DecodeStep
+from ..plan.dataflow import CallKind
 from ..plan.timeline import Span
 from ..planner.learning import PlanEvidence
 from ..planner.measured_update import MeasuredUpdate
 from ..planner.priced_plan import PricedPlan
 from ..planner.profile import Profile
+from ..planner.specification import decode_host
 from .auto_plan import JobPlan, estimate_at_lengths
 from .job import Job
 from .profile_cache import cache_path, keep_corrections
@@ -46,6 +49,29 @@ class RunObserver:
             try:
                 self._evidence = PlanEvidence(job_plan.plan, self.job.models.specs, self.job.pricing(profile))
             except PlanError:  # the plan splits a model as was not measured
+                return
+
+    def note_decoding(self, steps: Mapping[str, Sequence[DecodeStep]]) -> None:
+        """Add to the profile of GPUs that were not measured what the host takes in decode steps, and keep it, the first
+        time that a run shows it. Factors of calls that generate, which were learned without it, are dropped.
+
+        Args:
+            steps: by call, of this rank's engine (`BackgroundEngine.decode_steps`).
+        """
+        profile, plan = self.job_plan.profile, self.job_plan.plan
+        if self._evidence is None or profile is None or not profile.is_accelerator or profile.observations:
+            return
+        if profile.decode_host is not None:
+            return
+        for call, of_call in steps.items():
+            (spec, *_) = self.job.models.specs[call]
+            host = decode_host(self.job.pricing(profile), spec, plan[call], of_call)
+            if host is not None:
+                corrections = profile.corrections.without_calls(plan.graph.calls_of(CallKind.GENERATE))
+                profile, chosen = replace(profile, decode_host=host, corrections=corrections), self._chosen
+                self.follow(replace(self.job_plan, profile=profile))
+                self._chosen = chosen
+                self._keep()
                 return
 
     def note(self, spans: Sequence[Span], lengths: Sequence[int], iterations: int = 1) -> None:
@@ -87,7 +113,7 @@ class RunObserver:
         """The estimate by which the plan was chosen, for these lengths (tokens): without what was learned under the
         plan. `None` where nothing was learned."""
         before, now = self._chosen.profile, self.job_plan.profile
-        if before is None or now is None or before.corrections == now.corrections:
+        if before is None or now is None or before == now:
             return None
         return estimate_at_lengths(self.job, self._chosen, lengths)
 

@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging
 
 from ..common.notices import notice
+from ..engines.base import BackgroundEngine
 from ..plan.dataflow import Role
 from ..plan.timeline import Span
 from ..profiling.auto_plan import JobPlan, measured_plan
@@ -98,6 +99,10 @@ class PlanChangeMixin:
             seconds: that they took.
             left: the number of iterations that are left.
         """
+        engines = self.placement.generators.items()
+        self.observer.note_decoding(
+            {call: engine.decode_steps for call, engine in engines if isinstance(engine, BackgroundEngine)}
+        )
         self.observer.note(spans, lengths, iterations)
         if self.replanner is None:
             return

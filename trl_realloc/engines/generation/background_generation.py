@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..base import Completion, EngineError, Generation, GenerationRequest, Sampling, Unfinished, Updates
+from ..base import Completion, DecodeStep, EngineError, Generation, GenerationRequest, Sampling, Unfinished, Updates
 from .engine_process import EngineProcess
 from .request_checks import RequestChecks
 from .sample_versions import Run, versions_of
@@ -25,6 +25,9 @@ class BackgroundGeneration:
         process: of an engine that has started and has no other generation.
         requests: have been checked by `checks`.
         version: of the engine's parameters.
+
+    Attributes:
+        decode_steps: how long its decode steps took, once it has been closed.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class BackgroundGeneration:
         self._finished: list[Completion] = []  # not yet returned by `poll`
         self._closed: str | None = None  # how the generation ended
         self._ended_at = time.time()
+        self.decode_steps: list[DecodeStep] = []
         process.send("generate", asdict(sampling), str(updates), version)
         self._send(requests)
 
@@ -110,7 +114,8 @@ class BackgroundGeneration:
         if self._process.is_running:
             self._process.send("end")
             passing = ("samples", "progress")
-            self._process.expect("generated", "ending a generation", self._process.limits.step, passing)
+            limit_s = self._process.limits.step
+            (self.decode_steps,) = self._process.expect("generated", "ending a generation", limit_s, passing)
 
     def was_ended(self, how: str) -> None:
         """The engine's process has ended the generation, or is about to."""

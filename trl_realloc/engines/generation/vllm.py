@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ...common.notices import working
 from ...common.ports import reserve_port
-from ..base import BackgroundEngine, Bucket, Completion, EngineError, GenerationRequest, Sampling, Updates
+from ..base import BackgroundEngine, Bucket, Completion, DecodeStep, EngineError, GenerationRequest, Sampling, Updates
 from ..child_process import let_open_memory
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
@@ -97,6 +97,7 @@ class VLLMEngine:
         vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
         self._checks = RequestChecks(name, max_model_len, vocabulary, tokenizer is not None)
         self._generation: BackgroundGeneration | None = None  # the latest
+        self._decode_steps: list[DecodeStep] = []  # of the one before
         self._sampling: Sampling | None = None  # the latest that vLLM has checked
         self.sleep_level, self._dtype = sleep_level, dtype
         self._devices = cuda_devices
@@ -258,6 +259,12 @@ class VLLMEngine:
         self._generation = BackgroundGeneration(self._process, self._checks, requests, sampling, updates, self.version)
         return self._generation
 
+    @property
+    def decode_steps(self) -> list[DecodeStep]:
+        """See `base.BackgroundEngine`."""
+        latest = [] if self._generation is None else self._generation.decode_steps
+        return latest or self._decode_steps
+
     def tokens_given_out(self) -> int:
         """The tokens that vLLM's engine core has given out since the first call of this method, with those of requests
         that did not finish. A generation that runs is ended. For tests and benchmarks, which compare it with the tokens
@@ -273,7 +280,7 @@ class VLLMEngine:
         if self._generation is not None:
             # its completions end with an error, not as if they were all
             self._generation.end("was ended by a later call of the engine")
-            self._generation = None
+            self._decode_steps, self._generation = self.decode_steps, None
 
     @property
     def is_dead(self) -> bool:

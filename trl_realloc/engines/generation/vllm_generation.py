@@ -80,7 +80,7 @@ class RunningGeneration:
         else:
             assert word == "end", f"a generation got {word!r}"
             self._requests.end()
-            self._channel.send("generated")
+            self._channel.send("generated", self._requests.times.means())
             return False
         return True
 

@@ -17,7 +17,7 @@ Messages are tuples whose first element is a word:
 | and `withdraw` (indices, least tokens)... | `withdrawn` (list) |
 | and `peek`... | `peeked` (list) |
 | and `load`... as above | `loaded`; if it has a problem, the generation has ended |
-| `end` of the generation, at any time | `generated` |
+| `end` of the generation, at any time | `generated` (mean times of its decode steps) |
 | `check` (sampling) | `checked` (why vLLM refuses it, or None) |
 | `count` | `counted` (tokens that vLLM has given out since the first such message) |
 | `sleep` | `asleep` |

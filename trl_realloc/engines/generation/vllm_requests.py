@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from .decode_times import DecodeTimes
 from .sample_seeds import seed_arguments
 from .sample_versions import Run, VersionMarks
 from .vllm_compat import abort, count_drawn, drain, drawn_so_far, draws_by_position, end_grammars_by_eos
@@ -111,10 +112,16 @@ def why_not_sampled(llm: LLM, sampling: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class _Given:
-    """A request that vLLM has."""
+    """A request that vLLM has.
+
+    Args:
+        length: of its prompt, tokens, less the number of decode steps before it came: after so many steps in all it has
+            the sum of the two.
+    """
 
     request: Request
     marks: VersionMarks
+    length: int
 
 
 class RunningRequests:
@@ -129,6 +136,7 @@ class RunningRequests:
 
     Attributes:
         step_ended: when the last decode step ended; seconds of `time.monotonic`.
+        times: of the decode steps. Those that read prompts are left out.
     """
 
     def __init__(self, llm: LLM, sampling: dict[str, Any], by_seed: bool, version: int, keys: CachedKeys) -> None:
@@ -137,7 +145,9 @@ class RunningRequests:
         self._by_position = not by_seed and draws_by_position(self._engine)
         self._most = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._version = version
-        self.step_ended = time.monotonic()
+        self.step_ended, self.times = time.monotonic(), DecodeTimes()
+        self._reading = 0  # steps that may read a prompt: the next one, and another one where two are under way
+        self._steps, self._lengths = 0, 0  # decode steps, and the sum of the `length` of the requests that vLLM has
         # The name of a request in vLLM is used once: vLLM may still be computing a token of the one that was withdrawn
         # when the request comes back.
         self._names = map(str, itertools.count())
@@ -156,7 +166,15 @@ class RunningRequests:
         """Decode one token of each running request. Returns the samples that this has finished."""
         while self._waiting and len(self._given) < self._most:
             self._give(self._waiting.popitem(last=False)[1])
-        return self._finished(self._engine.step())
+        before, samples = self.step_ended, len(self._given)
+        cached = self._lengths + samples * self._steps
+        finished = self._finished(self._engine.step())
+        self._steps += 1
+        if self._reading:
+            self._reading -= 1
+        elif samples:
+            self.times.add(samples, cached, self.step_ended - before)
+        return finished
 
     def settle(self) -> list[Sample]:
         """Wait for the decode steps that are under way. Returns the samples that they have finished."""
@@ -222,7 +240,9 @@ class RunningRequests:
         )
         prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": self._keys.salt}
         self._engine.add_request(name, prompt, params)
-        self._given[name], self._name_of[request.index] = _Given(request, VersionMarks(self._version)), name
+        given = _Given(request, VersionMarks(self._version), len(request.prompt) - self._steps)
+        self._given[name], self._name_of[request.index] = given, name
+        self._reading, self._lengths = 2, self._lengths + given.length
 
     def _finished(self, outputs: Sequence[Any]) -> list[Sample]:
         """The samples of vLLM's outputs of a step, which has just ended."""
@@ -233,9 +253,8 @@ class RunningRequests:
             stopped = sample.finish_reason == "stop"
             if not stopped and sample.finish_reason != "length":  # vLLM aborted the request
                 raise RuntimeError(f"vLLM ended request {output.request_id} early: {sample.finish_reason}")
-            tokens, given = list(sample.token_ids), self._given.pop(output.request_id)
+            tokens, given = list(sample.token_ids), self._let_go(output.request_id)
             index = given.request.index
-            del self._name_of[index]
             runs, cached = given.marks.runs(len(tokens)), output.num_cached_tokens or 0
             samples.append((index, tokens, sample.logprobs.logprobs, runs, stopped, cached))
         return samples
@@ -259,4 +278,11 @@ class RunningRequests:
     def _abort(self, names: Sequence[str]) -> None:
         abort(self._engine, names)
         for name in names:
-            del self._name_of[self._given.pop(name).request.index]
+            self._let_go(name)
+
+    def _let_go(self, name: str) -> _Given:
+        """A request that vLLM no longer has."""
+        given = self._given.pop(name)
+        del self._name_of[given.request.index]
+        self._lengths -= given.length
+        return given
