@@ -201,16 +201,6 @@ def test_samples_come_as_they_finish(loaded: VLLMEngine) -> None:
     assert lengths[0] < lengths[-1]
 
 
-@pytest.mark.parametrize(
-    ("request_", "sampling", "complaint"),
-    [
-        (GenerationRequest(41, (1,) * (LENGTH - 9), 0), Sampling(10, 0.7), "request 41 has 247 tokens.*256"),
-        (GenerationRequest(42, (), 0), SAMPLING, "request 42 is empty"),
-        (GenerationRequest(43, (1, VOCABULARY), 0), SAMPLING, "request 43.*vocabulary of 128"),
-        (GenerationRequest(44, (1,), 0), Sampling(10, 0.0), "temperature 0.0"),
-        (GenerationRequest(45, (1,), 0), Sampling(0, 1.0), "max_tokens is 0"),
-    ],
-)
 def test_the_times_of_decode_steps_are_known_by_their_number_of_samples(loaded: VLLMEngine) -> None:
     start = time.perf_counter()
     few, many = (replace(each, max_tokens=limit) for each, limit in zip(requests(2), (24, 12), strict=True))
@@ -224,6 +214,16 @@ def test_the_times_of_decode_steps_are_known_by_their_number_of_samples(loaded: 
     assert 0 < 12 * one[2] + 10 * two[2] < seconds
 
 
+@pytest.mark.parametrize(
+    ("request_", "sampling", "complaint"),
+    [
+        (GenerationRequest(41, (1,) * (LENGTH - 9), 0), Sampling(10, 0.7), "request 41 has 247 tokens.*256"),
+        (GenerationRequest(42, (), 0), SAMPLING, "request 42 is empty"),
+        (GenerationRequest(43, (1, VOCABULARY), 0), SAMPLING, "request 43.*vocabulary of 128"),
+        (GenerationRequest(44, (1,), 0), Sampling(10, 0.0), "temperature 0.0"),
+        (GenerationRequest(45, (1,), 0), Sampling(0, 1.0), "max_tokens is 0"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_before_anything_is_generated(
     loaded: VLLMEngine, request_: GenerationRequest, sampling: Sampling, complaint: str
 ) -> None:

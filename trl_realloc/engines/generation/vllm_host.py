@@ -28,6 +28,7 @@ Messages are tuples whose first element is a word:
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -281,6 +282,7 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
 def main() -> None:
     """Start the engine with the settings of the command line, and serve until it is closed."""
     settings = json.loads(sys.argv[1])
+    gc.disable()  # vLLM imports 5,400 modules: collecting meanwhile frees little and takes 1.8 of 8 s of processor time
     os.environ[PARENT] = str(os.getpid())
     if settings["cpu_cores"]:
         os.sched_setaffinity(0, settings["cpu_cores"])
@@ -291,6 +293,9 @@ def main() -> None:
         workers = multiprocessing.active_children()
         closing = tie_to_workers(channel)
         channel.send("ready", *llm.collective_rpc("weight_dtypes")[0])
+        gc.collect()
+        gc.freeze()  # otherwise a collection between two decode steps looks at 650,000 objects for 0.4 s
+        gc.enable()
         with contextlib.suppress(EOFError):  # the parent has ended
             serve(llm, channel, settings)
         closing.set()
