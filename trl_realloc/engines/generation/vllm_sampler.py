@@ -45,7 +45,8 @@ class SeededRows(LogitsProcessor):
     def uniforms(self, count: int) -> Tensor:
         """One number in [0, 1) for each of the first `count` rows: (count, 1) float64."""
         rows = (self.rows[row] for row in range(count))
-        return torch.tensor([uniform[min(len(output), len(uniform) - 1)] for uniform, output in rows])[:, None]
+        numbers = (uniform[min(len(output), len(uniform) - 1)] for uniform, output in rows)
+        return torch.from_numpy(np.fromiter(numbers, np.float64, count))[:, None]
 
 
 class SeededDraw(nn.Module):
