@@ -1,25 +1,34 @@
-"""What the comparisons with TRL's trainers have in common: models, tokenizer, memory of a run, speed of the machine."""
+"""What the comparisons with TRL's trainers have in common: models, tokenizer, a run in a process of its own with its
+memory and times, speed of the machine."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import platform
+import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import result_file
 import torch
 
 
+ROOT = Path(__file__).resolve().parents[1]
 PROMPT, VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 16, 1000, 256, 704, 4
 EOS, PAD = 1, 0
 
 
 def models(limit: int, mean_share: float = 1 / 4) -> tuple[Any, Any, Any]:
-    """Policy, critic and reward model of 3.5 million parameters. Channel 0 of the residual stream is made a constant,
-    by which the eos token's logit is set.
+    """Policy, critic and reward model of 3.5 million parameters. The policy ends a response at each token with the same
+    probability.
 
     Args:
         limit: the most tokens of a response.
@@ -42,26 +51,37 @@ def models(limit: int, mean_share: float = 1 / 4) -> tuple[Any, Any, Any]:
     )
     torch.manual_seed(0)
     policy = LlamaForCausalLM(config)
+    end_by_chance(policy, 1 / (mean_share * limit))
+    return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
+
+
+def end_by_chance(policy: Any, chance: float) -> None:
+    """Let a random Llama draw the eos token with the same probability everywhere. Channel 0 of the residual stream is
+    made a constant, by which the token's logit is set."""
+    config = policy.config
     with torch.no_grad():
         policy.model.embed_tokens.weight[:, 0] = 10.0
         for layer in policy.model.layers:
             layer.self_attn.o_proj.weight[0] = 0
             layer.mlp.down_proj.weight[0] = 0
         policy.lm_head.weight[:, 0] = 0
-        chance = 1 / (mean_share * limit)
-        policy.lm_head.weight[EOS, 0] = math.log(chance / (1 - chance) * (VOCABULARY - 1)) / math.sqrt(HIDDEN)
+        logit = math.log(chance / (1 - chance) * (config.vocab_size - 1))
+        policy.lm_head.weight[EOS, 0] = logit / math.sqrt(config.hidden_size)
         policy.lm_head.weight[PAD, 0] = -1.0  # never: TRL takes a sampled pad token for the end
-    return policy, LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
 
 
-def tokenizer() -> Any:
+def tokenizer(vocabulary: int = VOCABULARY) -> Any:
+    """Of words w2, w3 and so on, separated by spaces."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, vocabulary)}}
+    by_words = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    by_words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
+        tokenizer_object=by_words,
         pad_token="<pad>",
         eos_token="<eos>",
         padding_side="left",
@@ -102,10 +122,11 @@ def environment_of(mark: int, processes: int = 1) -> dict[str, str]:
     }
 
 
-def watched(process: subprocess.Popen[Any], mark: int) -> tuple[int, tuple[float, float]]:
+def watched(process: subprocess.Popen[Any], mark: int, limit_s: float | None = None) -> tuple[int, tuple[float, float]]:
     """Wait for a run. Returns its exit code, and the most memory that it had (`memory_mb`).
 
     Args:
+        process: the first of a session, whose processes are ended at the limit.
         mark: of the processes of the run, as for `memory_mb`.
     """
     peak, stop = (0.0, 0.0), threading.Event()
@@ -117,10 +138,73 @@ def watched(process: subprocess.Popen[Any], mark: int) -> tuple[int, tuple[float
 
     thread = threading.Thread(target=watch)
     thread.start()
-    code = process.wait()
-    stop.set()
-    thread.join()
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    finally:
+        stop.set()
+        thread.join()
     return code, peak
+
+
+class RunFailed(Exception):
+    """A run ended without a result. The message has the end of its log."""
+
+
+def run_worker(arguments: Sequence[str], mark: int, processes: int = 1, limit_s: float | None = None) -> dict[str, Any]:
+    """Start `vs_trl.py` with these arguments and `--out`, and wait for it. Returns what it wrote, and its peak memory.
+
+    Args:
+        mark: by which its processes are found (`memory_mb`).
+        limit_s: after so many seconds the run is ended.
+
+    Raises:
+        RunFailed: there is no result.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, log_path = Path(folder) / "result.json", Path(folder) / "log"
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command += [str(ROOT / "benchmarks" / "vs_trl.py"), *arguments, "--out", str(out)]
+        with log_path.open("w") as log:
+            process = subprocess.Popen(
+                command, env=environment_of(mark, processes), stdout=log, stderr=log, start_new_session=True
+            )
+            code, peak = watched(process, mark, limit_s)
+        if not out.is_file() or code not in (0, -signal.SIGKILL):
+            ended = f"no result within {limit_s:.0f} s" if limit_s and code == -signal.SIGKILL else f"exit code {code}"
+            raise RunFailed(f"{' '.join(arguments)}: {ended}\n{log_path.read_text()[-4000:]}")
+        return {**json.loads(out.read_text()), "peak_mb": peak[0], "engines_mb": peak[1]}
+
+
+def step_clock(ends: list[float]) -> Any:
+    """A callback that appends the time at which each optimizer step has ended."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+    return Clock()
+
+
+def call_seconds(logs: Iterable[Mapping[str, float]], average: Callable[[Sequence[float]], float]) -> dict[str, float]:
+    """The seconds of each call in the logs of this project's trainers."""
+    rows = list(logs)
+    names = sorted({key for row in rows for key in row if key.startswith("time/")})
+    return {name.removeprefix("time/"): average([row.get(name, 0.0) for row in rows]) for name in names}
+
+
+def about_the_run(device: str = "no GPU") -> dict[str, str]:
+    """What a result's file says of the machine and the code."""
+    return {
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, {device}",
+        "torch": torch.__version__,
+        "commit": result_file.commit(),
+    }
 
 
 def gemm_flops() -> float:

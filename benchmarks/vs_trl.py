@@ -2,8 +2,9 @@
 
     python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json
 
-`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`), `--model smollm2` both on a pretrained model
-(`vs_trl_smollm2`). `--plan` replaces the preset `flatten`, whose calls are on all devices as TRL's are.
+`--algorithm grpo` compares the GRPO trainers (`vs_trl_grpo`), `--model smollm2` both on a pretrained model, and
+`--device cuda` GRPO and RLOO on one GPU (`vs_trl_cases`). `--plan` replaces the preset `flatten`, whose calls are on
+all devices as TRL's are.
 
 Every run is a process (or two) of its own. The first update of each is warm-up and not counted. The policy ends a
 response at each token with the same probability, so lengths are skewed: a quarter of the limit in the mean, and an
@@ -15,9 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,16 +33,18 @@ from trl_runs import (
     LAYERS,
     PAD,
     PROMPT,
+    ROOT,
     VOCABULARY,
-    environment_of,
+    RunFailed,
+    about_the_run,
+    call_seconds,
     gemm_flops,
     models,
+    run_worker,
     tokenizer,
-    watched,
 )
 
 
-ROOT = Path(__file__).resolve().parents[1]
 EPISODES, EPOCHS = 32, 4
 MEASURED = {128: 6, 512: 4, 1024: 4}  # updates, after one of warm-up
 MEAN_SHARES = {128: 1 / 4, 512: 1 / 4, 1024: 1 / 8}  # of the limit: a response's mean length
@@ -119,7 +120,7 @@ def worker(side: str, processes: int, limit: int, seed: int, out: Path, plan: st
         ends = [at for what, at in marks if what == "end"]
         logs = [row for row in made.state.log_history if "objective/scores" in row][1:]
         seconds = (ends[-1] - ends[0]) / MEASURED[limit]
-        split = _trl_split(marks) if side == "trl" else _our_split(logs)
+        split = _trl_split(marks) if side == "trl" else call_seconds(logs, statistics.fmean)
         of_updates = drawn[:, 1:].mean(0).tolist()  # without the warm-up
         mean = statistics.fmean(of_updates if side == "trl" else [row["completions/mean_length"] for row in logs])
         result = {"seconds_per_update": seconds, "split": split, "mean_length": mean}
@@ -161,30 +162,15 @@ def _trl_split(marks: list[tuple[str, float]]) -> dict[str, float]:
     return {name: total / max(updates, 1) for name, total in totals.items()}
 
 
-def _our_split(logs: list[dict[str, float]]) -> dict[str, float]:
-    names = [key for key in logs[0] if key.startswith("time/")]
-    return {name.removeprefix("time/"): statistics.fmean(row[name] for row in logs) for name in names}
-
-
 # --- the benchmark ---
 
 
 def one_run(side: str, processes: int, limit: int, seed: int, mark: int, plan: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable]
-        if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command += [str(Path(__file__)), "--worker", side, "--processes", str(processes), "--limit", str(limit)]
-        command += ["--seed", str(seed), "--plan", plan]
-        log = (Path(folder) / "log").open("w+")
-        process = subprocess.Popen(
-            [*command, "--out", str(out)], env=environment_of(mark, processes), stdout=log, stderr=log
-        )
-        code, peak = watched(process, mark)
-        if code:
-            sys.exit(f"{side} on {processes} processes, limit {limit}, failed:\n{Path(log.name).read_text()[-4000:]}")
-        return {**json.loads(out.read_text()), "peak_mb": peak[0], "engines_mb": peak[1]}
+    arguments = ["--worker", side, "--processes", str(processes), "--limit", str(limit), "--seed", str(seed)]
+    try:
+        return run_worker([*arguments, "--plan", plan], mark, processes)
+    except RunFailed as failed:
+        sys.exit(str(failed))
 
 
 def floor_flops(mean_length: float) -> float:
@@ -208,19 +194,21 @@ def main() -> None:
     parser.add_argument("--limits", type=int, nargs="+", help="longest responses; PPO 128, 512 and 1024, GRPO 512")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--plan", default="flatten", help="PPO: the plan of this project's side, a preset or a file")
-    parser.add_argument("--small", action="store_true", help="GRPO: a quick check, limit 64, one repeat")
+    parser.add_argument("--small", action="store_true", help="a quick check: GRPO, limit 64; a GPU's cases, tiny")
     parser.add_argument("--arms", nargs="+", default=["trl", "plug", "flatten", "auto"], help="GRPO: what is compared")
-    parser.add_argument("--model", choices=["toy", "smollm2"], default="toy", help="smollm2: `vs_trl_smollm2`")
-    parser.add_argument("--cases", nargs="+", help="smollm2: some of its cases, such as 'grpo, even'")
-    parser.add_argument("--updates", type=int, default=4, help="smollm2: updates that count")
+    parser.add_argument("--model", choices=["toy", "smollm2"], default="toy", help="smollm2: `vs_trl_cases`")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: `vs_trl_cases`")
+    parser.add_argument("--cases", nargs="+", help="of `vs_trl_cases`, some of them, such as 'grpo, even'")
+    parser.add_argument("--updates", type=int, default=4, help="of `vs_trl_cases`: updates that count")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="cuda: the most seconds of a run")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--no-generation", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.model == "smollm2":
-        compare_smollm2(options)
+    if options.model == "smollm2" or options.device == "cuda":
+        compare_cases(options)
         return
     if options.algorithm == "grpo":
         compare_grpo(options)
@@ -251,9 +239,7 @@ def main() -> None:
         "episodes_per_update": EPISODES,
         "repeats": options.repeats,
         "plan": options.plan,
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-        "torch": torch.__version__,
-        "commit": result_file.commit(),
+        **about_the_run(),
     }
     if options.json:
         result_file.write(options.json, result)
@@ -277,14 +263,18 @@ def compare_grpo(options: argparse.Namespace) -> None:
     vs_trl_grpo.run(options.processes, limits, options.arms, repeats, options.json)
 
 
-def compare_smollm2(options: argparse.Namespace) -> None:
-    import vs_trl_smollm2
+def compare_cases(options: argparse.Namespace) -> None:
+    import vs_trl_cases
 
+    device, small = options.device, options.small
     if options.worker:
-        (case,) = (case for case in vs_trl_smollm2.CASES if case.name == options.cases[0])
-        vs_trl_smollm2.worker(options.worker, case, options.updates, options.seed, options.out)
+        (case,) = (case for case in vs_trl_cases.cases(device, small) if case.name == options.cases[0])
+        vs_trl_cases.worker(options.worker, case, options.updates, options.seed, options.out)
         return
-    vs_trl_smollm2.run(options.cases, options.updates, options.repeats, options.json)
+    limit_s = options.limit_s if device == "cuda" else None
+    vs_trl_cases.run(
+        options.cases, options.updates, options.repeats, options.json, device=device, small=small, limit_s=limit_s
+    )
 
 
 def row_of(processes: int, limit: int, runs: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:

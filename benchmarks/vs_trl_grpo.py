@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,10 +31,22 @@ import result_file
 import torch
 from rich.console import Console
 from rich.table import Table
-from trl_runs import EOS, PROMPT, VOCABULARY, environment_of, gemm_flops, models, tokenizer, watched
+from trl_runs import (
+    EOS,
+    PROMPT,
+    ROOT,
+    VOCABULARY,
+    RunFailed,
+    about_the_run,
+    call_seconds,
+    gemm_flops,
+    models,
+    run_worker,
+    step_clock,
+    tokenizer,
+)
 
 
-ROOT = Path(__file__).resolve().parents[1]
 EPISODES, GROUP = 64, 8  # responses of an optimizer step, and of a prompt
 MICRO_BATCH = 16  # responses of a device, TRL's per_device_train_batch_size
 MEASURED = {64: 2, 128: 6, 512: 4, 1024: 2}  # optimizer steps, after one of warm-up
@@ -79,8 +89,6 @@ class Watch:
     """
 
     def __init__(self, trainer: Any, limit: int, seed: int, *, generates: bool) -> None:
-        from transformers import TrainerCallback
-
         self.ends: list[float] = []
         self.generation: list[float] = []  # seconds of each
         original, draw = trainer._generate_single_turn, random.Random(seed * 1000 + trainer.accelerator.process_index)
@@ -94,19 +102,12 @@ class Watch:
             self.generation.append(time.perf_counter() - start)
             return made
 
-        ends = self.ends
-
-        class Clock(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                ends.append(time.perf_counter())
-
         trainer._generate_single_turn = generate
-        trainer.add_callback(Clock())
+        trainer.add_callback(step_clock(self.ends))
 
 
 def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, generates: bool) -> None:
     from datasets import Dataset
-    from tokenizers.pre_tokenizers import WhitespaceSplit
 
     sys.path.insert(0, str(ROOT))
     if arm in ("flatten", "auto"):
@@ -146,14 +147,12 @@ def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, genera
     rows = torch.randint(2, VOCABULARY, (EPISODES // GROUP * steps, PROMPT), generator=draw).tolist()
     for at, row in enumerate(rows):
         row[0] = 5 + at % 5  # by which `reward` knows 2 prompts in 5
-    words = tokenizer()
-    words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
     made = GRPOTrainer(
         model=models(limit)[0],
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{word}" for word in row) for row in rows]}),
-        processing_class=words,
+        processing_class=tokenizer(),
     )
     if arm == "plug":
         from trl_realloc import plug
@@ -168,7 +167,7 @@ def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, genera
             "generation": statistics.fmean(watch.generation[1:]),
             "mean_length": statistics.fmean(row["completions/mean_length"] for row in logs),
             "equal_rewards": statistics.fmean(row["frac_reward_zero_std"] for row in logs),
-            "calls": _calls(logs),
+            "calls": call_seconds(logs, statistics.fmean),
         }
         out.write_text(json.dumps(result))
     if arm == "plug":
@@ -177,30 +176,17 @@ def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, genera
         made.close()
 
 
-def _calls(logs: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = [key for key in logs[0] if key.startswith("time/")]
-    return {name.removeprefix("time/"): statistics.fmean(row[name] for row in logs) for name in names}
-
-
 # --- the benchmark ---
 
 
 def one_run(arm: str, processes: int, limit: int, seed: int, mark: int, *, generates: bool) -> dict[str, Any]:
     """Starts a run and waits for it. Returns what it wrote, and its peak memory in MB."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, log_path = Path(folder) / "result.json", Path(folder) / "log"
-        command = [sys.executable]
-        if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command += [str(ROOT / "benchmarks" / "vs_trl.py"), "--algorithm", "grpo", "--worker", arm]
-        command += ["--processes", str(processes), "--limit", str(limit), "--seed", str(seed), "--out", str(out)]
-        command += [] if generates else ["--no-generation"]
-        with log_path.open("w") as log:
-            process = subprocess.Popen(command, env=environment_of(mark, processes), stdout=log, stderr=log)
-            code, peak = watched(process, mark)
-        if code:
-            sys.exit(f"{arm} on {processes} processes, limit {limit}, failed:\n{log_path.read_text()[-4000:]}")
-        return {**json.loads(out.read_text()), "peak_mb": peak[0], "engines_mb": peak[1]}
+    arguments = ["--algorithm", "grpo", "--worker", arm, "--processes", str(processes), "--limit", str(limit)]
+    arguments += ["--seed", str(seed), *([] if generates else ["--no-generation"])]
+    try:
+        return run_worker(arguments, mark, processes)
+    except RunFailed as failed:
+        sys.exit(str(failed))
 
 
 def run(
@@ -229,9 +215,7 @@ def run(
         "episodes_per_step": EPISODES,
         "group": GROUP,
         "repeats": repeats,
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-        "torch": torch.__version__,
-        "commit": result_file.commit(),
+        **about_the_run(),
     }
     if json_path:
         result_file.write(json_path, result)
