@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a batch of none": ("ppo.yaml", _recipe("per_device_train_batch_size: 0"), "from 1, not 0"),
     "an absurd batch": ("ppo.yaml", _recipe("per_device_train_batch_size: 99999999999"), "than the 10,000,000 that"),
     "an unknown engine": ("ppo.yaml", _recipe("generation_engine: sglang"), "'vllm' or 'transformers' (or None), not"),
-    "a share above 1": ("ppo.yaml", _recipe("vllm_gpu_memory_utilization: 2"), "above 0 to 1, not 2"),
+    "a share above 1": ("ppo.yaml", _recipe("vllm_gpu_memory_utilization: 2"), "above 0 to 1 (or None), not 2"),
     "a discount above 1": ("ppo.yaml", _recipe("gamma: 2.0"), "gamma must be a finite number from 0 to 1"),
     "a number that is none": ("ppo.yaml", _recipe("kl_coef: .nan"), "kl_coef must be a finite number, not nan"),
     "a key twice": ("ppo.yaml", _recipe("sft_model_path: other"), "'sft_model_path' is written twice (line 3)"),

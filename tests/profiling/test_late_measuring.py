@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trl_realloc.plan.cluster import Cluster
 from trl_realloc.planner.learning import LEAST, WARM_UP
 from trl_realloc.profiling import late_measuring
 from trl_realloc.profiling.late_measuring import GAIN, LateMeasuring
@@ -18,10 +19,15 @@ COST_S, UPDATE_S, START_S = 50.0, 2.0, 1.0
 
 
 def measuring(
-    monkeypatch: pytest.MonkeyPatch, rank: int = 0, cost_s: float = COST_S, refused: Any = None, **profile: Any
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int = 0,
+    cost_s: float = COST_S,
+    refused: Any = None,
+    devices: int = 2,
+    **profile: Any,
 ) -> LateMeasuring:
     known = SimpleNamespace(**{"observations": (), "complete": True, **profile})
-    job = SimpleNamespace(rank=rank, options=SimpleNamespace(collective_timeout_s=1.0))
+    job = SimpleNamespace(rank=rank, cluster=Cluster(1, devices), options=SimpleNamespace(collective_timeout_s=1.0))
     observer = SimpleNamespace(job_plan=SimpleNamespace(profile=known, refused=refused))
     monkeypatch.setattr(LateMeasuring, "cost", lambda *_: cost_s)
     monkeypatch.setattr(late_measuring, "from_first_rank", lambda value, timeout_s: value)
@@ -66,6 +72,10 @@ def test_a_short_run_is_told_once_that_measuring_cannot_pay(
     assert made.is_over
     (line,) = capsys.readouterr().err.splitlines()
     assert "measuring takes about 50 s, and in the 15 updates left a better plan might save 3 s" in line
+
+
+def test_a_run_of_one_device_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measuring(monkeypatch, devices=1).is_over
 
 
 def test_models_that_no_short_run_can_hold_are_not_measured(

@@ -26,8 +26,10 @@ from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
 
 from standin_device.batches import SETTINGS, training_batch  # noqa: E402
+from trl_realloc import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss, prepare  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
+from trl_realloc.common.errors import PlanError  # noqa: E402
 from trl_realloc.engines.base import EngineError  # noqa: E402
 from trl_realloc.engines.device import has_room  # noqa: E402
 from trl_realloc.engines.generation.weight_buffers import WeightBuffers  # noqa: E402
@@ -37,9 +39,11 @@ from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402
+from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.plan.presets import flatten, with_sleeping_engines  # noqa: E402
 from trl_realloc.profiling.machine import copies, hardware  # noqa: E402
 from trl_realloc.runtime import engine_builder  # noqa: E402
+from trl_realloc.runtime.failures.alarm import JobFailed  # noqa: E402
 from trl_realloc.runtime.placement import Placement  # noqa: E402
 from trl_realloc.runtime.residency import DroppedCopy, Residency, move_to_host  # noqa: E402
 
@@ -563,3 +567,68 @@ def test_a_generation_engine_is_ready_before_a_model_is_put_on_its_device(
         assert 0 <= started[0].unused_when_loaded < 1 << 20, "the engine wakes beside what is in use"
     placement.close()
     made.close()
+
+
+# --- a card that is too small for the settings ------------------------------------------------------------------------
+
+CONTEXT = 800_000_000  # bytes that a process on a GPU takes beside its tensors, as the planner assumes
+VOCABULARY = 10_000
+SMALL: dict[str, Any] = {"use_cpu": False, "max_steps": 1, "per_device_train_batch_size": 64, "memory_headroom": 0.15}
+
+
+def wide(**changes: Any) -> dict[str, Any]:
+    """PPO's models, whose logits of a whole batch take much more memory than their parameters."""
+    changes["vocab_size"] = VOCABULARY
+    critics = {"reward_model": tiny.classifier(4, **changes), "value_model": tiny.classifier(3, **changes)}
+    return {"model": tiny.policy(**changes), "ref_model": tiny.policy(seed=5, **changes), **critics}
+
+
+@pytest.fixture
+def small_card() -> Iterator[None]:
+    """A device with 250 MB beside its process's context."""
+    DEVICE.limit(CONTEXT + 250_000_000)
+    DEVICE.take_outside(CONTEXT)
+    yield
+    DEVICE.take_outside(0)
+
+
+def trained_on_a_small_card(algorithm: str, folder: Path, plan: str, **changes: Any) -> ExecutionPlan:
+    """Trains one update, and gives the plan that it was trained under."""
+    made: Any
+    if algorithm == "ppo":
+        made = tiny.trainer(folder, given=wide(**changes), plan=plan, num_ppo_epochs=1, response_length=32, **SMALL)
+    else:
+        lengths = {"num_generations": 4, "max_completion_length": 44, "use_vllm": False, "beta": 0.1}
+        args = GRPOConfig(output_dir=str(folder), plan=plan, **{**tiny.BARE, **lengths, **SMALL})
+        policy = tiny.policy(vocab_size=VOCABULARY, **changes)
+        data, words = tiny.prompts(), tiny.tokenizer()
+        made = GRPOTrainer(policy, tiny.short, args=args, train_dataset=data, processing_class=words)
+    try:
+        made.train()
+    finally:
+        made.close()
+    return made.placement.plan
+
+
+@of_standin
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_what_does_not_fit_as_the_settings_say_is_planned_for_the_memory_there_is(
+    algorithm: str, folder: Path, small_card: None
+) -> None:
+    with pytest.raises((torch.OutOfMemoryError, JobFailed), match="out of memory"):
+        trained_on_a_small_card(algorithm, folder / "flatten", "flatten")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    plan = trained_on_a_small_card(algorithm, folder / "auto", "auto")
+    assert plan.name == "auto (searched)" and plan["actor.train"].strategy.micro_batch_tokens is not None
+
+
+@of_standin
+def test_what_cannot_fit_is_refused_before_a_model_is_on_the_device(folder: Path, small_card: None) -> None:
+    before = allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    with pytest.raises(PlanError) as refused:
+        trained_on_a_small_card("grpo", folder, "auto", hidden_size=256)
+    assert "actor.train" in str(refused.value) and "of these devices would" in str(refused.value)
+    assert torch.accelerator.max_memory_allocated(SIM) < before + (1 << 20)

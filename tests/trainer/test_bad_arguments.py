@@ -75,7 +75,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"stop_token": None, "stop_token_id": -1}, "stop_token_id .* not -1"),
     ({"stop_token": "<|im_end|>"}, r"stop_token must be 'eos' \(or None\), not '<|im_end|>'"),
     ({"generation_engine": "vlm"}, "generation_engine must be 'vllm' or 'transformers'"),
-    ({"vllm_gpu_memory_utilization": 2}, "vllm_gpu_memory_utilization must be a finite number above 0 to 1, not 2"),
+    ({"vllm_gpu_memory_utilization": 2}, "vllm_gpu_memory_utilization must be a finite number above 0 to 1 .*, not 2"),
     ({"vllm_step_timeout": 0}, "vllm_step_timeout must be a finite number from 5 to 86400, not 0"),
     ({"vllm_enable_sleep_mode": "level 2"}, "vllm_enable_sleep_mode must be true, false or None, not 'level 2'"),
     ({"max_staleness": -1}, "max_staleness must be a whole number from 0 to 64, not -1"),

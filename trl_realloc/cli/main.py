@@ -22,6 +22,7 @@ from rich.text import Text
 from .. import __version__
 from ..common.errors import PlanError, in_file, shown, suggest
 from ..common.files import exists, shortened
+from ..plan.assignment import between_uses
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
@@ -60,8 +61,10 @@ def plan_table(plan: ExecutionPlan) -> Table:
     table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
     table.caption, table.caption_justify = caption, "left"
     for name, assignment in plan.assignments.items():
-        between_turns = "offload" if assignment.offload else "drop" if assignment.drop else ""
-        table.add_row(name, str(assignment.mesh), assignment.engine, str(assignment.strategy), between_turns)
+        strategy = str(assignment.strategy)
+        if assignment.memory_share is not None:
+            strategy += f" share {assignment.memory_share:g}"
+        table.add_row(name, str(assignment.mesh), assignment.engine, strategy, between_uses(assignment))
     return table
 
 

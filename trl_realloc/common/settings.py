@@ -152,7 +152,7 @@ SETTINGS: Mapping[str, Setting] = {
     "vllm_importance_sampling_clip_max": _number(above=0, optional=True),
     "vllm_importance_sampling_clip_min": _number(least=0, optional=True),
     "generation_engine": _one_of("vllm", "transformers", optional=True),
-    "vllm_gpu_memory_utilization": _number(above=0, most=1),
+    "vllm_gpu_memory_utilization": _number(above=0, most=1, optional=True),
     "vllm_max_model_length": _whole(1, optional=True),
     "vllm_start_timeout": _number(least=10, most=86400),
     "vllm_step_timeout": _number(least=5, most=86400),

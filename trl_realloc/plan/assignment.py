@@ -111,6 +111,8 @@ class Assignment:
             copy of a trained role's in another layout, or the weights of a vLLM engine, whose cache is freed.
         drop: free a copy of a trained role's parameters, or all memory of a vLLM engine, between the call's uses. The
             parameters are sent again before the next use.
+        memory_share: share of a GPU's memory that the call's vLLM engine takes; `None` for that of the settings
+            (`vllm_gpu_memory_utilization`), or `MEMORY_SHARE`.
 
     Raises:
         PlanError: the engine does not exist, or a value has the wrong type.
@@ -121,6 +123,7 @@ class Assignment:
     engine: str
     offload: bool = False
     drop: bool = False
+    memory_share: float | None = None
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -133,6 +136,9 @@ class Assignment:
         for name, value in (("offload", self.offload), ("drop", self.drop)):
             if not isinstance(value, bool):
                 problems.append(f"{name} is true or false, not {shown(value)}.")
+        share = self.memory_share
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+            problems.append(f"memory_share is a number above 0 and up to 1, not {shown(share)}; or leave it out.")
         problems.refuse()
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,7 +149,8 @@ class Assignment:
             value = getattr(self.strategy, part.name)
             if value != part.default:
                 flat[part.name] = value
-        return {**flat, **{name: True for name in RELEASE_FLAGS if getattr(self, name)}}
+        flat |= {name: True for name in RELEASE_FLAGS if getattr(self, name)}
+        return flat if self.memory_share is None else {**flat, "memory_share": self.memory_share}
 
     @staticmethod
     def from_dict(value: object) -> Assignment:
@@ -151,7 +158,7 @@ class Assignment:
         if not isinstance(value, Mapping):
             raise PlanError(f"an assignment reads like {{mesh: 0-1, engine: zero, dp: 2}}, not {shown(value)}.")
         strategy_keys = [part.name for part in fields(ParallelStrategy)]
-        keys = ["mesh", "engine", *strategy_keys, *RELEASE_FLAGS]
+        keys = ["mesh", "engine", *strategy_keys, *RELEASE_FLAGS, "memory_share"]
         problems = Problems(unknown_keys(value, keys, "there is no key"))
         problems += [f"{key} is missing." for key in ("mesh", "engine") if key not in value]
         # a part that cannot be read is replaced by a default, so that the other parts are checked too
@@ -161,7 +168,7 @@ class Assignment:
         with problems.of():
             strategy = ParallelStrategy(**{key: value[key] for key in strategy_keys if key in value})
         with problems.of():
-            flags = {name: value[name] for name in RELEASE_FLAGS if name in value}
+            flags = {name: value[name] for name in (*RELEASE_FLAGS, "memory_share") if name in value}
             assignment = Assignment(mesh, strategy, value.get("engine", ENGINES[0]), **flags)
         problems.refuse()
         return assignment
@@ -174,6 +181,7 @@ CACHED_TOKENS = 1024
 # Samples that a vLLM engine decodes at once, unless a user says otherwise: vLLM's own largest default. It refuses more
 # than the tokens of one of its forwards, and captures no graph for so many.
 MOST_SLOTS = 1024
+MEMORY_SHARE = 0.3  # of a GPU's memory for a vLLM engine, where neither the plan nor the settings say it
 
 # Of an accelerator: most logits of a forward that are in memory whole, in elements (1 GiB in bfloat16), and of a slice,
 # 440 rows of a vocabulary of 152,000, so that products are of matrices.
@@ -185,6 +193,11 @@ MOST_LOGITS, LOGITS_SLICE = 1 << 29, 1 << 26
 REDUCE_BUCKET = 50_000_000
 
 RELEASE_FLAGS = ("offload", "drop")  # what can be done with a call's parameters between its uses
+
+
+def between_uses(assignment: Assignment) -> str:
+    """What is done with a call's memory between its uses, in a word; an empty text where nothing is."""
+    return next((name for name in RELEASE_FLAGS if getattr(assignment, name)), "")
 
 
 def sleeps(assignment: Assignment) -> bool:
@@ -266,6 +279,8 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
         )
     elif assignment.offload and strategy.zero_stage == 3:
         yield "zero_stage 3 shards parameters, and DeepSpeed's own config offloads those (offload_param); leave it out."
+    if assignment.memory_share is not None and engine != "vllm":
+        yield f"memory_share is of vLLM engines, and engine {engine} is none; leave it out."
     if assignment.drop:
         yield from _drop_problems(call, assignment, trained)
     if strategy.size != mesh.size:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..common.errors import PlanError
 from ..plan.algorithm_graphs import ppo_graph
+from ..plan.assignment import MEMORY_SHARE, Assignment, ParallelStrategy
 from ..plan.cluster import Cluster
-from ..plan.dataflow import DataflowGraph
+from ..plan.dataflow import DataflowGraph, Role
 from ..plan.model_spec import ModelSpec
-from ..plan.presets import presets_of, with_sleeping_engines
+from ..plan.presets import flatten, presets_of, with_sleeping_engines
 from .ahead_choice import StalenessChoice, choose_staleness
 from .cost import Pricing
 from .decision import Alternative, Decision, too_large, why_slower
@@ -23,7 +24,7 @@ from .priced_plan import PricedPlan
 from .problem import Problem
 from .search import search
 from .simulate import Overlap
-from .space import Space, TrainingSplits
+from .space import Space, State, TrainingSplits
 from .stream_choice import StreamChoice, choose_streams
 
 
@@ -34,6 +35,10 @@ PRICED_SHARE = 0.5  # of a search's time limit: the time in which what it has fo
 WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
 MOST_STREAMED = 1024  # devices; on more, the simulation of streams takes several seconds
 MOST_STREAMED_AHEAD = 256  # devices; the same beside a staleness, of which some thirty iterations are simulated
+# Estimates of plans of one device err alike: the same calls run on the same device, one after the other. So a preset is
+# preferred there only if it takes less than this longer.
+SAME = 0.02
+ADAPTERS = 0.01  # of a policy's elements: those of large adapters, which a refusal suggests
 MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
 
 
@@ -172,7 +177,7 @@ def _why_not(plan: PricedPlan, best: PricedPlan) -> str:
 def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]) -> Decision:
     """The decision without a staleness. Raises `PlanError` as `choose`."""
     generation_engine = options["generation_engine"]
-    if generation_engine == "vllm" and pricing.memory is not None:
+    if generation_engine == "vllm" and pricing.memory is not None and pricing.vllm_share is not None:
         pricing.memory.check_engine(pricing.vllm_share)  # no cluster is large enough for such an engine
     try:
         return _choose(specs, pricing, **options)
@@ -186,7 +191,34 @@ def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, opt
         would = (
             f"{size} of these devices would do." if size else f"{MOST_DEVICES} of these devices would not do either."
         )
-        raise PlanError(*error.problems, *_unsplit(options["splits"]), would) from None
+        raise PlanError(
+            *error.problems, *_unsplit(options["splits"]), would, *_on_one(specs, pricing, options)
+        ) from None
+
+
+def _on_one(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """What would make the models fit on a cluster of one device, in a sentence; none for a larger cluster."""
+    if pricing.cluster.size > 1:
+        return ()
+    trains = options["graph"].train_call(Role.ACTOR)
+    adapted = dict(specs)
+    if trains is not None:
+        adapted[trains] = [replace(spec, trained_share=min(spec.trained_share, ADAPTERS)) for spec in specs[trains]]
+        frozen = [call.name for call in options["graph"].calls if call.role is Role.REFERENCE]
+        adapted |= {name: [replace(spec, is_base=True) for spec in specs[name]] for name in frozen}
+    narrow = {name: [_in_16_bits(spec) for spec in of_call] for name, of_call in adapted.items()}
+    ways = {"adapters for the policy (peft_config; in a recipe use_peft: true)": adapted}
+    ways["adapters, and models in bfloat16 (dtype of model_init_kwargs, or of a recipe)"] = narrow
+    sleeping = replace(pricing, vllm_sleeps=True if pricing.vllm_sleeps is None else pricing.vllm_sleeps)
+    for way, changed in ways.items():
+        with contextlib.suppress(PlanError):
+            _choose(changed, sleeping, **{**options, "fuses": False, "time_limit_s": 1.0})
+            return (f"On this one {way} would do.",)
+    return ()
+
+
+def _in_16_bits(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, bytes_per_element=min(spec.bytes_per_element, 2))
 
 
 def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
@@ -235,9 +267,12 @@ def _choose(
     for state in result.states[1:]:
         if time.perf_counter() < deadline:
             searched.append(problem.priced_plan(state, "searched", exact=is_small))
+    if pricing.cluster.size == 1:
+        searched.insert(0, problem.priced_plan(_roomier(problem, result.states[0]), "searched"))
     ranked = sorted(searched, key=lambda plan: plan.seconds)
     best = ranked[0] if is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
-    alone = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best])  # each call trains by itself
+    error = pricing.rates.error if pricing.cluster.size > 1 else SAME
+    alone = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best], error)  # each call trains by itself
     fused = None
     if fuses:
         plans = [alone, *(plan for plan in (*ranked[:2], *presets) if plan.calls != alone.calls)]
@@ -248,7 +283,7 @@ def _choose(
         )
     best = alone if fused is None else fused.fastest
     streams = None
-    if pricing.cluster.size <= MOST_STREAMED and may_stream:
+    if 1 < pricing.cluster.size <= MOST_STREAMED and may_stream:  # one device scores after it has generated
         others = [*presets, *ranked[:2]] if is_small else []  # estimated without a transfer schedule on more devices
         deadline = time.perf_counter() + STREAMS_SHARE * time_limit_s
         streams = _streamed([best, *others], deadline, deterministic)
@@ -271,10 +306,39 @@ def _choose(
     return Decision(best, tuple(alternatives), result, streams, fused=fused)
 
 
-def _preferred(plans: Sequence[PricedPlan]) -> PricedPlan:
+def _preferred(plans: Sequence[PricedPlan], error: float) -> PricedPlan:
     """The fastest plan, but an earlier one if the difference is within the error of the estimates."""
     fastest = min(plan.seconds for plan in plans)
-    return next(plan for plan in plans if plan.seconds <= fastest * (1 + plan.space.pricing.rates.error))
+    return next(plan for plan in plans if plan.seconds <= fastest * (1 + error))
+
+
+def _roomier(problem: Problem, state: State) -> State:
+    """A state with forwards of as many tokens as the settings allow, and an engine with its usual share, where the
+    memory holds that and a call takes no longer for it than by `SAME`. By formula small matrix products are as fast as
+    large ones, and a cache that is just large enough is as good as a larger one."""
+    for at in reversed(range(len(state))):  # generation last
+        candidate = state[at]
+        for assignment in _roomier_ways(problem, problem.names[at], candidate.assignment):
+            larger = problem.priced(problem.names[at], assignment)
+            changed = (*state[:at], larger, *state[at + 1 :])
+            if larger.seconds <= (1 + SAME) * candidate.seconds and problem.fits(changed):
+                state = changed
+                break
+    return state
+
+
+def _roomier_ways(problem: Problem, name: str, assignment: Assignment) -> Iterator[Assignment]:
+    """The assignment with a larger share of the memory up to `MEMORY_SHARE`, or with larger forwards; the largest
+    first."""
+    strategy, pricing = assignment.strategy, problem.space.pricing
+    if assignment.memory_share is not None:
+        shares = (share for share in pricing.shares if assignment.memory_share < share <= MEMORY_SHARE)
+        yield from (replace(assignment, memory_share=share) for share in sorted(shares, reverse=True))
+    if strategy.micro_batch_tokens is not None:
+        tokens: int | None = None
+        while tokens is None or tokens > strategy.micro_batch_tokens:
+            yield replace(assignment, strategy=replace(strategy, micro_batch_tokens=tokens))
+            tokens = (tokens or pricing.budget(problem.space.graph.call(name).kind, ParallelStrategy())) // 2
 
 
 def _streamed(plans: Sequence[PricedPlan], deadline: float, deterministic: bool) -> StreamChoice:
@@ -300,7 +364,7 @@ def _price_presets(
     fitting: list[PricedPlan] = []
     unfit: list[Alternative] = []
     cluster, graph = problem.space.cluster, problem.space.graph
-    for name, preset in presets_of(graph).items():
+    for name, preset in (presets_of(graph) if cluster.size > 1 else {"flatten": flatten}).items():
         by_stage = []
         for stage in problem.space.training_stages:
             label = name if stage == 0 else f"{name}, ZeRO-{stage}"
@@ -336,7 +400,8 @@ def smallest_cluster(
         cluster = Cluster(max(1, size // per_node), min(size, per_node), pricing.cluster.memory_gb)
         try:
             changed = {**options, "fuses": False, "time_limit_s": 1.0}
-            _choose(specs, replace(pricing, cluster=cluster), **changed)
+            sleeps = True if pricing.vllm_sleeps is None else pricing.vllm_sleeps  # as `_synchronous`, at last
+            _choose(specs, replace(pricing, cluster=cluster, vllm_sleeps=sleeps), **changed)
             return cluster.size
         except PlanError:
             size *= 2

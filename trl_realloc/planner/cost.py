@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..plan.assignment import MOST_SLOTS, Assignment, ParallelStrategy, sleeps
+from ..plan.assignment import MEMORY_SHARE, MOST_SLOTS, Assignment, ParallelStrategy, sleeps
 from ..plan.cluster import Cluster
 from ..plan.dataflow import Call, CallKind, Role
 from ..plan.model_spec import ModelSpec
@@ -28,6 +28,7 @@ from .zero_memory import backward_bucket, gathered_bytes, held_bucket, whole_gra
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
 SLEEP = 0.5  # seconds of a vLLM engine to give its memory back and to take it again (docs/hardware.md)
+SHARES = tuple(step / 20 for step in range(3, 20))  # of a device, that the planner tries for a vLLM engine
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
 
 
@@ -37,8 +38,10 @@ class Pricing:
 
     Args:
         memory: of a device. `None` if unknown; then no plan is refused for its memory.
-        vllm_share: fraction of a device's memory that a vLLM engine reserves.
-        vllm_sleeps: whether vLLM engines give it back between their calls. `None`: only if no plan fits otherwise.
+        vllm_share: fraction of a device's memory that a vLLM engine reserves. `None`: on one device the planner's
+            choice, else `MEMORY_SHARE`.
+        vllm_sleeps: whether vLLM engines give it back between their calls. `None`: only if no plan fits otherwise, or
+            where the planner chooses the share.
         context_length: tokens of the longest request that an engine may get; `None`: of the workload's longest sample.
         moments: bytes of optimizer state for each trained element, without the float32 master weight.
         default_cap: largest number of tokens of one forward if the plan has no `micro_batch_tokens`. `None`: no cap.
@@ -49,12 +52,24 @@ class Pricing:
     workload: Workload
     rates: Rates
     memory: DeviceMemory | None = None
-    vllm_share: float = 0.3
+    vllm_share: float | None = MEMORY_SHARE
     vllm_sleeps: bool | None = None
     context_length: int | None = None
     moments: int = MOMENTS
     default_cap: int | None = None
     corrections: Corrections = field(default_factory=Corrections)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The shares of a device that the planner tries for a vLLM engine; none where it does not choose. On several
+        devices it does not, because the search would have to try each share on each mesh."""
+        if self.vllm_share is not None or self.cluster.size > 1 or self.memory is None:
+            return ()
+        return tuple(share for share in SHARES if self.memory.takes_engine(share))
+
+    def share_of(self, assignment: Assignment) -> float:
+        """The share of a device that the vLLM engine of an assignment takes."""
+        return assignment.memory_share or self.vllm_share or MEMORY_SHARE
 
     def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
         """The cost of a call that runs the models of `specs` one after the other."""
@@ -354,7 +369,7 @@ class Pricing:
         of_token = spec.kv_bytes_per_token / strategy.pp / min(strategy.tp, max(spec.kv_heads, 1))
         longest = self.longest_request
         peak = engine_peak(spec, strategy.tp, share, longest) if self.memory.is_gpu else 0.0
-        return EngineRoom(self.memory.total * self.vllm_share, weights, peak, longest * of_token)
+        return EngineRoom(self.memory.total * self.share_of(assignment), weights, peak, longest * of_token)
 
     # --- memory and shared processors --------------------------------------------------------------------------------
 

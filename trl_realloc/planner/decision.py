@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..plan.assignment import Assignment
+from ..plan.assignment import Assignment, between_uses
 from ..plan.fused import Fused, joined, parted
 from .ahead_choice import StalenessChoice
 from .call_cost import PARTS, CallCost
@@ -121,7 +121,9 @@ def _other_layouts(plan: PricedPlan, best: PricedPlan) -> str:
 
 
 def _between(assignment: Assignment) -> str:
-    return " with offload" if assignment.offload else " with drop" if assignment.drop else ""
+    share = "" if assignment.memory_share is None else f" with a share of {assignment.memory_share:g}"
+    between = between_uses(assignment)
+    return f"{f' with {between}' if between else ''}{share}"
 
 
 def _by_run(plan: PricedPlan, fused: Fused) -> dict[str, CallCost]:

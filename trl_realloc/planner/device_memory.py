@@ -39,6 +39,11 @@ class DeviceMemory:
         """Whether it is a GPU's, on which a process has a context."""
         return self.context > 0
 
+    def takes_engine(self, share: float) -> bool:
+        """Whether a vLLM engine can reserve this share of the device beside the contexts of its own process and its
+        rank's."""
+        return share * self.total <= self.usable - 2 * self.context
+
     def check_engine(self, share: float) -> None:
         """Refuse a share of the device that a vLLM engine cannot reserve beside the contexts of its own process and its
         rank's, even where nothing else is on the device.
@@ -48,7 +53,7 @@ class DeviceMemory:
         """
         contexts = 2 * self.context
         most = math.floor(100 * (self.usable - contexts) / self.total + 1e-9) / 100
-        if most > 0 and share * self.total > self.usable - contexts:
+        if most > 0 and not self.takes_engine(share):
             raise PlanError(
                 f"vllm_gpu_memory_utilization {share:g} reserves {share * self.total / 1e9:.1f} GB of a device for a "
                 f"vLLM engine, but a device has {self.usable / 1e9:.1f} GB for a plan, and the contexts of two "

@@ -34,13 +34,13 @@ def check_share(call: Call, specs: Sequence[ModelSpec], pricing: Pricing, assign
     needs = [(room.needed, a, room) for a in assignments if (room := _room(a, specs, pricing)) is not None]
     if not needs or any(a.engine != "vllm" for a in assignments) or any(need <= room.share for need, _, room in needs):
         return
-    _, assignment, room = min(needs, key=lambda each: each[0])
-    tp, tokens = assignment.strategy.tp, pricing.longest_request
-    ways = [*_shares(room, pricing), *_larger_nodes(room, tp, specs, pricing)]
+    _, assignment, room = min(needs, key=lambda each: (each[0], -each[2].share))
+    tp, tokens, share = assignment.strategy.tp, pricing.longest_request, pricing.share_of(assignment)
+    ways = [*_shares(room, pricing), *_larger_nodes(room, tp, share, specs, pricing)]
     enough = f"{' or '.join(ways)} would be enough for the engine." if ways else "no share of such devices is enough."
     raise SmallShareError(
         f"{call.name} fits on no mesh of {pricing.cluster}: a vLLM engine has {room.share / 1e9:.1f} GB of a device "
-        f"(vllm_gpu_memory_utilization {pricing.vllm_share:g}) and needs {room.needed / 1e9:.1f} GB with tp {tp}: "
+        f"(vllm_gpu_memory_utilization {share:g}) and needs {room.needed / 1e9:.1f} GB with tp {tp}: "
         f"{room.weights / 1e9:.1f} for its weights, {room.peak / 1e9:.1f} for its largest forward and "
         f"{room.request / 1e9:.1f} for the cache of one request of {tokens:,.0f} tokens; {enough}"
     )
@@ -58,12 +58,12 @@ def _shares(room: EngineRoom, pricing: Pricing) -> list[str]:
     return []
 
 
-def _larger_nodes(room: EngineRoom, tp: int, specs: Sequence[ModelSpec], pricing: Pricing) -> list[str]:
+def _larger_nodes(room: EngineRoom, tp: int, share: float, specs: Sequence[ModelSpec], pricing: Pricing) -> list[str]:
     """The smallest nodes with whose tensor degree this share would be enough, if the models can be split so."""
     degrees = (1 << at for at in range(MOST_TENSOR.bit_length()))
     for degree in degrees:
         if degree > max(tp, pricing.cluster.devices_per_node) and all(spec.generates_under(degree) for spec in specs):
-            split = Assignment(DeviceMesh(0, degree), ParallelStrategy(1, degree), "vllm")
+            split = Assignment(DeviceMesh(0, degree), ParallelStrategy(1, degree), "vllm", memory_share=share)
             larger = _room(split, specs, pricing)
             if larger is not None and larger.needed <= room.share:
                 return [f"nodes of {degree} devices (tp {degree}, which needs {larger.needed / 1e9:.1f} GB)"]

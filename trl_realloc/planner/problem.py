@@ -96,6 +96,11 @@ class Problem:
             return 1e9 * estimate.memory / memory.usable
         return estimate.seconds
 
+    def fits(self, state: State) -> bool:
+        """Whether a state fits in memory."""
+        memory = self.space.pricing.memory
+        return memory is None or self.estimate(state).memory <= memory.usable
+
     def _move(self, state: State, source: int, target: int, exact: bool) -> float:
         """Seconds of a reallocation; negative where both assignments have the same layout."""
         home, other = state[source], state[target]

@@ -22,7 +22,7 @@ _SHARED: Mapping[str, Any] = {
     "gradient_accumulation_steps": 1,
     "gradient_checkpointing": True,
     "activation_checkpointing": None,
-    "vllm_gpu_memory_utilization": 0.3,
+    "vllm_gpu_memory_utilization": None,
     "vllm_enable_sleep_mode": None,
     "memory_headroom": HEADROOM,
     "bf16": True,

@@ -76,10 +76,13 @@ def search(
     memory = problem.space.pricing.memory
     limit = memory.usable if memory else None
     if limit is not None and best[0][1][0] >= 1e9:
-        needed = best[0][1][0] / 1e9 * limit
+        smallest = problem.priced_plan(best[0][1][1], "", exact=False).estimate
+        parts = sorted(smallest.holds.items(), key=lambda item: -item[1])[:2]
         raise PlanError(
-            f"the models fit on no plan of {problem.space.cluster}: the smallest found takes {needed / 1e9:.1f} GB of "
-            f"a device, and a device has {limit / 1e9:.0f} GB for a plan."
+            f"the models fit on no plan of {problem.space.cluster}: the smallest found takes "
+            f"{smallest.memory / 1e9:.1f} GB of a device, "
+            f"{' and '.join(f'{size / 1e9:.1f} of them {name}' for name, size in parts)}, and a device has "
+            f"{limit / 1e9:.0f} GB for a plan."
         )
     fitting = [value for _, value in best if limit is None or value[0] < 1e9]
     return SearchResult(

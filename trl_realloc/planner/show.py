@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..plan.assignment import between_uses
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.stage_spans import MiniBatchStages
 from ..plan.streams import Streams
@@ -34,8 +35,8 @@ def plan_cost_table(plan: PricedPlan) -> Table:
     table = Table("call", "mesh", "engine", "strategy", "memory", "time", title=plan.name, title_justify="left")
     for name, candidate in plan.calls.items():
         assignment, cost = candidate.assignment, candidate.cost
-        between_calls = " offload" if assignment.offload else " drop" if assignment.drop else ""
-        strategy = f"{assignment.strategy}{between_calls}"
+        share = "" if assignment.memory_share is None else f"share {assignment.memory_share:g}"
+        strategy = " ".join(filter(None, (str(assignment.strategy), between_uses(assignment), share)))
         memory = f"{(cost.static + cost.transient) / 1e9:.2f} GB"
         table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, f"{cost.seconds:.3f} s")
     if plan.fused_cost is not None:

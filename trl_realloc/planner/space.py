@@ -121,7 +121,7 @@ class Space:
     def _of_call(self, call: Call) -> list[Candidate]:
         by_size: dict[int, list[Candidate]] = {}
         candidates: list[Candidate] = []
-        least = float("inf")
+        smallest = CallCost({}, static=math.inf)
         for mesh in meshes_of(self.cluster):
             if mesh.size < min(self.smallest_mesh, self.cluster.size):
                 continue
@@ -130,7 +130,7 @@ class Space:
                     Candidate(assignment, self.pricing.price(call, self.specs.get(call.name, ()), assignment))
                     for assignment in self._assignments(call, DeviceMesh(0, mesh.size))
                 ]
-                least = min([least, *(c.cost.static + c.cost.transient for c in priced)])
+                smallest = min([smallest, *(c.cost for c in priced)], key=lambda cost: cost.static + cost.transient)
                 by_size[mesh.size] = undominated(self._fitting(priced))
             candidates += [Candidate(replace(c.assignment, mesh=mesh), c.cost) for c in by_size[mesh.size]]
         if not candidates:
@@ -138,9 +138,10 @@ class Space:
                 tried = [a for size in by_size for a in self._assignments(call, DeviceMesh(0, size))]
                 check_share(call, self.specs.get(call.name, ()), self.pricing, tried)
             usable = self.pricing.memory.usable if self.pricing.memory else 0.0
+            least = smallest.static + smallest.transient
             raise PlanError(
                 f"{call.name} fits on no mesh of {self.cluster}: it takes {least / 1e9:.1f} GB of a device at least, "
-                f"and a device has {usable / 1e9:.0f} GB for a plan."
+                f"{_most_of(call, smallest)}, and a device has {usable / 1e9:.0f} GB for a plan."
             )
         return sorted(candidates, key=lambda candidate: candidate.seconds)
 
@@ -179,11 +180,19 @@ class Space:
                     for tokens in self._micro_batches(call, dp, pp):
                         strategy = ParallelStrategy(dp, tp, pp, stage, tokens)
                         if engine != "vllm" or not self.pricing.vllm_sleeps:
-                            yield Assignment(mesh, strategy, engine)
+                            yield from self._shares(Assignment(mesh, strategy, engine))
                         if self._may_rest(call, stage):
                             yield Assignment(mesh, strategy, engine, offload=True)
                         if self._may_drop(call, engine, stage):
-                            yield Assignment(mesh, strategy, engine, drop=True)
+                            yield from self._shares(Assignment(mesh, strategy, engine, drop=True))
+
+    def _shares(self, assignment: Assignment) -> Iterator[Assignment]:
+        """The assignment with each share of memory that its engine may take."""
+        if assignment.engine != "vllm" or not self.pricing.shares:
+            yield assignment
+            return
+        for share in self.pricing.shares:
+            yield replace(assignment, memory_share=share)
 
     def _degrees(self, call: Call, engine: str, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:
         # A tensor-parallel group is within a node. On several nodes, tp divides the number of devices per node.
@@ -256,11 +265,13 @@ class Space:
     def _may_drop(self, call: Call, engine: str, stage: int) -> bool:
         """Whether a copy of trained parameters, or a vLLM engine's memory, may be freed between calls.
 
-        Copies are freed only if the memory of a device is known, engines only if the job says that they sleep.
+        Copies are freed only if the memory of a device is known, engines only if the job says that they sleep, or
+        leaves it open where the planner chooses their share of the memory.
         """
         trained = self.graph.train_call(call.role) is not None and not call.trains
         if engine == "vllm":
-            return trained and bool(self.pricing.vllm_sleeps)
+            is_open = self.pricing.vllm_sleeps is None and bool(self.pricing.shares)
+            return trained and (is_open or bool(self.pricing.vllm_sleeps))
         return self.pricing.memory is not None and trained and stage < 3
 
 
@@ -332,6 +343,17 @@ def _new_layout(candidate: Candidate, kept: Sequence[Candidate]) -> bool:
     layout = candidate.assignment.engine, candidate.assignment.strategy.layout
     same = any((k.assignment.engine, k.assignment.strategy.layout) == layout for k in kept)
     return not same and candidate.seconds < 1.5 * kept[0].seconds
+
+
+def _most_of(call: Call, cost: CallCost) -> str:
+    """The largest part of a call's memory, in words."""
+    sizes = {
+        "parameters and optimizer state" if call.trains else "parameters": cost.static,
+        "gradients": cost.gradients,
+        "activations" if call.kind is not CallKind.GENERATE else "its engine": cost.transient - cost.gradients,
+    }
+    name = max(sizes, key=lambda name: sizes[name])
+    return f"{sizes[name] / 1e9:.1f} of them for {name}"
 
 
 def _splits(spec: ModelSpec, call: Call, tp: int, pp: int) -> bool:

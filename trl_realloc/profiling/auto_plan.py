@@ -15,7 +15,6 @@ from transformers.utils import logging
 from ..common.errors import PlanError
 from ..common.notices import notice, working
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import flatten, with_sleeping_engines
 from ..planner.decision import Decision
 from ..planner.priced_plan import PricedPlan
 from ..planner.problem import estimate_plan
@@ -91,10 +90,6 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
     Raises:
         PlanError, ValueError: the models fit on no plan, or on none that the run can have.
     """
-    if job.cluster.size == 1:
-        # one device has one plan
-        plan = flatten(job.cluster, generation_engine=job.engine, graph=job.graph)
-        return JobPlan(with_sleeping_engines(plan) if job.vllm_sleeps else plan).allowed(job.check)
     profile, is_new = cached_profile(job) if measure_first else (starting_profile(job), False)
     if not profile.observations:
         notice(

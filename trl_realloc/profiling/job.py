@@ -14,7 +14,7 @@ from ..engines.device import memory_bytes
 from ..engines.training import deepspeed_compat
 from ..engines.training.zero_setup import scales_losses
 from ..plan.algorithm_graphs import PROXIMAL_CALL, ppo_graph
-from ..plan.assignment import CACHED_TOKENS
+from ..plan.assignment import CACHED_TOKENS, MEMORY_SHARE
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
@@ -41,8 +41,7 @@ class Job:
 
     Args:
         engine: name of the engine that generates.
-        vllm_share: share of a GPU's memory that a vLLM engine takes.
-        vllm_sleeps: whether vLLM engines give their memory back between their calls; `None` if no plan fits otherwise.
+        vllm_share, vllm_sleeps: as of `planner.cost.Pricing`.
         headroom: share of a device's memory that a plan leaves free.
         engines: that may score and train.
         deterministic: two runs are to give the same bits.
@@ -60,7 +59,7 @@ class Job:
     models: JobModels
     options: EngineOptions
     workload: Workload
-    vllm_share: float = 0.3
+    vllm_share: float | None = MEMORY_SHARE
     headroom: float = HEADROOM
     vllm_sleeps: bool | None = None
     engines: tuple[str, ...] = ("zero", "megatron")

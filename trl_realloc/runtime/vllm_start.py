@@ -71,6 +71,8 @@ def start_vllm(
         log = options.log_folder / f"vllm-{plan.graph.call(call).label}rank{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
     settings = {"log_path": log, "stop_timeout_s": options.heartbeat_timeout_s, **options.vllm}
+    if assignment.memory_share is not None:
+        settings["gpu_memory_utilization"] = assignment.memory_share
     # on a GPU vLLM compiles the model, and looks by the model's path for what it has compiled before
     model = kept_model(folder / "model") if is_accelerator(options.device) else folder / "model"
     engine = VLLMEngine(

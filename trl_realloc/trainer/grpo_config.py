@@ -42,6 +42,9 @@ class GenerationSettings(PlanSettings):
             `True`: vLLM engines generate, and GRPO's loss is corrected for their log-probabilities
             (`vllm_importance_sampling_correction`). `False`: the models that train generate, by Transformers. Default:
             vLLM where it is installed and serves the model. The plan says on which devices; no server is started.
+        vllm_gpu_memory_utilization (`float`, *optional*):
+            Share of a GPU's memory that a vLLM engine takes beside training. Default: the planner's choice on one GPU
+            (`memory_share` in a plan), otherwise 0.3.
         vllm_enable_sleep_mode (`bool`, *optional*):
             Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says; the
             planner lets them sleep if no plan fits otherwise.
@@ -63,6 +66,10 @@ class GenerationSettings(PlanSettings):
             "help": "Generate by vLLM engines, or by the training's models. Default: vLLM, if it can.",
             **FLAG,
         },
+    )
+    vllm_gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata={"help": "Share of a GPU's memory for a vLLM engine. Default: the planner's on one GPU, else 0.3."},
     )
     vllm_enable_sleep_mode: bool | None = field(
         default=None,

@@ -83,7 +83,8 @@ def read_plan_request(
         logger.warning(f"Transformers generates, which is slower than vLLM: {problem}.")
     processes = meet() if is_accelerator(args.device) else without_gpus(meet())
     cluster = cluster_of(processes)
-    plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph)
+    one_host_device = cluster.size == 1 and not is_accelerator(args.device)
+    plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph, may_choose=not one_host_device)
     if plan is not None:
         plan = _with_settings(plan, args, first_epoch, is_preset=plugin.plan == "separate")
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
@@ -133,13 +134,20 @@ def _warnings(args: Any, *, by_vllm: bool) -> Iterator[str]:
 
 
 def _requested_plan(
-    plugin: ReallocationPlugin, cluster: Cluster, engine: str, deepspeed: Any, graph: DataflowGraph
+    plugin: ReallocationPlugin,
+    cluster: Cluster,
+    engine: str,
+    deepspeed: Any,
+    graph: DataflowGraph,
+    *,
+    may_choose: bool,
 ) -> ExecutionPlan | None:
     """The user's plan. `None` where the planner is to choose it.
 
     Args:
         deepspeed: Accelerate's DeepSpeed plugin, or `None`; its ZeRO stage is that of the presets.
         graph: of this run.
+        may_choose: false on a single CPU process, whose plans differ neither in devices nor in a memory that is known.
 
     Raises:
         PlanError: there is no such plan, or it is for another number of processes or another algorithm.
@@ -155,7 +163,7 @@ def _requested_plan(
                 f"plan: {plugin.plan} needs two processes; this run has one, which runs every call ({resolved.name})"
             )
         return resolved
-    if stage or cluster.size == 1:  # launching with ZeRO is a choice of the user's; one device leaves no choice
+    if stage or not may_choose:  # launching with ZeRO is a choice of the user's
         return resolve_plan("flatten", cluster, **options)
     return None
 

@@ -50,8 +50,9 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
             Upper bound of a weight. `None`: no bound.
         vllm_importance_sampling_clip_min (`float`, *optional*):
             Lower bound of a weight. `None`: no bound.
-        vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
-            Share of a GPU's memory that a vLLM engine takes beside training.
+        vllm_gpu_memory_utilization (`float`, *optional*):
+            Share of a GPU's memory that a vLLM engine takes beside training. Default: the planner's choice on one GPU
+            (`memory_share` in a plan), otherwise 0.3.
         vllm_enable_sleep_mode (`bool`, *optional*):
             Whether vLLM engines give their memory back while others use their GPUs (`drop` in a plan): `True` for all
             engines without `offload` in the plan, `False` for none of a plan that the planner chooses. Default: as the
@@ -116,9 +117,9 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
         default=None,
         metadata={"help": "Lower bound of a weight. None: no bound."},
     )
-    vllm_gpu_memory_utilization: float = field(
-        default=0.3,
-        metadata={"help": "Share of a GPU's memory that a vLLM engine takes beside training."},
+    vllm_gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata={"help": "Share of a GPU's memory for a vLLM engine. Default: the planner's on one GPU, else 0.3."},
     )
     vllm_enable_sleep_mode: bool | None = field(
         default=None,

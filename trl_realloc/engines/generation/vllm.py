@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ...common.notices import working
 from ...common.ports import reserve_port
+from ...plan.assignment import MEMORY_SHARE
 from ..base import BackgroundEngine, Bucket, Completion, DecodeStep, EngineError, GenerationRequest, Sampling, Updates
 from ..child_process import let_open_memory
 from .background_generation import BackgroundGeneration
@@ -78,7 +79,7 @@ class VLLMEngine:
         cpu_cores: Sequence[int] | None = None,
         cuda_devices: Sequence[int] | None = None,
         kv_cache_gib: float | None = None,
-        gpu_memory_utilization: float = 0.3,
+        gpu_memory_utilization: float = MEMORY_SHARE,
         repeatable_sampling: bool = False,
         sleep_level: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
