@@ -1,14 +1,22 @@
-"""The folder that a vLLM engine reads its model's config from."""
+"""What a vLLM engine is started with: the folder of its model's config, and its share of the memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
-from trl_realloc.runtime.vllm_start import kept_model
+from trl_realloc.engines.generation import vllm
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.vllm_start import VLLMOptions, kept_model, start_vllm
 
 
 def made(folder: Path, **files: str) -> Path:
@@ -54,3 +62,27 @@ def test_where_nothing_can_be_kept_the_engine_reads_the_ranks_own_folder(
     monkeypatch.setenv("TRL_REALLOC_CACHE", os.fspath(tmp_path / "a file" / "cache"))
     folder = made(tmp_path / "model", config="1")
     assert kept_model(folder) == folder
+
+
+@pytest.mark.parametrize(("share", "setting", "taken"), [(0.6, 0.2, 0.6), (0.6, None, 0.6), (None, 0.2, 0.2)])
+def test_an_engine_takes_the_share_of_the_plan_before_that_of_the_settings(
+    share: float | None, setting: float | None, taken: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[dict[str, Any]] = []
+
+    class Engine:
+        def __init__(self, model: Any, **settings: Any) -> None:
+            engines.append(settings)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(vllm, "VLLMEngine", Engine)
+    plan = flatten(Cluster(1, 1))
+    generate = replace(plan["actor.generate"], memory_share=share)
+    plan = replace(plan, assignments={**plan.assignments, "actor.generate": generate})
+    given = {} if setting is None else {"gpu_memory_utilization": setting}
+    options = VLLMOptions(torch.device("cpu"), context_length=8, vllm=given)
+    with contextlib.ExitStack() as stack:
+        start_vllm(plan, "actor.generate", 0, LlamaConfig(), options, stack)
+    assert [settings["gpu_memory_utilization"] for settings in engines] == [taken]

@@ -201,12 +201,14 @@ def _on_one(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options:
     if pricing.cluster.size > 1:
         return ()
     trains = options["graph"].train_call(Role.ACTOR)
-    adapted = dict(specs)
+    adapted: dict[str, Sequence[ModelSpec]] = dict(specs)
     if trains is not None:
         adapted[trains] = [replace(spec, trained_share=min(spec.trained_share, ADAPTERS)) for spec in specs[trains]]
         frozen = [call.name for call in options["graph"].calls if call.role is Role.REFERENCE]
         adapted |= {name: [replace(spec, is_base=True) for spec in specs[name]] for name in frozen}
-    narrow = {name: [_in_16_bits(spec) for spec in of_call] for name, of_call in adapted.items()}
+    narrow: dict[str, Sequence[ModelSpec]] = {
+        name: [_in_16_bits(spec) for spec in of_call] for name, of_call in adapted.items()
+    }
     ways = {"adapters for the policy (peft_config; in a recipe use_peft: true)": adapted}
     ways["adapters, and models in bfloat16 (dtype of model_init_kwargs, or of a recipe)"] = narrow
     sleeping = replace(pricing, vllm_sleeps=True if pricing.vllm_sleeps is None else pricing.vllm_sleeps)
