@@ -65,23 +65,24 @@ def test_a_stage_has_memory_for_what_it_receives_of_the_micro_batches_under_way(
             module, index, 2, torch.device("cpu"), input_args=(shape,), output_args=(result,), group=group.group
         )
         stage.has_backward = True
-        stage._inference_mode = schedules.InferenceMode.STATIC
+        if hasattr(schedules, "InferenceMode"):  # not in torch 2.11
+            stage._inference_mode = schedules.InferenceMode.STATIC
 
         def held(stage: LeanStage = stage) -> int:
             tables = stage.args_recv_info, stage.grad_recv_info
-            buffers = [info.buffer for table in tables for infos in table.values() for info in infos]
+            buffers = [getattr(info, "buffer", None) for table in tables for infos in table.values() for info in infos]
             return sum(buffer is not None and not buffer.is_meta for buffer in buffers)
 
-        stage._prepare_forward_infra(5, (), has_backward=True)
-        stage._prepare_backward_infra(5, loss_fn=None)
+        stage._prepare_forward_infra(5, ())
+        stage._prepare_backward_infra(5)
         assert not held()
         for at in range(5):
             for message in stage.get_fwd_recv_ops(at):
-                message.tensor.fill_(float(at))
-            output = stage.forward_one_chunk(at, (torch.ones(1, 4, 8, requires_grad=True),))
+                message.tensor.detach().fill_(float(at))
+            output = stage.forward_one_chunk(at, (torch.ones(1, 4, 8, requires_grad=True),), {})
             assert held() == index
             for message in stage.get_bwd_recv_ops(at):
-                message.tensor.fill_(float(at))
+                message.tensor.detach().fill_(float(at))
             assert held() == 1, "the last stage receives hidden states, the first one their gradients"
             stage.backward_one_chunk(at, loss=output)
             sent = [message.tensor for message in stage.get_bwd_send_ops(at)] or stage.bwd_cache.pop(at)

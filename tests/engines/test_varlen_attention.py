@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,35 +103,58 @@ def test_which_implementations_are_flash_attention() -> None:
     assert not any(map(is_flash, (None, "sdpa", "eager", "flex_attention", PACKED)))
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def varlen(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
-        starts, ends, longest, _ = bounds
-        assert starts is ends and longest == 4 and options["enable_gqa"]
-        left, right = options["window_size"]
-        assert right == 0, "causal"
-        parts = []
-        for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            one = [part[a:b].transpose(0, 1)[None] for part in (q, k, v)]
-            seen = windowed(b - a, None if left < 0 else left + 1)
-            out = nn.functional.scaled_dot_product_attention(
-                *one, attn_mask=seen, is_causal=seen is None, scale=options["scale"], enable_gqa=True
-            )
-            parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
+def each_sample_alone(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
+    """What torch's attention for samples of different lengths computes, by sdpa."""
+    starts, ends, longest, _ = bounds
+    assert starts is ends and longest == 4
+    left, right = options["window_size"]
+    assert right == 0, "causal"
+    parts = []
+    for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        one = [part[a:b].transpose(0, 1)[None] for part in (q, k, v)]
+        seen = windowed(b - a, None if left < 0 else left + 1)
+        out = nn.functional.scaled_dot_product_attention(
+            *one,
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=options["scale"],
+            enable_gqa=options.get("enable_gqa", False),
+        )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
 
+
+def of_torch_2_13(*tensors: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
+    return each_sample_alone(*tensors, scale=scale, window_size=window_size, enable_gqa=enable_gqa)
+
+
+def of_torch_2_11(*tensors: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    return each_sample_alone(*tensors, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("varlen_attn", [of_torch_2_13, of_torch_2_11])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
+    varlen_attn: Callable[..., Tensor], window: int | None, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All samples in one call, also where keys and values have fewer heads, which torch 2.11 cannot be told."""
     torch.manual_seed(0)
     module = nn.Module()
-    module.num_key_value_groups = 2  # type: ignore[assignment]
-    query, key, value = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    module.num_key_value_groups = 4 // heads  # type: ignore[assignment]
+    inputs = [torch.randn(1, number, 9, 8, requires_grad=True) for number in (4, heads, heads)]
     arguments = {"sample_lengths": [4, 2, 3], "scaling": 0.3, "sliding_window": window}
-    expected = packed_attention._packed_attention(module, query, key, value, None, **arguments)[0]
-    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen)
+    weights = torch.randn(1, 9, 4, 8)
+
+    def computed() -> list[Tensor]:
+        result = packed_attention._packed_attention(module, *inputs, None, **arguments)[0]  # type: ignore[arg-type]
+        return [result, *torch.autograd.grad((result * weights).sum(), inputs)]
+
+    expected = computed()
+    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_attn)
     monkeypatch.setattr(packed_attention, "has_varlen", lambda *_: True)
-    found = packed_attention._packed_attention(module, query, key, value, None, **arguments)[0]
-    torch.testing.assert_close(found, expected)
+    monkeypatch.delattr(packed_attention, "sdpa_attention_forward")  # called for each sample
+    torch.testing.assert_close(computed(), expected)
 
 
 def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_the_scores(

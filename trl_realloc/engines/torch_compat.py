@@ -1,13 +1,15 @@
 """What this package uses of torch beyond its documented interface, and what differs between its releases. No other file
 does.
 
-Run with torch 2.13 and 2.15 (docs/versions.md).
+Run with torch 2.11, 2.13 and 2.15 (docs/versions.md).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,16 +54,17 @@ class LeanStage(PipelineStage):
     """A pipeline stage that has memory for what it receives of the micro-batches that are under way. torch's has it for
     all micro-batches of a step from the beginning: twice as much as all of their hidden states.
 
-    In a release of torch that lacks the methods that are replaced here, the memory is torch's.
+    For stages that are made with `input_args` and `output_args`: torch runs the others once to see their shapes, for
+    which it needs memory. In a release that lacks the methods that are replaced here, the memory is torch's.
     """
 
-    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
-            super()._setup_forward_recv_info(*args, **kwargs)
+            return super()._prepare_forward_infra(*args, **kwargs)
 
-    def _setup_backward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
-            super()._setup_backward_recv_info(*args, **kwargs)
+            return super()._prepare_backward_infra(*args, **kwargs)
 
     @contextlib.contextmanager
     def _without_memory(self) -> Iterator[None]:
@@ -73,13 +76,15 @@ class LeanStage(PipelineStage):
 
     def _allocate(self, received: Iterable[Any]) -> None:
         for info in received:
-            if info.buffer is not None and info.buffer.is_meta:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
+            buffer = _buffer(info)
+            if buffer is not None and buffer.is_meta:
+                info.buffer = torch.empty_like(buffer, device=self.device, requires_grad=buffer.requires_grad)
 
     def _free(self, received: Iterable[Any]) -> None:
         for info in received:
-            if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+            buffer = _buffer(info)
+            if buffer is not None:
+                info.buffer = torch.empty_like(buffer, device="meta")
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id])
@@ -93,6 +98,18 @@ class LeanStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._free(self.args_recv_info[bwd_chunk_id])
         self._free(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+
+def _buffer(info: Any) -> Tensor | None:
+    """The memory that an input of a stage is received in; `None` for an argument of the first stage, which torch 2.11
+    describes by a class of its own."""
+    return getattr(info, "buffer", None)
+
+
+@functools.cache
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Whether this release's function has an argument."""
+    return name in inspect.signature(function).parameters
 
 
 def extensions_folder() -> Path:
@@ -122,4 +139,12 @@ def wrap_store(wrap: Callable[[dist.Store], dist.Store], mark: str) -> None:
     rendezvous._create_c10d_store = connect_and_wrap
 
 
-__all__ = ["CHECKPOINT_METADATA_CLASSES", "LeanStage", "StorageInfo", "extensions_folder", "memory_of", "wrap_store"]
+__all__ = [
+    "CHECKPOINT_METADATA_CLASSES",
+    "LeanStage",
+    "StorageInfo",
+    "extensions_folder",
+    "memory_of",
+    "takes_argument",
+    "wrap_store",
+]

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers.utils import logging
 
+from ..torch_compat import takes_argument
 
-try:  # with all arguments that are used here since torch 2.12
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None  # type: ignore[assignment]
 
 logger = logging.get_logger(__name__)
 
@@ -64,7 +62,7 @@ def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
     dtype, size = _computed_in(query), query.shape[-1]
     is_half = dtype in (torch.float16, torch.bfloat16)
     fits = size == value.shape[-1] <= LARGEST_HEAD and size % HEAD_MULTIPLE == 0
-    if varlen_attn is None or not (query.is_cuda and is_half and fits and plain):
+    if not (query.is_cuda and is_half and fits and plain):
         return False
     return _has_kernel(query.device, dtype, size)
 
@@ -91,7 +89,7 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     try:
         result = varlen_attention(query.requires_grad_(), key, value, [2, 1], None, None)
         torch.autograd.grad(result.sum(), query)
-    except (RuntimeError, TypeError, ValueError) as error:  # no kernel; this release of torch takes other arguments
+    except (RuntimeError, TypeError, ValueError) as error:  # no kernel; a release of torch that takes other arguments
         logger.warning(
             f"torch's attention for samples of different lengths does not run on {device} with heads of {head_dim} in "
             f"{dtype}, so each sample's attention is a call of its own, which is slower: {error}"
@@ -115,6 +113,12 @@ def varlen_attention(
     dtype = _computed_in(query)
     q, k, v = (part.to(dtype).squeeze(0).transpose(0, 1) for part in (query, key, value))
     bounds, longest = sample_bounds(lengths, query.device), max(lengths)
+    options, shared_by = {}, q.shape[1] // k.shape[1]
+    if shared_by > 1:
+        if takes_argument(varlen_attn, "enable_gqa"):
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = (part.repeat_interleave(shared_by, dim=1) for part in (k, v))
     result = varlen_attn(
         q,
         k,
@@ -125,7 +129,7 @@ def varlen_attention(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **options,
     )
     assert isinstance(result, Tensor), "no other outputs are asked for"
     return result[None]
