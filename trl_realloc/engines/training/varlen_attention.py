@@ -113,8 +113,8 @@ def varlen_attention(
     dtype = _computed_in(query)
     q, k, v = (part.to(dtype).squeeze(0).transpose(0, 1) for part in (query, key, value))
     bounds, longest = sample_bounds(lengths, query.device), max(lengths)
-    options, shared_by = {}, q.shape[1] // k.shape[1]
-    if shared_by > 1:
+    options: dict[str, Any] = {}
+    if (shared_by := q.shape[1] // k.shape[1]) > 1:
         if takes_argument(varlen_attn, "enable_gqa"):
             options["enable_gqa"] = True
         else:  # torch 2.11
