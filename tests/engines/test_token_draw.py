@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -130,6 +131,15 @@ def test_a_row_is_the_same_alone_and_in_a_batch(logits: Tensor, k: int, p: float
         alone = limited(logits[row : row + 1], k, p)
         assert torch.equal(alone, whole[row : row + 1])
         assert draw(alone.log_softmax(-1), points[:1]) == tokens[row]
+
+
+@given(seed=st.integers(0, 2**31))
+def test_rows_that_are_drawn_some_at_a_time_are_the_same(seed: int) -> None:
+    logprobs = random_rows(seed).log_softmax(-1)
+    uniform = torch.rand(len(logprobs), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    with mock.patch.object(token_draw, "AT_ONCE", 2 * logprobs.shape[1] + 1):
+        some_at_a_time = draw(logprobs, uniform)
+    torch.testing.assert_close(some_at_a_time, draw(logprobs, uniform), rtol=0, atol=0)
 
 
 @given(logits=ROWS, p=P, seed=st.integers(0, 1000))
