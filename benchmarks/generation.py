@@ -42,10 +42,10 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "nu
 SMALL |= {"num_key_value_heads": 2, "head_dim": 32}
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 LARGE |= {"num_key_value_heads": 8, "head_dim": 64}
-STAGES = ("python", "imports", "config", "engine with config", "ready")
 
 
 def model_config(vocabulary: int, device: str) -> Any:
+    """A Llama's config."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -295,17 +295,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--samples", type=int, nargs="+", default=[8, 64, 128, 256, 512])
+    parser.add_argument("--samples", type=int, nargs="+", help="8 and 64; on a GPU 8 to 512")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_000])
     parser.add_argument("--samplers", nargs="+", choices=["vllm", "repeatable"], default=["vllm", "repeatable"])
-    parser.add_argument("--longest", type=int, help="tokens of the longest response; 32, on a GPU 256")
+    parser.add_argument("--longest", type=int, help="tokens of the longest response; 16, on a GPU 256")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--plain", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plain:
         plain(json.loads(options.plain))
         return
-    options.longest = options.longest or (256 if options.device == "cuda" else 32)
+    on_gpu = options.device == "cuda"
+    options.longest = options.longest or (256 if on_gpu else 16)
+    options.samples = options.samples or ([8, 64, 128, 256, 512] if on_gpu else [8, 64])
     rows, starts = list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as temporary:
         for vocabulary in options.vocabularies:
