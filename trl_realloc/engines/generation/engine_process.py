@@ -291,8 +291,8 @@ def engine_environment(
         cores: the cores to run on; `None` for any.
         devices: the GPUs to run on, as torch numbers them in this process; `None` for the CPU.
         sleeps: whether the engine gives its memory back (vLLM's sleep mode), which torch's expandable segments cannot.
-        repeatable: whether this package's sampler draws, which needs vLLM's older model runner. vLLM 0.27 takes that
-            one where there are logits processors; 0.32 would take its newest one, and refuse the processor.
+        repeatable: whether this package's sampler draws, which needs vLLM's older model runner. vLLM 0.26 and 0.27
+            take that one where there are logits processors; 0.32 would take its newest one, and refuse the processor.
         compiles: on the CPU, whether vLLM may compile (`enforce_eager: False` of the user). On a GPU it always may.
     """
     environment = without_launcher(os.environ)

@@ -1,7 +1,7 @@
 """What this package uses of vLLM beyond its documented interface, and what differs between its releases. No other file
 does. Imported in vLLM's process alone.
 
-Run with vLLM 0.27.1 and 0.28.0 to 0.33.0 (docs/versions.md).
+Run with vLLM 0.26.0 to 0.33.0 (docs/versions.md).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def replace_draw(model_runner: Any, processor: type[Any], make: Callable[[Any], 
     sampler = model_runner.sampler
     if not found or not hasattr(sampler, "topk_topp_sampler"):
         raise RuntimeError(
-            "the sampler of this vLLM release is not supported by trl_realloc; install vLLM 0.27.1 to 0.33.0."
+            "the sampler of this vLLM release is not supported by trl_realloc; install vLLM 0.26.0 to 0.33.0."
         )
     sampler.topk_topp_sampler = make(found[0])
 
@@ -148,7 +148,7 @@ def _state(engine: Any, request_id: str) -> Any:
 
 _NO_STATE = (
     "this vLLM release does not say where it keeps the tokens of an unfinished request, so trl_realloc cannot move "
-    "samples between engines; install vLLM 0.27.1 to 0.33.0, or choose a plan without migration"
+    "samples between engines; install vLLM 0.26.0 to 0.33.0, or choose a plan without migration"
 )
 
 

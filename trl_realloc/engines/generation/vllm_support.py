@@ -20,9 +20,9 @@ from ...plan.assignment import MOST_SLOTS
 from ...plan.model_spec import FAMILIES, ModelSpec
 
 
-# families that vLLM 0.27 generates with the embedding as the head, whatever their config says
+# families that vLLM 0.26 and 0.27 generate with the embedding as the head, whatever their config says
 _TIED = ("cohere", "cohere2", "cohere2_moe", "gemma", "gemma2", "gemma3n_text", "mpt")
-_CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.27 to 0.33
+_CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.26 to 0.33
 MOST_CPU_CACHE = 2**30  # bytes
 
 
