@@ -76,11 +76,17 @@ def test_vllms_own_sampler_draws_on_a_gpu_unless_the_draw_is_to_repeat_exactly(
     assert draws_by_seed({"repeatable_sampling": repeatable}, on_cpu) == by_seed
 
 
-def test_an_engine_that_sleeps_has_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    assert engine_environment(1, None, [0])[name] == "max_split_size_mb:64,expandable_segments:True"
-    assert engine_environment(1, None, [0], sleeps=True)[name] == "max_split_size_mb:64"
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_no_engine_has_the_expandable_segments_of_its_training(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A sleeping engine cannot give them back, and the workers of an awake tensor group cannot open each other's."""
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    assert engine_environment(2, None, [0, 1])[name] == "max_split_size_mb:64"
+
+
+def test_flashinfers_sampler_does_not_draw_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no log-probabilities of the distribution that is drawn from, and no seeds of samples."""
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    assert engine_environment(1, None, [0])["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ another takes long to make."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def test_a_message_that_was_not_received_is_not_received_in_the_next_group(
     assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["new", "new"]
 
 
-def test_a_rank_waits_for_the_samples_of_another_longer_than_a_collective_may_take(run: Callable[..., Path]) -> None:
+def test_a_rank_waits_for_another_ones_call_longer_than_a_collective_may_take(run: Callable[..., Path]) -> None:
     """A generation, or a judge's rewards, on ranks of their own, while the others have nothing to do."""
     folder = run("long_call.py", 2, {}, "job")
-    assert (folder / "0.txt").read_text() == "samples"
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert ranks[0].pop("samples") == "samples"
+    assert ranks == [{"largest": 1, "version": 1, "rewards": [2, 0, 2, 1], "awaited": [2, 0, 2, 1]}] * 2

@@ -27,12 +27,15 @@ class MeshGroup:
     rank: this process.
     group: its `torch.distributed` process group; `None` on a mesh of one device.
     device: of the tensors that the collectives send; a GPU with NCCL.
+    agree: the largest of the numbers that the ranks of the mesh give it, over their host memory, where a rank waits for
+        another as long as that one's calls take. `None`: `max` is a collective of `group`, with its time limit.
     """
 
     ranks: tuple[int, ...]
     rank: int
     group: Any = None
     device: torch.device = torch.device("cpu")
+    agree: Callable[[int], int] | None = None
 
     @property
     def size(self) -> int:
@@ -51,9 +54,16 @@ class MeshGroup:
         """The largest of the ranks' numbers."""
         if self.size == 1:
             return number
+        if self.agree is not None:
+            return self.agree(number)
         largest = torch.tensor(number, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return int(largest)
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here. Before the first of several collectives: a device counts the time that
+        it waits for another rank, and ends the job at its limit (`ddp_timeout`)."""
+        self.max(0)
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors in place over the mesh. Every rank passes tensors of the same shapes and dtypes."""

@@ -102,6 +102,8 @@ class CallRunner:
                     arriving.drop(call)
             else:
                 self.placement.check_fresh(name)
+                if is_collective:
+                    self._meet(name, f"{name} of {step.name}")
                 start = time.time()
                 with self.placement.resident(name):
                     added = None if arriving is None or share.scale is None else arriving.added(name, share.scale)
@@ -152,6 +154,7 @@ class CallRunner:
         placement, (first, second) = self.placement, pair
         losses = self.algorithm.loss(first.name).of_tokens, self.algorithm.loss(second.name).of_tokens
         batches = shares[0].mini_batches(), shares[1].mini_batches()
+        self._meet(first.name, f"{first.name} and {second.name} of {step.name}")
         start = time.time()
         with placement.resident(first.name), placement.resident(second.name):
             columns = training_calls.train_together(placement, self.settings, losses, pair, batches, step)
@@ -178,6 +181,13 @@ class CallRunner:
             case CallKind.TRAIN:
                 loss = self.algorithm.loss(call.name).of_tokens
                 return training_calls.train(placement, settings, loss, call, share.mini_batches(), step, added)
+
+    def _meet(self, name: str, what: str) -> None:
+        """Wait for the other ranks of a call's mesh before its first collective. One may still be in another call, such
+        as the rewards of a slow judge."""
+        self.alarm.at(f"waiting for the other ranks of {what}")
+        self.placement.group(name).meet()
+        self.alarm.at(what)
 
     def _early_of(self, name: str) -> EarlyGeneration | None:
         return self.early if self.early is not None and self.early.call == name else None

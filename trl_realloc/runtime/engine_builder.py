@@ -266,7 +266,10 @@ class EngineBuilder:
 
     def _equalize(self, call: str, model: Any) -> None:
         """Set a role's model on all ranks of the call's mesh to the first rank's."""
-        if self.placement.has(call) and not self.roles.filled_later:
+        if not self.placement.has(call):
+            return
+        self.placement.group(call).meet()  # one rank may have loaded the model faster than another
+        if not self.roles.filled_later:
             equalize(model, self.placement.group(call), str(self.placement.role_of(call)))
 
     def _follow(self, call: str, home: str, trained: Any, copied: Any, *, adapted: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,11 +22,13 @@ from ..engines.mesh_group import FusedGroups, MeshGroup, SplitGroups, split_rank
 from ..plan.cluster import DeviceMesh
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.fused import MESSAGE_GROUPS
+from .messages import GlooMessages, combined
 
 
 # How long a rank waits for another's samples and messages, unless `ddp_timeout` is longer. A call that the other runs
 # may take longer than any message; a rank that is lost is noticed by its heartbeats.
 LONGEST_CALL = timedelta(days=1)
+MEETING_TAG = 1 << 27  # above the tags of samples in the same group; each mesh has two
 
 
 def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> Any:
@@ -101,6 +103,15 @@ def wait_for_all(group: Any, device: torch.device) -> None:
     """
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
+    meet(group)
+
+
+def meet(group: Any) -> None:
+    """Wait until every rank of a job has come here, whatever its device still does.
+
+    Args:
+        group: as of `wait_for_all`.
+    """
     if group is not None:
         dist.barrier(group=group)
 
@@ -160,18 +171,40 @@ def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dic
     """
     _allow_connections(plan)
     alone = DeviceMesh(rank, 1)
-    meshes = sorted({assignment.mesh for assignment in plan.assignments.values()} | {alone})
+    of_plan = sorted({assignment.mesh for assignment in plan.assignments.values()})
+    meshes = sorted({*of_plan, alone})
     if not dist.is_initialized():
         return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
     device, groups = group_device(), dict[DeviceMesh, MeshGroup]()
+    control = new_group(backend="gloo", timeout=max(timeout, LONGEST_CALL))
     for mesh in meshes:
-        group = new_group(list(mesh.devices), timeout=timeout) if mesh.size > 1 else None
-        groups[mesh] = MeshGroup(tuple(mesh.devices), rank, group, device)
+        ranks, group, agree = tuple(mesh.devices), None, None
+        if mesh.size > 1:
+            group = new_group(list(ranks), timeout=timeout)
+            agree = _agreement(control, ranks, rank, MEETING_TAG + 2 * of_plan.index(mesh))
+        groups[mesh] = MeshGroup(ranks, rank, group, device, agree)
     if any(a.strategy.zero_stage and rank in a.mesh for a in plan.assignments.values()):
         # DeepSpeed calls collectives also on a rank alone. Only this rank takes part in making the group.
         group = new_group([rank], timeout=timeout, use_local_synchronization=True)
         groups[alone] = MeshGroup((rank,), rank, group, device)
-    return groups, new_group(backend="gloo", timeout=max(timeout, LONGEST_CALL))
+    return groups, control
+
+
+def _agreement(control: Any, ranks: tuple[int, ...], rank: int, tag: int) -> Callable[[int], int]:
+    """`MeshGroup.agree` of a mesh.
+
+    Args:
+        control: a gloo group that all ranks of the mesh are in.
+        tag: of its messages; `tag + 1` is used too.
+    """
+    messages = GlooMessages(control)
+
+    def agree(number: int) -> int:
+        largest: int = combined(messages, ranks, rank, number, max, tag)
+        messages.flush()
+        return largest
+
+    return agree
 
 
 def make_split_groups(
@@ -250,7 +283,9 @@ def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta)
     groups, device = {}, group_device()
     for source, target in plan.reallocations:
         ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
-        control = new_group(ranks, backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        # the ranks agree on versions there before a transfer, whose messages have a limit of their own
+        longest = max(timeout, LONGEST_CALL)
+        control = new_group(ranks, backend="gloo", timeout=longest) if dist.is_initialized() else None
         tensors = new_group(ranks, timeout=timeout) if is_accelerator(device) else control
         groups[target] = ReallocationGroups(source, target, tuple(ranks), control, tensors, device)
     return groups

@@ -4,9 +4,11 @@ Reward functions stay functions, which TRL calls; `followed` tells the watchdog 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,15 +61,34 @@ class PlannedRewardModel:
         ]
 
 
-def followed(reward: Any, update: str, at: Callable[[str], None]) -> Any:
-    """A reward function that says when it is called and when it has returned. Reward models are returned as they are.
+def followed_by(rewards: Sequence[Any], update: str, at: Callable[[str], None], meet: Callable[[], None]) -> list[Any]:
+    """The reward functions as `followed` makes them. After the last of them has returned, this rank waits for the
+    others, which may have slower judges: TRL gathers the rewards next, by a collective of the devices.
+
+    Args:
+        meet: waits for all ranks.
+    """
+    functions = [not isinstance(reward, PlannedRewardModel | nn.Module) for reward in rewards]
+    count = itertools.count(1)
+
+    def ended() -> None:
+        if next(count) == sum(functions):
+            meet()
+
+    return [
+        followed(reward, update, at, ended) if is_function else reward
+        for reward, is_function in zip(rewards, functions, strict=True)
+    ]
+
+
+def followed(reward: Any, update: str, at: Callable[[str], None], ended: Callable[[], None]) -> Any:
+    """A reward function that says when it is called and when it has returned.
 
     Args:
         update: in which it is called, in words.
         at: sets what this rank is doing (`Alarm.at`).
+        ended: called when it has returned.
     """
-    if isinstance(reward, PlannedRewardModel | nn.Module):
-        return reward
     own = f"reward function {getattr(reward, '__name__', type(reward).__name__)!r} of {update}"
 
     @contextlib.contextmanager
@@ -85,14 +106,18 @@ def followed(reward: Any, update: str, at: Callable[[str], None]) -> Any:
         @functools.wraps(reward, updated=())
         async def called_async(**given: Any) -> Any:
             with saying():
-                return await reward(**given)
+                rewards = await reward(**given)
+            await asyncio.to_thread(ended)  # the loop has other things to do
+            return rewards
 
         return called_async
 
     @functools.wraps(reward, updated=())
     def called(**given: Any) -> Any:
         with saying():
-            return reward(**given)
+            rewards = reward(**given)
+        ended()
+        return rewards
 
     return called
 

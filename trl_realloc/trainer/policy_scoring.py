@@ -25,10 +25,10 @@ from ..algorithms.rollout import Ragged, Rollouts
 from ..common.notices import notice
 from ..runtime.calls import TEXTS
 from ..runtime.host_calls import HostCalls
-from ..runtime.process_groups import from_every_rank
+from ..runtime.process_groups import from_every_rank, meet
 from .plug import takes_turns
 from .policy_groups import Batch, GroupScores, groupable, groups_of
-from .policy_rewards import PlannedRewardModel, followed
+from .policy_rewards import PlannedRewardModel, followed_by
 from .trl_policy_trainers import TRLGRPOTrainer, parse_response
 from .trl_sampling import tokenizer_of
 
@@ -105,8 +105,9 @@ class PolicyScoringMixin:
         if self._group_scores is not None:
             self.reward_funcs = self._group_scores.as_called_by_trl(given)
         alarm, update = self.calls.executor.alarm, f"update {self.state.global_step + 1}"
+        control = self.calls.executor.placement.control
         alarm.at(f"the rewards of {update}")
-        self.reward_funcs = [followed(reward, update, alarm.at) for reward in self.reward_funcs]
+        self.reward_funcs = followed_by(self.reward_funcs, update, alarm.at, lambda: meet(control))
         try:
             rewards = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)  # type: ignore[misc]
         finally:
@@ -119,7 +120,7 @@ class PolicyScoringMixin:
             return rewards
         own = error.sample - self.accelerator.process_index * len(prompts)  # every rank has as many
         text = f" ({quoted(prompts[own], completions[own])})" if 0 <= own < len(prompts) else ""
-        message = str(error) + "".join(from_every_rank(text, self.calls.executor.placement.control))
+        message = str(error) + "".join(from_every_rank(text, control))
         if not self.args.skip_nonfinite_updates:
             raise NonFiniteError(f"{message}. Nothing was trained on this batch.", error.sample)
         if self.accelerator.is_main_process:

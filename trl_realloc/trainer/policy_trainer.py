@@ -30,7 +30,7 @@ from ..runtime.failures.temporary_folder import temporary_folder
 from ..runtime.failures.watchdog_client import watch
 from ..runtime.host_calls import HostCalls
 from ..runtime.placement import Placement
-from ..runtime.process_groups import wait_for_all
+from ..runtime.process_groups import meet, wait_for_all
 from ..runtime.training_calls import check_first_weights
 from .accelerate_fallback import (
     check_resumable,
@@ -285,6 +285,7 @@ class PlannedPolicyTrainer(
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._finish_save(wait=False)
+        meet(self.placement.control)  # a callback may have taken one rank long, and the devices gather the loss next
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         if self.control.should_training_stop:
             self._finish_save()  # Trainer looks for the best checkpoint at the end, and may delete the others

@@ -279,7 +279,6 @@ def engine_environment(
     cores: Sequence[int] | None,
     devices: Sequence[int] | None,
     *,
-    sleeps: bool = False,
     repeatable: bool = False,
     compiles: bool = False,
 ) -> dict[str, str]:
@@ -290,14 +289,15 @@ def engine_environment(
         tp: number of tensor-parallel processes.
         cores: the cores to run on; `None` for any.
         devices: the GPUs to run on, as torch numbers them in this process; `None` for the CPU.
-        sleeps: whether the engine gives its memory back (vLLM's sleep mode), which torch's expandable segments cannot.
         repeatable: whether this package's sampler draws, which needs vLLM's older model runner. vLLM 0.26 and 0.27
             take that one where there are logits processors; 0.32 would take its newest one, and refuse the processor.
         compiles: on the CPU, whether vLLM may compile (`enforce_eager: False` of the user). On a GPU it always may.
     """
     environment = without_launcher(os.environ)
+    # set for training. Memory in expandable segments can neither be given back, as a sleeping engine does, nor be
+    # opened by the other workers of a tensor group (CUDA IPC), as vLLM's all-reduce does
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if sleeps and name in environment:
+        if name in environment:
             kept = [part for part in environment[name].split(",") if not part.strip().startswith("expandable_segments")]
             environment[name] = ",".join(kept)
     environment |= {
@@ -324,6 +324,9 @@ def engine_environment(
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
             names if visible is None else [visible.split(",")[device] for device in devices]
         )
+        # vLLM's default where FlashInfer is installed. It has neither the log-probabilities of the distribution that
+        # is drawn from nor a seed for each sample
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         return environment
     environment |= _cpu_environment(tp, cores)
     if not compiles:

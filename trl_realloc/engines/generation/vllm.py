@@ -123,7 +123,6 @@ class VLLMEngine:
             tensor_parallel_size,
             cpu_cores,
             cuda_devices,
-            sleeps=sleep_level > 0,
             repeatable=repeatable_sampling,
             compiles=(engine_kwargs or {}).get("enforce_eager") is False,
         )
