@@ -27,4 +27,4 @@ def test_a_rank_waits_for_another_ones_call_longer_than_a_collective_may_take(ru
     folder = run("long_call.py", 2, {}, "job")
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert ranks[0].pop("samples") == "samples"
-    assert ranks == [{"largest": 1, "version": 1, "rewards": [2, 0, 2, 1], "awaited": [2, 0, 2, 1]}] * 2
+    assert ranks == [{"largest": 1, "version": 1, "rewards": [2, 0, 2, 1]}] * 2

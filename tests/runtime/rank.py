@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def meet(store: torch.distributed.FileStore, key: str, size: int) -> None:
         arrived = store.add(key, 0)
 
 
+def refused(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
 def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, where the tests were started in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,6 +77,8 @@ def main() -> None:
         return
     if what == "fail":
         raise RuntimeError("a mistake of the user's")
+    if what == "raise, without new threads":
+        what, threading.Thread.start = "raise", refused  # type: ignore[method-assign]
     if what == "raise" and rank == 1:
         with alarm.covers():
             raise RuntimeError("no memory")

@@ -17,8 +17,10 @@ from trl_realloc.runtime.launch.launcher import (
     LaunchError,
     check_device,
     check_launch,
+    connect_streams,
     launch_summary,
     requested_processes,
+    too_few_connections,
     wait_on_own_device,
 )
 
@@ -50,6 +52,21 @@ def test_a_start_says_where_fewer_processes_run_than_were_asked_for(
         launch_summary([Process("alpha")], flatten(Cluster(1, 1)), requested_processes(environment, launcher))
     )
     assert re.search(told, said), said
+
+
+@pytest.mark.parametrize(("given", "has_begun", "after"), [(None, False, "32"), (None, True, None), ("1", False, "1")])
+def test_streams_have_queues_of_their_own_unless_the_user_or_a_start_of_cuda_has_settled_it(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, has_begun: bool, after: str | None
+) -> None:
+    environment = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_begun)
+    connect_streams(environment)
+    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
+    warning = too_few_connections(environment)
+    assert (warning is None) == (after == "32")
+    if warning is not None:
+        assert f"has {after or 8} queues" in warning and "set it to 32 before the script uses CUDA" in warning
 
 
 def test_nothing_more_is_said_of_a_job_that_is_as_it_was_asked_for() -> None:

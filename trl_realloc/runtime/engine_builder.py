@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from transformers.utils import logging
 
 from ..engines.base import EngineError, InPlaceEngine, ScoringEngine, TrainingEngine
 from ..engines.device import is_accelerator, release_cached_memory
@@ -30,6 +31,7 @@ from ..plan.assignment import in_place
 from ..plan.cluster import DeviceMesh
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
+from .launch.launcher import too_few_connections
 from .parameter_sinks import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Sink
 from .process_groups import ReallocationGroups, from_every_rank
 from .reallocation import Reallocation
@@ -40,6 +42,9 @@ from .vllm_start import start_vllm
 if TYPE_CHECKING:
     from ..engines.generation.vllm import VLLMEngine
     from .placement import Placement
+
+
+logger = logging.get_logger(__name__)
 
 
 class EngineBuilder:
@@ -227,6 +232,9 @@ class EngineBuilder:
         engine: TrainingEngine
         if assignment.engine == "megatron":
             groups = self.placement.split_groups[assignment.mesh, strategy.tp, strategy.pp]
+            # NCCL connects a group in its first operation, in which all of its ranks must take part; the first batches
+            # of torch's schedules are between neighbours
+            groups.pp.barrier()
             groups = groups.reversed() if self.plan.is_reversed(call) else groups
             sharded = strategy.zero_stage == 1
             engine = MegatronEngine(head, groups, options.device, shard_optimizer=sharded, **shared)
@@ -257,6 +265,8 @@ class EngineBuilder:
             first, second = (self.placement.trainers[self.graph.call(name).role] for name in self.plan.fused)
             assert isinstance(first, MegatronEngine), "the plan has been checked"
             assert isinstance(second, MegatronEngine), "the plan has been checked"
+            if self.options.device.type == "cuda" and (problem := too_few_connections()) is not None:
+                logger.warning(problem)
             orders = FusedOrders()
             orders.compile()
             self.placement.fused = FusedTraining((first, second), groups, orders)

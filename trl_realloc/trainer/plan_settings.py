@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
 from ..plan.execution_plan import ExecutionPlan
 from ..runtime.launch.hosts import has_rendezvous, meet
-from ..runtime.launch.launcher import check_launch, separate_attempts, wait_on_own_device
+from ..runtime.launch.launcher import check_launch, connect_streams, separate_attempts, wait_on_own_device
 from ..runtime.launch.network_interfaces import set_gloo_interface
 from ..runtime.launch.slurm import adopt_slurm
 from .config_checks import check_settings
@@ -157,6 +157,7 @@ def before_training_arguments(args: Any) -> Iterator[None]:
         ConfigError: with all settings that are not allowed.
         LaunchError, NetworkError: the job cannot be run as it was launched, or its hosts cannot reach each other.
     """
+    connect_streams()  # before anything asks for CUDA
     adopt_slurm()
     no_accelerator = not torch.accelerator.is_available()
     if no_accelerator and not args.use_cpu and args.bf16 is None:

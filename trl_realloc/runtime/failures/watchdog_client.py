@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import json
 import os
+import queue
 import secrets
 import socket
 import subprocess
@@ -47,6 +48,7 @@ class WatchdogClient:
         self.rank, self.timeout_s = rank, timeout_s
         self.activity = "starting"
         self.verdict: dict[str, Any] | None = None
+        self._verdicts = queue.SimpleQueue[tuple[float, dict[str, Any]]]()  # each with the time at which it came
         self._all_leaving = -1  # the newest generation of which the watchdog has said that all ranks are leaving
         self._acknowledged = -1  # the newest generation whose failure this rank handles by an exception
         self._send_lock = threading.Lock()
@@ -82,7 +84,9 @@ class WatchdogClient:
             "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE") if os.environ.get("LOCAL_RANK") == "0" else None,
         }
         self._configure(settings, world_size, store)
-        threading.Thread(target=self._listen, daemon=True, name="watchdog").start()
+        # started here, because while the interpreter shuts down Python 3.12 starts none
+        for target in (self._listen, self._exit_if_late):
+            threading.Thread(target=target, daemon=True, name="watchdog").start()
         atexit.register(self._send, exiting=True)
 
     def _configure(self, settings: dict[str, Any], world_size: int, store: Any) -> None:
@@ -161,21 +165,23 @@ class WatchdogClient:
             with self._received:
                 if key == "verdict":
                     self.verdict = value
-                    threading.Thread(target=self._exit_if_late, args=(value,), daemon=True).start()
+                    self._verdicts.put((time.monotonic(), value))
                 elif key == "all_leaving":
                     self._all_leaving = value
                 self._received.notify_all()
 
-    def _exit_if_late(self, verdict: dict[str, Any]) -> None:
+    def _exit_if_late(self) -> None:
         """Exit this process if it has not ended `LEAVE_S` after a verdict. Where no process is lost, a rank that has
         acknowledged the failure goes on."""
-        time.sleep(LEAVE_S)
-        if not verdict["fatal"]:
-            if verdict["generation"] <= self._acknowledged:
-                return
-            here = f"This rank ends for that reason; it was still in {self.activity}."
-            write_stderr(f"[rank{self.rank}] trl_realloc: {_ended(verdict['sentence'])} {here}")
-        os._exit(1)
+        while True:
+            came, verdict = self._verdicts.get()
+            time.sleep(max(0.0, came + LEAVE_S - time.monotonic()))
+            if not verdict["fatal"]:
+                if verdict["generation"] <= self._acknowledged:
+                    continue
+                here = f"This rank ends for that reason; it was still in {self.activity}."
+                write_stderr(f"[rank{self.rank}] trl_realloc: {_ended(verdict['sentence'])} {here}")
+            os._exit(1)
 
     def await_verdict(self, generation: int, seconds: float) -> str | None:
         """The sentence of a failure of this generation, or of a fatal one, when it is known; `None` after so many

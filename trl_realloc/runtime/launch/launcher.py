@@ -7,7 +7,7 @@ Which processes are on which host is in `hosts`. The Accelerate plugin for plans
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from ...engines.torch_compat import wrap_store
 from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan
 from .hosts import Process, ranks_by_host
+
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues for the streams of a process
+MOST_CONNECTIONS, ENOUGH_CONNECTIONS = 32, 16
 
 
 class LaunchError(ValueError):
@@ -94,6 +98,28 @@ def wait_on_own_device(environment: Mapping[str, str] = os.environ) -> None:
             dist.barrier()
 
     PartialState.wait_for_everyone = wait_for_everyone
+
+
+def connect_streams(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let CUDA give each stream of this process a hardware queue of its own, unless the user has set their number. It
+    reads the variable when it starts. By default there are eight; a stage of fused pipelines has as many streams of
+    messages, beside those that compute, copy and have collectives, and where two streams share a queue, what one of
+    them computes waits for the message of the other."""
+    if torch.version.cuda is not None and not torch.cuda.is_initialized():
+        environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
+
+
+def too_few_connections(environment: Mapping[str, str] = os.environ) -> str | None:
+    """A warning for fused pipelines on CUDA where streams share hardware queues; `None` where there are enough."""
+    value = environment.get(CONNECTIONS, "")
+    count = int(value) if value.isdigit() else 8  # CUDA's default
+    if count >= ENOUGH_CONNECTIONS:
+        return None
+    return (
+        f"fused pipelines: {CONNECTIONS} is {value or 'not set'}, so CUDA has {count} queues for the streams of a "
+        f"process, and a stage's computation may wait for a message that it does not need; set it to "
+        f"{MOST_CONNECTIONS} before the script uses CUDA."
+    )
 
 
 def check_device(device: torch.device) -> None:

@@ -1,0 +1,52 @@
+"""What a rank does around the computation of a call."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mailboxes import Mailboxes
+
+from trl_realloc import Cluster
+from trl_realloc.algorithms.host_loss import HostLoss
+from trl_realloc.algorithms.rollout import Rollouts
+from trl_realloc.engines.base import Sampling
+from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.call_runner import CallRunner
+from trl_realloc.runtime.calls import CallSettings, Step
+from trl_realloc.runtime.exchange import Exchange
+from trl_realloc.runtime.failures.alarm import Alarm
+from trl_realloc.runtime.shares import Share
+
+
+GRAPH = grpo_graph(reference=False, reward_models=False)
+
+
+@pytest.mark.parametrize("has_collectives", [False, True])
+def test_a_rank_meets_the_others_on_the_host_before_a_call_with_collectives(has_collectives: bool) -> None:
+    """Another rank may still be in a call that takes longer than a collective may, such as a judge's."""
+    plan, events = flatten(Cluster(1, 2), generation_engine="transformers", graph=GRAPH), list[str]()
+    placement: Any = SimpleNamespace(
+        plan=plan,
+        rank=1,
+        refresh=lambda call: events.append("refresh"),
+        has_collectives=lambda call: has_collectives,
+        check_fresh=lambda call: None,
+        resident=lambda call: contextlib.nullcontext(),
+        group=lambda call: SimpleNamespace(meet=lambda: events.append("meet")),
+    )
+
+    class Computing(CallRunner):
+        def compute(self, *args: Any) -> Rollouts:
+            events.append("compute")
+            return Rollouts(index=torch.zeros(1))
+
+    runner = Computing(placement, HostLoss(GRAPH), CallSettings(Sampling(4, 1.0), 0, None, None, [], {}), Alarm())
+    exchange = Exchange(plan, 1, messages=Mailboxes().of(1))
+    iteration = runner.begin(Step(0, 4, {}), exchange)
+    assert runner.run(iteration, GRAPH.call("actor.forward"), Share(Rollouts(index=torch.zeros(1))))
+    assert events == ["refresh", *["meet"] * has_collectives, "compute"]
