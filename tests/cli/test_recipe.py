@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trl import ModelConfig, ScriptArguments
 
 from trl_realloc import PPOConfig
-from trl_realloc.cli.recipe_parser import SENTENCES, RecipeError, parse_recipe
+from trl_realloc.cli.recipe_parser import SENTENCES, RecipeError, parse_recipe, run
 from trl_realloc.common.errors import PlanError
 from trl_realloc.planner.recipe import read_recipe_settings
 
@@ -164,3 +165,9 @@ def test_a_word_that_the_run_reads_as_no_boolean_is_refused_by_the_planner_too(t
         parsed(path, "gradient_checkpointing: 'off'\n")
     with pytest.raises(PlanError, match="gradient_checkpointing must be true or false, not 'off'"):
         read_recipe_settings(path)
+
+
+def test_a_script_that_has_ended_has_no_process_group() -> None:
+    """NCCL warns at the exit of a process that has one."""
+    run(lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1))
+    assert not dist.is_initialized()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import hashlib
 import os
 import shutil
@@ -94,6 +95,13 @@ class Cuda:
     def limit(self, size: int, index: int = 0) -> None:
         pass
 
+    def allocated(self, index: int = 0) -> int:
+        """The bytes of a device's memory that tensors have, without those that torch keeps for cuBLAS: up to 32 MiB for
+        each stream on which a thread has multiplied matrices."""
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        return int(torch.accelerator.memory_allocated(index))
+
 
 class Standin:
     """The installed stand-in: counters, and the sizes of the devices' memories."""
@@ -117,6 +125,11 @@ class Standin:
         before, result = self.counts(), list[Counts]()
         yield result
         result.append(self.counts() - before)
+
+    def allocated(self, index: int = 0) -> int:
+        """The bytes of a device's memory that tensors have."""
+        gc.collect()
+        return int(torch.accelerator.memory_allocated(index))
 
     def limit(self, size: int, index: int = 0) -> None:
         """Set a device's memory, in bytes."""

@@ -63,10 +63,7 @@ def _memory() -> Iterator[None]:
 
 
 def allocated() -> int:
-    gc.collect()
-    if not DEVICE.is_standin:
-        torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for each stream
-    return torch.accelerator.memory_allocated(SIM)
+    return DEVICE.allocated()
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -158,6 +155,17 @@ def test_ragged_columns_are_divided_and_joined_on_the_device_without_reading_it(
         result = RAGGED[name](there)
     assert result.device == SIM and torch.equal(on_host(result), RAGGED[name](column))
     assert counted[0].reads == 0
+
+
+@of_standin
+@pytest.mark.parametrize(("tokens", "is_late"), [(8192, 0), (8193, 1)])
+def test_the_host_does_not_wait_for_a_large_column_to_reach_the_device(tokens: int, is_late: int) -> None:
+    """A copy from pageable memory of more than 64 KiB blocks the host until the device has come to it."""
+    rows = Ragged(torch.arange(tokens), torch.tensor([tokens - 3, 3]))
+    with DEVICE.counting() as counted:
+        moved = rows.to(SIM)
+    assert counted[0].late_copies == is_late and counted[0].writes == 1
+    assert torch.equal(on_host(moved.values), rows.values)
 
 
 def test_rollouts_are_sent_and_sorted_from_the_device() -> None:

@@ -66,8 +66,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def allocated() -> int:
-    gc.collect()
-    return torch.accelerator.memory_allocated(SIM)
+    return DEVICE.allocated(RANK)
 
 
 # --- the process group -----------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Ragged:
 
     def _beside_values(self, index: Tensor) -> Tensor:
         """An index tensor made on the host, on the values' device."""
-        return index.to(self.values.device, non_blocking=True)
+        return on_device(index, self.values.device)
 
     def sum(self) -> Tensor:
         """(n,): the sum of each row. Differentiable."""
@@ -112,9 +112,8 @@ class Ragged:
         return torch.nn.utils.rnn.pad_sequence(list(self.rows()), batch_first=True, padding_value=fill)
 
     def to(self, device: torch.device | str) -> Ragged:
-        """The values on a device. A copy to the host has arrived on return, one to an accelerator arrives in the
-        stream's order, and the host does not wait for it."""
-        return Ragged(_moved(self.values, device), self.lengths)
+        """The values on a device, as `on_device`."""
+        return Ragged(on_device(self.values, device), self.lengths)
 
     @staticmethod
     def of(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Ragged:
@@ -128,8 +127,8 @@ class Ragged:
         """The inverse of `pad`: the first `lengths[i]` values of each row of `rectangle` (n, width)."""
         width = rectangle.shape[1]
         rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        kept = (rows * width + places(lengths)).to(rectangle.device, non_blocking=True)
-        return Ragged(rectangle.reshape(-1)[kept], lengths)
+        kept = rows * width + places(lengths)
+        return Ragged(rectangle.reshape(-1)[on_device(kept, rectangle.device)], lengths)
 
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
@@ -158,9 +157,17 @@ def token_keys(samples: Rollouts) -> list[tuple[bytes, bytes]]:
     return [(prompt.numpy().tobytes(), response.numpy().tobytes()) for prompt, response in zip(*columns, strict=True)]
 
 
-def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on a device, as `Ragged.to` says."""
-    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
+PAGEABLE_BYTES = 64 << 10  # up to so many bytes a copy from pageable memory to a GPU does not block the host
+
+
+def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on a device. A copy to the host has arrived on return. A copy to an accelerator arrives in the
+    stream's order, and the host does not wait for it; for this a large one is made from pinned memory, of which torch
+    keeps blocks."""
+    to_accelerator = torch.device(device).type != "cpu"
+    if to_accelerator and tensor.device.type == "cpu" and tensor.nbytes > PAGEABLE_BYTES:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=to_accelerator)
 
 
 Column = Ragged | Tensor
@@ -235,10 +242,10 @@ class Rollouts(Mapping[str, Column]):
         return self.select(torch.argsort(self.tensor("index")))
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """The samples on a device, as `Ragged.to`."""
+        """The samples on a device, as `on_device`."""
         columns: dict[str, Column] = {}
         for name, column in self._columns.items():
-            columns[name] = column.to(device) if isinstance(column, Ragged) else _moved(column, device)
+            columns[name] = column.to(device) if isinstance(column, Ragged) else on_device(column, device)
         return Rollouts(**columns)
 
     @staticmethod

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import torch.distributed as dist
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from trl import TrlParser
 
@@ -155,10 +156,12 @@ _WORDS: dict[Any, str] = {
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call a script's `main`. An error of the classes `SENTENCES` ends the process with its message on stderr and exit
-    code 2."""
+    """Call a script's `main`, and end the job's process groups after it: NCCL warns at the exit of a process that has
+    some. An error of the classes `SENTENCES` ends the process with its message on stderr and exit code 2."""
     try:
         main()
     except SENTENCES as error:
         print(f"error: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
         sys.exit(2)
+    if dist.is_initialized():
+        dist.destroy_process_group()

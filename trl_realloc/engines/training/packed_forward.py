@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...algorithms.base import TokenLoss
-from ...algorithms.rollout import Ragged, Rollouts, places
+from ...algorithms.rollout import Ragged, Rollouts, on_device, places
 from ...plan.batching import micro_batches
 from ..mesh_group import MeshGroup
 from .kept_forward import KeptForward
@@ -79,7 +79,7 @@ class RoleHead(nn.Module):
         if self.packed:
             arguments: dict[str, Any] = {
                 "input_ids": tokens.values[None],
-                "position_ids": _on(tokens.values.device, position)[None],
+                "position_ids": on_device(position, tokens.values.device)[None],
                 **packed_arguments(self.model, tokens.lengths.tolist(), tokens.values),
             }
             return arguments, torch.zeros_like(position), torch.arange(len(position))
@@ -115,14 +115,14 @@ class PolicyHead(RoleHead):
         device = responses.values.device
         if self.takes_logits_to_keep:
             kept, column = torch.unique(column, return_inverse=True)
-            arguments["logits_to_keep"] = _on(device, kept)
+            arguments["logits_to_keep"] = on_device(kept, device)
 
         def pick(full: Tensor) -> Tensor:
             """The rows that predict a response token, of logits or of the head's input."""
             if not self.packed:
-                return full[_on(device, row), _on(device, column)]
+                return full[on_device(row, device), on_device(column, device)]
             # squeeze, because the gradient of `full[0]` would be a second copy of it
-            return full.squeeze(0) if self.takes_logits_to_keep else full.squeeze(0)[_on(device, column)]
+            return full.squeeze(0) if self.takes_logits_to_keep else full.squeeze(0)[on_device(column, device)]
 
         columns = self._in_slices(arguments, pick, responses.values)
         if columns is None:
@@ -159,7 +159,9 @@ class ValueHead(RoleHead):
         last = torch.cumsum(samples.lengths, 0) - 1
         at = places(lengths) + torch.repeat_interleave(last - lengths + 1, lengths)
         hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
-        values = base_of(self.model).score(hidden[_on(hidden.device, row[at]), _on(hidden.device, column[at])])
+        values = base_of(self.model).score(
+            hidden[on_device(row[at], hidden.device), on_device(column[at], hidden.device)]
+        )
         return {"values": Ragged(values.squeeze(-1).float(), lengths)}
 
 
@@ -174,7 +176,9 @@ class ScoreHead(RoleHead):
             return {"scores": Ragged(logits.float(), ones)}
         last = torch.cumsum(samples.lengths, 0) - 1
         hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
-        scores = base_of(self.model).score(hidden[_on(hidden.device, row[last]), _on(hidden.device, column[last])])
+        scores = base_of(self.model).score(
+            hidden[on_device(row[last], hidden.device), on_device(column[last], hidden.device)]
+        )
         return {"scores": Ragged(scores[:, 0].float(), ones)}
 
 
@@ -196,11 +200,6 @@ def _response_positions(samples: Rollouts) -> Tensor:
     responses = samples.ragged("responses").lengths
     start = torch.cumsum(samples.lengths, 0) - responses
     return places(responses) + torch.repeat_interleave(start, responses)
-
-
-def _on(device: torch.device, index: Tensor) -> Tensor:
-    """An index tensor made on the host, on the device. The host does not wait for the copy."""
-    return index.to(device, non_blocking=True)
 
 
 def cut(samples: Rollouts, budget: int, group: MeshGroup, in_step: bool) -> list[list[int]]:
