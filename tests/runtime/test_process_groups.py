@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import replace
 from datetime import timedelta
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.workload import Workload
 from trl_realloc.runtime.process_groups import (
     LONGEST_CALL,
+    destroy_groups,
     from_first_rank,
     make_fused_groups,
     make_groups,
@@ -135,3 +137,36 @@ def test_the_planner_counts_the_communicators_that_a_run_makes(name: str, monkey
     split = {(a.mesh, a.strategy.tp, a.strategy.pp) for a in plan.assignments.values() if a.engine == "megatron"}
     of_torch = sum(min(2, pp - 1) for mesh, _, pp in split if 0 in mesh)  # between neighbouring stages
     assert holds.get("communicators", 0.0) == sum(0 in ranks for ranks in made) + of_job + of_torch
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "one device"])
+def test_two_ranks_destroy_the_groups_that_they_share_in_one_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits in the end of a communicator for its other ranks."""
+    plan, limit, made = PLANS[name], timedelta(seconds=1), list[Any]()
+    destroyed: dict[int, list[Any]] = {rank: [] for rank in range(plan.cluster.size)}
+
+    def make(ranks: list[int] | None = None, **_: Any) -> Any:
+        made.append((len(made), tuple(ranks or range(plan.cluster.size))))
+        return FakeGroup(*made[-1]) if ranks is None or here in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    class FakeGroup(dist.ProcessGroup):
+        def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
+            super().__init__(ranks.index(here), len(ranks))
+            self.made_as = number, ranks
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "new_group", make)
+        patched.setattr(dist, "destroy_process_group", lambda group: destroyed[here].append(group.made_as))
+        for here in destroyed:
+            made.clear()
+            groups, control = make_groups(plan, here, limit)
+            split = make_split_groups(plan, here, limit)
+            fused, edges = make_fused_groups(plan, here, limit, split), make_reallocation_groups(plan, here, limit)
+            destroy_groups((groups, split, fused, edges, control))
+    dist.destroy_process_group()
+    for one, other in combinations(destroyed, 2):
+        first, second = ([ranks for _, ranks in destroyed[rank] if {one, other} <= set(ranks)] for rank in (one, other))
+        assert first == second and first
