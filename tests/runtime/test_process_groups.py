@@ -140,9 +140,7 @@ def test_the_planner_counts_the_communicators_that_a_run_makes(name: str, monkey
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "one device"])
-def test_two_ranks_destroy_the_groups_that_they_share_in_one_order(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_destroy_the_groups_that_they_share_in_one_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL waits in the end of a communicator for its other ranks."""
     plan, limit, made = PLANS[name], timedelta(seconds=1), list[Any]()
     destroyed: dict[int, list[Any]] = {rank: [] for rank in range(plan.cluster.size)}
