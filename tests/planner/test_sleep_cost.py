@@ -8,7 +8,8 @@ import pytest
 from llamas import pricing, specs
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, with_sleeping_engines
 from trl_realloc.planner.choose import choose
@@ -61,3 +62,16 @@ def test_engines_sleep_by_themselves_only_where_no_plan_fits_otherwise() -> None
     assert best.fits and best.plan["actor.generate"].drop
     roomy = replace(prices, vllm_share=0.4)
     assert not choose(specs(1, 1), roomy, time_limit_s=0.3).best.plan["actor.generate"].drop
+
+
+def test_weights_to_an_engine_of_several_gpus_take_longer_than_to_one_of_one_gpu() -> None:
+    """An engine of one GPU opens the sender's memory; others get theirs through the host's."""
+    prices, (spec,) = replace(pricing(1), memory=gpu_memory(80e9)), specs(7, 7)["actor.generate"]
+    seconds = {
+        tp: prices.load_seconds(spec, Assignment(DeviceMesh(0, 8), ParallelStrategy(8 // tp, tp), "vllm"))
+        for tp in (1, 2, 8)
+    }
+    bus = spec.bytes / prices.rates.host_bandwidth
+    assert seconds[1] < bus / 2 and seconds[2] > seconds[8] > 1.3 * bus
+    on_hosts = replace(prices, memory=None)
+    assert on_hosts.load_seconds(spec, Assignment(DeviceMesh(0, 8), ParallelStrategy(4, 2), "vllm")) == bus

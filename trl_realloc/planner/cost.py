@@ -28,6 +28,11 @@ from .zero_memory import backward_bucket, gathered_bytes, held_bucket, whole_gra
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
 SLEEP = 0.5  # seconds of a vLLM engine to give its memory back and to take it again (docs/hardware.md)
+# Bytes/s of weights on their way to a vLLM engine on GPUs. An engine on one GPU opens the sender's memory: two copies
+# on the device, each read and written, at 70 % of an A100's 2.0e12 (by data sheet, not measured). For several GPUs they
+# are copied to pinned host memory, from where each worker copies its part: 55e9 in pieces of 268 MB, 34e9 in pieces of
+# 1 MB (an H200, docs/hardware.md). The workers' pages are not pinned, so theirs is the least that it takes.
+ON_DEVICE, TO_HOST, FROM_HOST = 3.5e11, 5.5e10, 3.4e10
 SHARES = tuple(step / 20 for step in range(3, 20))  # of a device, that the planner tries for a vLLM engine
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
 
@@ -267,12 +272,19 @@ class Pricing:
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
 
     def load_seconds(self, spec: ModelSpec, assignment: Assignment) -> float:
-        """Of new weights into a vLLM engine. The rank that sends them has all of them on its device. It copies them to
-        host memory, from where each worker of a tensor group reads its part meanwhile (`generation.weight_buffers`). If
-        the plan offloads them, each worker's part goes to host memory and back as well."""
-        load = spec.elements * spec.bytes_per_element / self.rates.host_bandwidth
-        strategy = assignment.strategy
-        return load + (load / (strategy.tp * strategy.pp) if assignment.offload else 0.0)
+        """Of new weights into a vLLM engine. The rank that sends them has all of them on its device. On GPUs an engine
+        of one device takes them from there; otherwise they go through host memory, from where each worker of a tensor
+        group reads its part (`generation.weight_buffers`). If the plan offloads them, each worker's part goes to host
+        memory and back as well."""
+        size, bandwidth = spec.elements * spec.bytes_per_element, self.rates.host_bandwidth
+        part = size / (assignment.strategy.tp * assignment.strategy.pp)
+        if self.memory is None or not self.memory.is_gpu:
+            load = size / bandwidth
+        elif part == size:
+            load = size / ON_DEVICE
+        else:
+            load = size / min(bandwidth, TO_HOST) + part / min(bandwidth, FROM_HOST)
+        return load + (part / bandwidth if assignment.offload else 0.0)
 
     def decode_step(self, spec: ModelSpec, assignment: Assignment, batch: float, cached: float) -> dict[str, float]:
         """Seconds by cause of one decode step of an engine.
